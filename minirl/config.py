@@ -1,0 +1,157 @@
+"""The recipe: a frozen dataclass tree read from TOML, validated before any process is spawned.
+
+Section names are stage names. Each field's explanation is the string under it: `minirl config`,
+`--help` and the docs read it from here.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = "tiny"
+    """A Hugging Face folder or hub name; "tiny" is the model minirl builds and warms up itself."""
+    dtype: str = "float32"
+    """What vLLM computes in and what is published: "float32" or "bfloat16"."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off unless you have read that code."""
+
+
+@dataclass(frozen=True)
+class TasksConfig:
+    kind: str = "arithmetic"
+    """Which task: "arithmetic", "gsm8k", or one's own as "my_task.py:MyTask"."""
+    data: str = ""
+    """Where the task's data is: a hub name or a local folder. Empty: the task's own default."""
+    max_prompt_tokens: int = 256
+    """Prompts longer than this are dropped, with a count."""
+    verifiers: int = 1
+    """Processes that compute rewards."""
+    timeout_s: float = 10.0
+    """A reward that takes longer is a failure: its group is dropped, its verifier replaced."""
+
+
+@dataclass(frozen=True)
+class DevicesConfig:
+    kind: str = "auto"
+    """"cuda", "cpu", or "auto": cuda where there is one."""
+    rollout: int = 1
+    """Devices that run vLLM (on CPU: processes)."""
+    train: int = 1
+    """Devices that train, one DDP rank each (on CPU: processes)."""
+    tensor_parallel: int = 1
+    """Rollout devices to one vLLM engine."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    group_size: int = 8
+    """Trajectories to a prompt."""
+    max_new_tokens: int = 128
+    """An answer is cut here."""
+    temperature: float = 1.0
+    """Of the sampling distribution; the trainer applies the same."""
+    top_p: float = 1.0
+    """Nucleus sampling; 1 is off."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens; 0 is off."""
+    on_update: str = "recompute"
+    """At new weights, the KV of running sequences is rebuilt ("recompute") or kept ("keep")."""
+    max_num_seqs: int = 256
+    """Sequences that one engine decodes at once."""
+    memory_fraction: float = 0.85
+    """Share of a GPU's memory that vLLM takes. On CPU see kv_cache_gib."""
+    kv_cache_gib: float = 0.5
+    """KV cache of one engine on CPU."""
+
+
+@dataclass(frozen=True)
+class BufferConfig:
+    max_staleness: int = 2
+    """η: no token older than this many versions is trained. 0 is exactly synchronous."""
+    on_stale: str = "mask"
+    """Tokens too old when their group is done: "mask" them out, "drop" the group, or "wait"."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = 40
+    """Training steps; each publishes one version."""
+    batch_size: int = 32
+    """Groups (prompts) to a step."""
+    num_minibatches: int = 1
+    """Optimizer steps to a batch."""
+    lr: float = 1e-6
+    """Learning rate of AdamW."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises from 0."""
+    weight_decay: float = 0.0
+    """Of AdamW; norms and biases are left out."""
+    grad_clip: float = 1.0
+    """Largest gradient norm."""
+    max_tokens: int = 16384
+    """Tokens to a micro-batch on one device: lower it when memory runs out."""
+    objective: str = "decoupled"
+    """"decoupled" PPO (the paper's eq. 5) or "naive" PPO (ratio to the sampling policy)."""
+    clip_low: float = 0.2
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: float = 0.2
+    """The ratio is clipped above 1 + clip_high."""
+    behav_cap: float = 5.0
+    """Tokens whose weight w = prox / behaviour is above this are masked out of the loss."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in backward: less memory, about a third more time."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    every: int = 10
+    """Steps between evaluations on held-out prompts; 0: only before and after."""
+    num_prompts: int = 256
+    """Held-out prompts to an evaluation."""
+    temperature: float = 0.0
+    """0 is greedy."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 0
+    """Steps between checkpoints; 0: only at the end."""
+    keep: int = 2
+    """How many of the last checkpoints stay."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    samples: int = 2
+    """Readable trajectories to a step, in samples.jsonl."""
+    stall_s: float = 300.0
+    """When nothing moves for this long, stacks are written and the run ends with exit code 3."""
+
+
+@dataclass(frozen=True)
+class Config:
+    seed: int = 0
+    """Of prompts, sampling and initialisation."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+    devices: DevicesConfig = field(default_factory=DevicesConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def num_slots(self) -> int:
+        """Groups that may be running, ready or in training at once (DESIGN: slots)."""
+        return (self.buffer.max_staleness + 1) * self.train.batch_size
+
+    @property
+    def max_tokens_per_trajectory(self) -> int:
+        return self.tasks.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def is_synchronous(self) -> bool:
+        return self.buffer.max_staleness == 0

@@ -1,0 +1,86 @@
+"""The nouns. Plain records that every room of the house shares; no torch, no vLLM, no behaviour.
+
+Glossary
+    rollout      the act of sampling; a *trajectory* is its record
+    trajectory   flat arrays of one length: tokens, mask (1 where the model wrote the token),
+                 logprobs (of the sampling distribution), versions (which weights wrote the token,
+                 -1 where no model did). It lives in one cell of the shared-memory ring
+    group        the trajectories of one prompt; it carries its id, never rebuilt from positions
+    version      counts published weights: 0 before the first update
+    staleness    of a token: the version a training step starts from, minus the token's version
+    head         a trajectory's first written token; head staleness is that token's
+    slot         a group's place in the buffer: held from dispatch until the weights trained on it
+                 are published, or until the group is dropped
+    cell         a trajectory's place in the ring: a slot owns group_size of them
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class StopReason(IntEnum):
+    """Why a trajectory ended."""
+
+    STOP = 0  # the model ended its answer
+    LENGTH = 1  # cut at rollout.max_new_tokens
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a task asks: text (or chat messages) and the reference that its reward knows."""
+
+    prompt: str | tuple[dict[str, str], ...]
+    reference: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a reward sees of one trajectory."""
+
+    text: str  # decoded, special tokens left out
+    stop: StopReason
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """An example that was rendered and tokenised. `index` is its place in the task's stream."""
+
+    index: int
+    example: Example
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """The descriptor of one finished trajectory: where it lies and what is known of it."""
+
+    cell: int
+    length: int  # prompt and answer
+    num_written: int  # tokens with mask 1
+    stop: StopReason
+    head_version: int
+    tail_version: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """A finished, graded group, ready to train."""
+
+    id: int
+    prompt_index: int
+    trajectories: tuple[Trajectory, ...]
+    rewards: tuple[float, ...]
+
+    @property
+    def head_version(self) -> int:
+        return min(t.head_version for t in self.trajectories)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one training step trains: the step starts from `version` and gives `version + 1`."""
+
+    step: int
+    version: int
+    groups: tuple[Group, ...]
