@@ -1,0 +1,149 @@
+"""The only file that knows CPU from CUDA. Takes the recipe's [devices], gives each process its place.
+
+On CUDA a process sees its own GPUs only. On CPU a "device" is a process with its own cores: two
+vLLM or torch processes that both think they own all cores run up to 30 times slower.
+What only a GPU can run is kept here, small; tests marked `gpu` run it where there is one.
+"""
+
+import os
+import sys
+from dataclasses import dataclass, field
+
+from minirl.config import Config
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one process runs: the environment it is spawned with and the cores it binds to."""
+
+    kind: str  # "cpu" or "cuda"
+    cores: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def torch_device(self) -> str:
+        return "cuda:0" if self.kind == "cuda" else "cpu"
+
+    @property
+    def process_group_backend(self) -> str:
+        return "nccl" if self.kind == "cuda" else "gloo"
+
+
+def resolve_kind(kind: str) -> str:
+    if kind != "auto":
+        return kind
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def num_available(kind: str) -> int:
+    """GPUs, or cores that this process may use."""
+    if kind == "cpu":
+        return len(os.sched_getaffinity(0))
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def place(config: Config, kind: str) -> tuple[list[Placement], list[Placement]]:
+    """One placement per rollout engine, one per trainer rank."""
+    devices = config.devices
+    if kind == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = visible.split(",") if visible else [str(i) for i in range(num_available(kind))]
+        width = devices.tensor_parallel
+        engines = [
+            _on_gpus(tuple(gpus[i : i + width])) for i in range(0, devices.rollout, width)
+        ]
+        trainers = gpus[devices.rollout : devices.rollout + devices.train]
+        return engines, [_on_gpus((gpu,)) for gpu in trainers]
+    cores = sorted(os.sched_getaffinity(0))
+    num_processes = devices.rollout + devices.train
+    for_rollout = max(1, min(len(cores) - 1, round(len(cores) * devices.rollout / num_processes)))
+    pools = (cores[:for_rollout], cores[for_rollout:] or cores)
+    return _on_cores(pools[0], devices.rollout), _on_cores(pools[1], devices.train)
+
+
+def _on_gpus(gpus: tuple[str, ...]) -> Placement:
+    env = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    return Placement("cuda", gpus=gpus, env=env)
+
+
+def _on_cores(cores: list[int], num_processes: int) -> list[Placement]:
+    """Shares a pool's cores out; with more processes than cores they take turns on one each."""
+    width = max(1, len(cores) // num_processes)
+    placements = []
+    for i in range(num_processes):
+        start = (i * width) % len(cores)
+        mine = tuple(cores[start : start + width])
+        env = {"OMP_NUM_THREADS": str(len(mine)), "CUDA_VISIBLE_DEVICES": ""}
+        placements.append(Placement("cpu", cores=mine, env=env))
+    return placements
+
+
+def bind(placement: Placement) -> None:
+    """First thing in a child: take the place that was given."""
+    if placement.cores:
+        os.sched_setaffinity(0, placement.cores)
+
+
+def hide_broken_torchvision() -> None:
+    """Before transformers or vLLM are imported. PyPI's torchvision, torchaudio and torchcodec are
+    CUDA builds that cannot load under a CPU torch, and transformers imports them where it finds them.
+    """
+    import torch
+
+    if torch.version.cuda is None:
+        for name in ("torchvision", "torchaudio", "torchcodec"):
+            sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+
+
+def vllm_environment(kind: str) -> dict[str, str]:
+    """What must be set before vLLM is imported."""
+    env = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine steps in our process, when we say so
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",  # the model folder is local by now
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if kind == "cpu":
+        env["TORCH_COMPILE_DISABLE"] = "1"  # one helper is compiled for 8 s even in eager mode
+    return env
+
+
+def engine_arguments(config: Config, kind: str) -> dict[str, object]:
+    """The engine arguments that differ between CPU and CUDA."""
+    if kind == "cuda":
+        return {"gpu_memory_utilization": config.rollout.memory_fraction}
+    return {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": int(config.rollout.kv_cache_gib * 2**30),
+        "block_size": 32,  # the CPU default of 128 never shares a short prompt's KV
+    }
+
+
+def keep_weights_writable(kind: str) -> None:
+    """Before the engine is built. On CPU vLLM would pack linear weights for oneDNN and delete the
+    originals, and loading new ones would crash half-way or, with tied embeddings, silently do
+    nothing. The flag is private to vLLM: the canary (rule 6) stops the run should it change.
+    """
+    if kind == "cpu":
+        import vllm._custom_ops as ops
+
+        ops._supports_onednn = False
+
+
+def use_training_device(placement: Placement) -> None:
+    """In a trainer rank, before the model is loaded."""
+    import torch
+
+    if placement.kind == "cuda":
+        torch.cuda.set_device(0)
+        torch.backends.cuda.matmul.allow_tf32 = True
+    else:
+        torch.set_num_threads(max(1, len(placement.cores)))
+
+

@@ -1,0 +1,207 @@
+"""A vLLM engine whose weights change under running generations. Lives in a rollout worker.
+
+Takes token prompts, gives tokens as they are made, each with the logprob of the distribution it was
+sampled from and the version of the weights that made it. `reload` swaps weights between two steps:
+no sequence is waited for. In "recompute" mode running sequences are preempted and their KV is built
+anew under the new weights; in "keep" mode their KV stays. The prefix cache is salted by version.
+
+After each reload two checks must hold (rule 6): every tensor is where it should be, and the engine's
+logprobs of a fixed canary sequence are the trainer's.
+
+Leaves out: groups, queues and the ring (worker.py).
+"""
+
+import gc
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from minirl import devices
+from minirl.config import Config
+from minirl.errors import StaleWeights
+from minirl.records import StopReason
+from minirl.shm.weights import CANARY_TOKENS, Published, WeightStore
+
+CANARY_PRIORITY = -2  # before evaluation (-1) and training groups (their id)
+CANARY_LIMIT = {"float32": 1e-3, "bfloat16": 0.25}  # mean |engine - trainer| logprob
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request is sampled. Temperature 0 is greedy."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one step gave one request. `stop` is set on its last."""
+
+    key: int
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    stop: StopReason | None
+
+
+def canary_tokens(vocab_size: int) -> list[int]:
+    """The same few tokens for every version, spread over the vocabulary."""
+    return [(7 + 7919 * i) % vocab_size for i in range(CANARY_TOKENS)]
+
+
+class Engine:
+    def __init__(self, config: Config, folder: str, kind: str, store: WeightStore, seed: int):
+        os.environ.update(devices.vllm_environment(kind))
+        devices.hide_broken_torchvision()
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        devices.keep_weights_writable(kind)
+        gc.collect()
+        gc.freeze()  # vLLM collects garbage five times while it starts
+        self._engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=folder,
+                dtype=config.model.dtype,
+                trust_remote_code=config.model.trust_remote_code,
+                max_model_len=config.max_tokens_per_trajectory,
+                max_num_seqs=config.rollout.max_num_seqs + 1,  # one for the canary
+                tensor_parallel_size=config.devices.tensor_parallel,
+                worker_extension_cls="minirl.rollout.extension.Reloader",
+                load_format="dummy",  # weights come from the store, the first time as ever after
+                skip_tokenizer_init=True,
+                disable_log_stats=True,
+                async_scheduling=False,  # else a step returns tokens of the weights before last
+                scheduling_policy="priority",
+                logprobs_mode="processed_logprobs",
+                seed=seed,
+                **devices.engine_arguments(config, kind),
+            )
+        )
+        self._store = store
+        self._keeps_cache = config.rollout.on_update == "keep"
+        self._canary_limit = CANARY_LIMIT[config.model.dtype]
+        self._canary = canary_tokens(self._engine.model_config.get_vocab_size())
+        self._expected: Published | None = None
+        self.canary_gap = 0.0
+        self.version = -1
+        table = [(spec.name, spec.shape) for spec in store.table]
+        self._engine.collective_rpc("open_store", args=(table, store.dtype, store.path))
+
+    @property
+    def is_behind(self) -> bool:
+        return self._store.latest > self.version
+
+    @property
+    def is_busy(self) -> bool:
+        return self._engine.has_unfinished_requests()
+
+    def reload(self) -> float:
+        """Takes the newest weights. Gives the seconds for which generation stood still."""
+        start = time.perf_counter()
+        missing: list[str] = []
+
+        def load(slot: int) -> None:
+            missing[:] = [n for names in self._load_slot(slot) for n in names]
+
+        published = self._store.read(load)
+        if missing:
+            raise StaleWeights(
+                f"version {published.version} did not reach the engine: tensor {missing[0]} "
+                f"(and {len(missing) - 1} more) differs after the reload"
+            )
+        if not self._keeps_cache and not self._engine.reset_prefix_cache(
+            reset_running_requests=True
+        ):
+            raise StaleWeights(f"version {published.version}: vLLM kept KV of older weights")
+        self.version = published.version
+        self._engine.set_weight_version(str(self.version))
+        self._send_canary(published)
+        return time.perf_counter() - start
+
+    def _load_slot(self, slot: int) -> list[list[str]]:
+        return self._engine.collective_rpc("load_slot", args=(slot,))
+
+    def add(self, key: int, prompt: Sequence[int], sampling: Sampling, priority: int) -> None:
+        """Raises ValueError where vLLM refuses the request."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+            logprobs=0,  # of the sampled token only
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self._add(str(key), prompt, params, priority)
+
+    def _add(self, request_id: str, prompt: Sequence[int], params: object, priority: int) -> None:
+        inputs = {
+            "type": "token",
+            "prompt_token_ids": list(prompt),
+            "cache_salt": str(self.version),
+        }
+        self._engine.add_request(request_id, inputs, params, priority=priority)
+
+    def abort(self, keys: Sequence[int]) -> None:
+        self._engine.abort_request([str(key) for key in keys])
+
+    def step(self) -> list[Chunk]:
+        """One forward pass. Every token in it was made by `self.version`."""
+        chunks = []
+        for output in self._engine.step():
+            if output.request_id.startswith("canary"):
+                self._check_canary(output.prompt_logprobs)
+                continue
+            completion = output.outputs[0]
+            tokens = completion.token_ids
+            logprobs = [
+                entry[token].logprob
+                for entry, token in zip(completion.logprobs, tokens, strict=True)
+            ]
+            stop = None
+            if output.finished:
+                cut = completion.finish_reason == "length"
+                stop = StopReason.LENGTH if cut else StopReason.STOP
+            chunks.append(Chunk(int(output.request_id), tokens, logprobs, stop))
+        return chunks
+
+    def _send_canary(self, published: Published) -> None:
+        from vllm import SamplingParams
+
+        if self._expected is not None:  # new weights again, before the last canary came back
+            self.abort_canary()
+        self._expected = published
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True
+        )
+        self._add(f"canary-{published.version}", self._canary, params, CANARY_PRIORITY)
+
+    def abort_canary(self) -> None:
+        assert self._expected is not None
+        self._engine.abort_request([f"canary-{self._expected.version}"])
+
+    def _check_canary(self, prompt_logprobs: Sequence[dict]) -> None:
+        assert self._expected is not None
+        expected, self._expected = self._expected, None
+        pairs = zip(self._canary[1:], prompt_logprobs[1:], strict=True)
+        ours = np.array([entry[token].logprob for token, entry in pairs])
+        self.canary_gap = float(np.abs(ours - expected.canary[1:]).mean())
+        if not self.canary_gap <= self._canary_limit:  # also when it is not a number
+            raise StaleWeights(
+                f"version {expected.version}: the engine's logprobs of the canary are "
+                f"{self.canary_gap:.2g} off the trainer's (limit {self._canary_limit:g})"
+            )
+
+    def shutdown(self) -> None:
+        self._engine.engine_core.shutdown()

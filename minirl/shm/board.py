@@ -1,0 +1,112 @@
+"""The board: one row a worker, written by that worker alone, read by the controller at any time.
+
+Takes what a worker does and its running totals, gives heartbeats (rule 8) and the raw material of
+the throughput and idle metrics without a message. Each field is one aligned 8-byte store.
+"""
+
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from minirl.shm.segment import Segment
+
+
+class State(IntEnum):
+    """What a worker does, or what it waits for."""
+
+    STARTING = 0
+    WAITING_FOR_PROMPTS = 1
+    GENERATING = 2
+    RELOADING = 3
+    WAITING_FOR_BATCH = 4
+    TRAINING = 5
+    PUBLISHING = 6
+    SAVING = 7
+    WAITING_FOR_ANSWERS = 8
+    GRADING = 9
+
+
+class Total(IntEnum):
+    """Columns that only grow; the controller takes differences."""
+
+    TOKENS = 0
+    IDLE_S = 1
+    RELOAD_S = 2
+    RELOADS = 3
+
+
+STATE, SINCE, BEAT, VERSION, RUNNING, TOTALS = range(6)
+NUM_COLUMNS = TOTALS + len(Total)
+
+
+@dataclass(frozen=True)
+class Row:
+    state: State
+    since_s: float  # seconds in this state
+    beat_s: float  # seconds since the last sign of life
+    version: int
+    running: int
+
+
+class Board:
+    def __init__(self, num_workers: int):
+        self.num_workers = num_workers
+        self._segment = Segment(8 * NUM_COLUMNS * num_workers)
+        self._map()
+        self._rows[:, VERSION] = -1
+        self._rows[:, SINCE] = self._rows[:, BEAT] = time.monotonic()
+
+    def _map(self) -> None:
+        self._rows = self._segment.array(np.float64, (self.num_workers, NUM_COLUMNS))
+
+    def row(self, worker: int) -> Row:
+        row, now = self._rows[worker], time.monotonic()
+        return Row(
+            State(int(row[STATE])),
+            now - float(row[SINCE]),
+            now - float(row[BEAT]),
+            int(row[VERSION]),
+            int(row[RUNNING]),
+        )
+
+    def total(self, worker: int, column: Total) -> float:
+        return float(self._rows[worker, TOTALS + column])
+
+    def writer(self, worker: int) -> "BoardWriter":
+        return BoardWriter(self, worker)
+
+    def __getstate__(self) -> tuple[int, Segment]:
+        return self.num_workers, self._segment
+
+    def __setstate__(self, state: tuple[int, Segment]) -> None:
+        self.num_workers, self._segment = state
+        self._map()
+
+
+class BoardWriter:
+    """One worker's pen. Times in a waiting state add to its idle total by themselves."""
+
+    IDLE = (State.WAITING_FOR_PROMPTS, State.WAITING_FOR_BATCH, State.WAITING_FOR_ANSWERS)
+
+    def __init__(self, board: Board, worker: int):
+        self._row = board._rows[worker]
+        self._board = board
+
+    def enter(self, state: State) -> None:
+        """Also a beat. Called again in the same state it keeps `since`."""
+        now = time.monotonic()
+        if self._row[STATE] in self.IDLE:
+            self._row[TOTALS + Total.IDLE_S] += now - self._row[BEAT]
+        if self._row[STATE] != state:
+            self._row[STATE] = state
+            self._row[SINCE] = now
+        self._row[BEAT] = now
+
+    def serving(self, version: int, running: int) -> None:
+        self._row[VERSION] = version
+        self._row[RUNNING] = running
+
+    def add(self, column: Total, amount: float) -> None:
+        self._row[TOTALS + column] += amount

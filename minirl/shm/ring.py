@@ -1,0 +1,105 @@
+"""The trajectory ring. Takes finished trajectories from many writers, gives them to readers in place.
+
+It is a ring of equal cells, each large enough for the longest trajectory that the recipe allows
+(so what cannot fit is known before the run starts). The controller owns which cell belongs to whom:
+a buffer slot owns `group_size` cells from dispatch until its weights are published. Two writers
+therefore never share a cell, and no lock exists that a killed process could hold.
+
+A cell is visible only when it is *sealed* with the ticket of the group it was written for: the seal
+is the last store of a write, so a writer that dies in the middle leaves nothing that reads as an
+entry, and a cell that was handed on is never mistaken for its earlier content.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minirl.shm.segment import Segment, aligned
+
+BYTES_PER_TOKEN = 4 + 1 + 4 + 4  # token, mask, logprob, version
+NOTHING = -1  # the seal of a cell without an entry; also the version of a token no model wrote
+
+
+@dataclass(frozen=True)
+class TrajectoryView:
+    """One trajectory in shared memory: flat arrays of one length, not to be written to."""
+
+    tokens: NDArray[np.int32]
+    mask: NDArray[np.uint8]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+
+
+class TornEntry(Exception):
+    """The cell holds no whole entry of that ticket."""
+
+
+class TrajectoryRing:
+    def __init__(self, num_cells: int, cell_tokens: int):
+        self.num_cells, self.cell_tokens = num_cells, cell_tokens
+        self._segment = Segment(self.bytes_needed(num_cells, cell_tokens))
+        self._map()
+        self._seals[:] = NOTHING
+
+    @staticmethod
+    def bytes_needed(num_cells: int, cell_tokens: int) -> int:
+        per_column = [aligned(num_cells * cell_tokens * size) for size in (4, 1, 4, 4)]
+        return sum(per_column) + 2 * aligned(8 * num_cells)
+
+    def _map(self) -> None:
+        shape, offset = (self.num_cells, self.cell_tokens), 0
+
+        def column(dtype: type, dims: tuple[int, ...]) -> NDArray:
+            nonlocal offset
+            array = self._segment.array(dtype, dims, offset)
+            offset += aligned(array.nbytes)
+            return array
+
+        self._seals = column(np.int64, (self.num_cells,))
+        self._lengths = column(np.int64, (self.num_cells,))
+        self._tokens = column(np.int32, shape)
+        self._logprobs = column(np.float32, shape)
+        self._versions = column(np.int32, shape)
+        self._mask = column(np.uint8, shape)
+
+    def write(
+        self,
+        cell: int,
+        ticket: int,
+        prompt: list[int] | tuple[int, ...],
+        tokens: list[int],
+        logprobs: list[float],
+        versions: list[int],
+    ) -> None:
+        """One prompt and one answer. Sealed last: x86 keeps the order of stores."""
+        start, end = len(prompt), len(prompt) + len(tokens)
+        self._seals[cell] = NOTHING
+        self._tokens[cell, :start] = prompt
+        self._tokens[cell, start:end] = tokens
+        self._mask[cell, :start] = 0
+        self._mask[cell, start:end] = 1
+        self._logprobs[cell, :start] = 0.0
+        self._logprobs[cell, start:end] = logprobs
+        self._versions[cell, :start] = NOTHING
+        self._versions[cell, start:end] = versions
+        self._lengths[cell] = end
+        self._seals[cell] = ticket
+
+    def read(self, cell: int, ticket: int) -> TrajectoryView:
+        if self._seals[cell] != ticket:
+            raise TornEntry(f"cell {cell} is sealed for {self._seals[cell]}, not for {ticket}")
+        end = int(self._lengths[cell])
+        return TrajectoryView(
+            self._tokens[cell, :end],
+            self._mask[cell, :end],
+            self._logprobs[cell, :end],
+            self._versions[cell, :end],
+        )
+
+    def __getstate__(self) -> tuple[int, int, Segment]:
+        return self.num_cells, self.cell_tokens, self._segment
+
+    def __setstate__(self, state: tuple[int, int, Segment]) -> None:
+        self.num_cells, self.cell_tokens, self._segment = state
+        self._map()

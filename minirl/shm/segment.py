@@ -1,0 +1,57 @@
+"""Anonymous shared memory. Takes a size, gives arrays over the same bytes in every process.
+
+It is a memfd: it has no name, so nothing can stay behind in /dev/shm whoever is killed, and the
+size of /dev/shm (64 MB in a default container) does not limit it. The kernel frees it with the last
+process that holds it. Pages are only taken when they are first written.
+
+Leaves out: any locking. Who may write which byte, and when, is the business of ring, weights, board.
+"""
+
+import mmap
+import os
+from multiprocessing import reduction
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+ALIGNMENT = 64  # a cache line: rows of different writers never share one
+
+
+class Segment:
+    def __init__(self, num_bytes: int):
+        self.num_bytes = num_bytes
+        self._fd = os.memfd_create("minirl", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, num_bytes)
+        self._map = mmap.mmap(self._fd, num_bytes)
+
+    @classmethod
+    def open(cls, path: str, num_bytes: int) -> "Segment":
+        """The segment behind `path` (see below), for a process that minirl did not spawn itself."""
+        self = cls.__new__(cls)
+        self.num_bytes, self._fd = num_bytes, os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._map = mmap.mmap(self._fd, num_bytes)
+        return self
+
+    @property
+    def path(self) -> str:
+        """Opens this segment for as long as this process lives."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def array(self, dtype: DTypeLike, shape: tuple[int, ...], offset: int = 0) -> NDArray[Any]:
+        """A view of the bytes from `offset` on. It keeps the segment alive."""
+        count = int(np.prod(shape, dtype=np.int64))
+        return np.frombuffer(self._map, dtype=dtype, count=count, offset=offset).reshape(shape)
+
+    # A segment is pickled only as an argument of a process that is being spawned.
+    def __getstate__(self) -> tuple[int, Any]:
+        return self.num_bytes, reduction.DupFd(self._fd)
+
+    def __setstate__(self, state: tuple[int, Any]) -> None:
+        self.num_bytes, fd = state
+        self._fd = fd.detach()
+        self._map = mmap.mmap(self._fd, self.num_bytes)
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,137 @@
+"""The weight store. Takes weights from one trainer rank, gives them to any number of readers.
+
+Two slots and a version counter. The writer fills the slot that readers are not sent to and then
+moves the counter; it never waits for anybody. Each slot has a sequence number that is odd while the
+slot is being written (a seqlock): a reader that is so slow that the writer comes round again sees
+the number changed and retries, so a torn copy is never returned, and a reader that dies blocks
+nobody. With each version travel the trainer's logprobs of a fixed canary sequence (rule 6).
+
+Leaves out: barriers. The order of stores is x86's; an ARM port would need them here.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from minirl.shm.segment import Segment, aligned
+
+CANARY_TOKENS = 16
+NUM_SLOTS = 2
+HEADER_BYTES = aligned(8 * (1 + NUM_SLOTS)) + NUM_SLOTS * aligned(4 * CANARY_TOKENS)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    name: str  # as in the Hugging Face checkpoint
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a reader got: which version, and what the trainer's canary said under it."""
+
+    version: int
+    canary: NDArray[np.float32]
+
+
+class WeightStore:
+    def __init__(self, table: tuple[TensorSpec, ...], dtype: str):
+        self.table, self.dtype = table, dtype
+        self._segment = Segment(HEADER_BYTES + NUM_SLOTS * self.slot_bytes)
+        self._map()
+        self._latest[0] = -1
+
+    @classmethod
+    def open(cls, table: tuple[TensorSpec, ...], dtype: str, path: str) -> "WeightStore":
+        """For vLLM's own worker processes, which are not spawned by minirl: see `path`."""
+        self = cls.__new__(cls)
+        self.table, self.dtype = table, dtype
+        self._segment = Segment.open(path, HEADER_BYTES + NUM_SLOTS * self.slot_bytes)
+        self._map()
+        return self
+
+    @property
+    def path(self) -> str:
+        return self._segment.path
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def slot_bytes(self) -> int:
+        size = self.torch_dtype.itemsize
+        return sum(aligned(spec.numel * size) for spec in self.table)
+
+    def _map(self) -> None:
+        header = self._segment.array(np.int64, (1 + NUM_SLOTS,))
+        self._latest, self._sequence = header[:1], header[1:]
+        offset = aligned(header.nbytes)
+        self._canaries = []
+        for _ in range(NUM_SLOTS):
+            self._canaries.append(self._segment.array(np.float32, (CANARY_TOKENS,), offset))
+            offset += aligned(4 * CANARY_TOKENS)
+        flat = torch.from_numpy(self._segment.array(np.uint8, (self._segment.num_bytes,)))
+        self._slots: list[list[tuple[str, torch.Tensor]]] = []
+        for _ in range(NUM_SLOTS):
+            views = []
+            for spec in self.table:
+                num_bytes = spec.numel * self.torch_dtype.itemsize
+                tensor = flat[offset : offset + num_bytes].view(self.torch_dtype).view(spec.shape)
+                views.append((spec.name, tensor))
+                offset += aligned(num_bytes)
+            self._slots.append(views)
+
+    @property
+    def latest(self) -> int:
+        """The newest whole version; -1 before the first."""
+        return int(self._latest[0])
+
+    def publish(
+        self, version: int, weights: Iterable[torch.Tensor], canary: NDArray[np.float32]
+    ) -> None:
+        """`weights` in the order of the table, on any device, in any float dtype."""
+        slot = version % NUM_SLOTS
+        # Odd: being written. It is odd already where an earlier writer died in this slot.
+        self._sequence[slot] += 2 if self._sequence[slot] % 2 else 1
+        for (_, destination), source in zip(self._slots[slot], weights, strict=True):
+            destination.copy_(source)
+        self._canaries[slot][:] = canary
+        self._sequence[slot] += 1
+        self._latest[0] = version
+
+    def views(self, slot: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """The named tensors of a slot, in place. Only `read` knows whether they are whole."""
+        return iter(self._slots[slot])
+
+    def read(self, load: Callable[[int], None]) -> Published:
+        """Calls `load` with the slot of the newest version until a whole one got through.
+
+        What `load` copied in an attempt that was lapped is torn; the next attempt overwrites it.
+        """
+        while True:
+            version = self.latest
+            slot = version % NUM_SLOTS
+            before = int(self._sequence[slot])
+            if version < 0 or before % 2:  # the writer is in this slot: it was two versions ahead
+                time.sleep(0.0005)
+                continue
+            load(slot)
+            canary = self._canaries[slot].copy()
+            if int(self._sequence[slot]) == before:
+                return Published(version, canary)
+
+    def __getstate__(self) -> tuple[tuple[TensorSpec, ...], str, Segment]:
+        return self.table, self.dtype, self._segment
+
+    def __setstate__(self, state: tuple[tuple[TensorSpec, ...], str, Segment]) -> None:
+        self.table, self.dtype, self._segment = state
+        self._map()
