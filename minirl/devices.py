@@ -7,7 +7,9 @@ What only a GPU can run is kept here, small; tests marked `gpu` run it where the
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from minirl.config import Config
 
@@ -55,7 +57,8 @@ def place(config: Config, kind: str) -> tuple[list[Placement], list[Placement]]:
         gpus = visible.split(",") if visible else [str(i) for i in range(num_available(kind))]
         width = devices.tensor_parallel
         engines = [
-            _on_gpus(tuple(gpus[i : i + width])) for i in range(0, devices.rollout, width)
+            _on_gpus(tuple(gpus[i : i + width]), vllm_environment(kind))
+            for i in range(0, devices.rollout, width)
         ]
         trainers = gpus[devices.rollout : devices.rollout + devices.train]
         return engines, [_on_gpus((gpu,)) for gpu in trainers]
@@ -63,23 +66,26 @@ def place(config: Config, kind: str) -> tuple[list[Placement], list[Placement]]:
     num_processes = devices.rollout + devices.train
     for_rollout = max(1, min(len(cores) - 1, round(len(cores) * devices.rollout / num_processes)))
     pools = (cores[:for_rollout], cores[for_rollout:] or cores)
-    return _on_cores(pools[0], devices.rollout), _on_cores(pools[1], devices.train)
+    num_engines = devices.rollout // devices.tensor_parallel
+    engines = _on_cores(pools[0], num_engines, vllm_environment(kind))
+    return engines, _on_cores(pools[1], devices.train)
 
 
-def _on_gpus(gpus: tuple[str, ...]) -> Placement:
-    env = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-    return Placement("cuda", gpus=gpus, env=env)
+def _on_gpus(gpus: tuple[str, ...], env: Mapping[str, str] = MappingProxyType({})) -> Placement:
+    return Placement("cuda", gpus=gpus, env={"CUDA_VISIBLE_DEVICES": ",".join(gpus), **env})
 
 
-def _on_cores(cores: list[int], num_processes: int) -> list[Placement]:
+def _on_cores(
+    cores: list[int], num_processes: int, env: Mapping[str, str] = MappingProxyType({})
+) -> list[Placement]:
     """Shares a pool's cores out; with more processes than cores they take turns on one each."""
     width = max(1, len(cores) // num_processes)
     placements = []
     for i in range(num_processes):
         start = (i * width) % len(cores)
         mine = tuple(cores[start : start + width])
-        env = {"OMP_NUM_THREADS": str(len(mine)), "CUDA_VISIBLE_DEVICES": ""}
-        placements.append(Placement("cpu", cores=mine, env=env))
+        threads = {"OMP_NUM_THREADS": str(len(mine)), "CUDA_VISIBLE_DEVICES": ""}
+        placements.append(Placement("cpu", cores=mine, env={**threads, **env}))
     return placements
 
 
@@ -101,7 +107,7 @@ def hide_broken_torchvision() -> None:
 
 
 def vllm_environment(kind: str) -> dict[str, str]:
-    """What must be set before vLLM is imported."""
+    """What must be set before torch and vLLM are imported: part of a rollout worker's placement."""
     env = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine steps in our process, when we say so
         "VLLM_LOGGING_LEVEL": "ERROR",

@@ -12,7 +12,6 @@ Leaves out: groups, queues and the ring (worker.py).
 """
 
 import gc
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +56,6 @@ def canary_tokens(vocab_size: int) -> list[int]:
 
 class Engine:
     def __init__(self, config: Config, folder: str, kind: str, store: WeightStore, seed: int):
-        os.environ.update(devices.vllm_environment(kind))
         devices.hide_broken_torchvision()
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine

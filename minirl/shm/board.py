@@ -55,11 +55,17 @@ class Board:
         self.num_workers = num_workers
         self._segment = Segment(8 * NUM_COLUMNS * num_workers)
         self._map()
-        self._rows[:, VERSION] = -1
-        self._rows[:, SINCE] = self._rows[:, BEAT] = time.monotonic()
+        for worker in range(num_workers):
+            self.reset(worker)
 
     def _map(self) -> None:
         self._rows = self._segment.array(np.float64, (self.num_workers, NUM_COLUMNS))
+
+    def reset(self, worker: int) -> None:
+        """A new process takes this row over. Totals stay: they are the place's, not the process's."""
+        row = self._rows[worker]
+        row[STATE], row[RUNNING], row[VERSION] = State.STARTING, 0, -1
+        row[SINCE] = row[BEAT] = time.monotonic()
 
     def row(self, worker: int) -> Row:
         row, now = self._rows[worker], time.monotonic()
@@ -86,7 +92,7 @@ class Board:
 
 
 class BoardWriter:
-    """One worker's pen. Times in a waiting state add to its idle total by themselves."""
+    """One worker's pen. Time in a waiting state adds to its idle total by itself."""
 
     IDLE = (State.WAITING_FOR_PROMPTS, State.WAITING_FOR_BATCH, State.WAITING_FOR_ANSWERS)
 
@@ -94,12 +100,12 @@ class BoardWriter:
         self._row = board._rows[worker]
         self._board = board
 
-    def enter(self, state: State) -> None:
-        """Also a beat. Called again in the same state it keeps `since`."""
+    def enter(self, state: State, anew: bool = False) -> None:
+        """Also a beat. Called again in the same state it keeps `since`, unless it begins anew."""
         now = time.monotonic()
         if self._row[STATE] in self.IDLE:
             self._row[TOTALS + Total.IDLE_S] += now - self._row[BEAT]
-        if self._row[STATE] != state:
+        if self._row[STATE] != state or anew:
             self._row[STATE] = state
             self._row[SINCE] = now
         self._row[BEAT] = now

@@ -25,3 +25,7 @@ class Task(Protocol):
     def reward(self, example: Example, answer: Answer) -> float:
         """1 is right, 0 is wrong. An exception drops the group: it is never a reward of 0."""
         ...
+
+    def solution(self, example: Example) -> str:
+        """An answer made from the reference that must score 1: the task's self-check uses it."""
+        ...

@@ -1,0 +1,274 @@
+"""Processes: spawned, heard, replaced, ended. Takes bodies and their set-up, gives messages.
+
+Each worker has its own pipe and no lock with anybody, so one that is killed at any instant blocks
+nobody: its pipe ends, and that is news like any other. Only small messages go through pipes.
+A worker's output goes to a log of its own in the run directory; its tail is its last words.
+A worker dies with the controller, whatever kills it, and takes no notice of Ctrl-C.
+
+Leaves out: which workers there are and why (launch.py), and what messages mean (loop.py).
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from minirl import devices
+from minirl.devices import Placement
+from minirl.errors import MinirlError
+from minirl.shm.board import Board, BoardWriter
+
+Body = Callable[[Any, BoardWriter, Connection], None]
+LAST_WORDS_LINES = 12
+STOP_GRACE_S = 10.0
+PR_SET_PDEATHSIG = 1
+
+
+class Role(StrEnum):
+    ROLLOUT = "rollout"
+    TRAIN = "train"
+    VERIFY = "verify"
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A worker's own account of why it ends."""
+
+    message: str
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Died:
+    """The worker is gone and every message it sent was heard."""
+
+    how: str
+
+
+class Worker:
+    def __init__(self, role: Role, rank: int, row: int, body: Body, setup: Any, place: Placement):
+        self.role, self.rank, self.row = role, rank, row
+        self.body, self.setup, self.placement = body, setup, place
+        self.name = f"{role}-{rank}"
+        self.num_starts = 0
+        self.process: Any = None
+        self.pipe: Connection
+        self.failure: Failed | None = None
+
+    def send(self, message: object) -> None:
+        """A worker that just died does not take it; `hear` will say so."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.pipe.send(message)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+
+class Fleet:
+    def __init__(self, log_dir: Path, num_workers: int):
+        import torch.multiprocessing
+
+        self.log_dir = log_dir
+        self.board = Board(num_workers)
+        self.workers: list[Worker] = []
+        self._context = torch.multiprocessing.get_context("spawn")
+
+    def of(self, role: Role) -> list[Worker]:
+        return [worker for worker in self.workers if worker.role is role]
+
+    def spawn(self, role: Role, rank: int, body: Body, setup: Any, place: Placement) -> Worker:
+        worker = Worker(role, rank, len(self.workers), body, setup, place)
+        self.workers.append(worker)
+        self._start(worker)
+        return worker
+
+    def _start(self, worker: Worker) -> None:
+        ours, theirs = self._context.Pipe()
+        worker.pipe, worker.failure = ours, None
+        worker.num_starts += 1
+        self.board.reset(worker.row)
+        log = self.log_dir / f"{worker.name}.log"
+        worker.process = self._context.Process(
+            target=_child,
+            args=(worker.body, worker.setup, worker.placement, self.board, worker.row),
+            kwargs={"pipe": theirs, "log": log, "parent": os.getpid()},
+            name=f"minirl-{worker.name}",
+        )
+        with _environment(worker.placement.env):
+            worker.process.start()
+        theirs.close()
+
+    def hear(self, timeout_s: float) -> Iterator[tuple[Worker, object]]:
+        """Messages, as they come; at most one `timeout_s` of silence."""
+        by_handle: dict[Any, Worker] = {}
+        for worker in self.workers:
+            if worker.process is not None:
+                by_handle[worker.pipe] = by_handle[worker.process.sentinel] = worker
+        heard = {id(w): w for w in (by_handle[h] for h in wait(list(by_handle), timeout_s))}
+        for worker in heard.values():
+            yield from ((worker, message) for message in self._drain(worker))
+
+    def _drain(self, worker: Worker) -> Iterator[object]:
+        is_dead = not worker.process.is_alive()  # asked first: what it sent is in the pipe by now
+        try:
+            while worker.pipe.poll():
+                message = worker.pipe.recv()
+                if isinstance(message, Failed):
+                    worker.failure = message
+                else:
+                    yield message
+        except (EOFError, ConnectionResetError):
+            worker.process.join(STOP_GRACE_S)
+            is_dead = True
+        if is_dead:
+            yield Died(self._how_it_ended(worker))
+
+    def _how_it_ended(self, worker: Worker) -> str:
+        if worker.failure:
+            return worker.failure.message
+        code = worker.process.exitcode
+        if code is not None and code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+    def last_words(self, worker: Worker) -> str:
+        path = self.log_dir / f"{worker.name}.log"
+        lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+        return "\n".join(f"  {worker.name} | {line}" for line in lines[-LAST_WORDS_LINES:])
+
+    def replace(self, worker: Worker) -> None:
+        """A new process in the place of one that died or must go."""
+        self._end(worker)
+        self._start(worker)
+
+    def retire(self, worker: Worker) -> None:
+        self._end(worker)
+        worker.process = None
+
+    def _end(self, worker: Worker) -> None:
+        worker.process.kill()
+        worker.process.join()
+        worker.pipe.close()
+
+    def stacks(self) -> str:
+        """Every worker's Python stacks, through its log."""
+        sizes = {}
+        for worker in self.workers:
+            log = self.log_dir / f"{worker.name}.log"
+            sizes[log] = log.stat().st_size if log.is_file() else 0
+            if worker.process is not None and worker.process.is_alive():
+                os.kill(worker.pid, signal.SIGUSR1)
+        time.sleep(1.0)  # the handlers write on their own
+        parts = []
+        for log, size in sizes.items():
+            text = log.read_bytes()[size:].decode(errors="replace") if log.is_file() else ""
+            parts.append(f"--- {log.stem}\n{text or '(no answer: frozen or gone)'}")
+        return "\n".join(parts)
+
+    def stop(self, goodbye: object) -> None:
+        """Ends all, gently first: a goodbye, a grace, then the axe. Nothing is left afterwards."""
+        living = [worker for worker in self.workers if worker.process is not None]
+        for worker in living:
+            worker.send(goodbye)
+            worker.pipe.close()
+        deadline = time.monotonic() + STOP_GRACE_S
+        for worker in living:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        for worker in self.workers:
+            if worker.process is not None:
+                _kill_tree(worker.process)
+                worker.process = None
+
+
+def _kill_tree(process: Any) -> None:
+    """A vLLM engine may have children of its own (tensor parallelism): they go with it."""
+    children = _children(process.pid) if process.is_alive() else []
+    process.kill()
+    process.join()
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _children(pid: int) -> list[int]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    try:
+        direct = [int(child) for child in path.read_text().split()]
+    except OSError:
+        return []
+    return direct + [grandchild for child in direct for grandchild in _children(child)]
+
+
+@contextlib.contextmanager
+def _environment(extra: dict[str, str]) -> Iterator[None]:
+    """A spawned process takes the environment of its parent at that moment."""
+    before = {key: os.environ.get(key) for key in extra}
+    os.environ.update(extra)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
+
+
+def _child(
+    body: Body,
+    setup: Any,
+    placement: Placement,
+    board: Board,
+    row: int,
+    *,
+    pipe: Connection,
+    log: Path,
+    parent: int,
+) -> None:
+    """What every worker process runs."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we could ask to die with it
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _write_to(log)
+    devices.bind(placement)
+    try:
+        body(setup, board.writer(row), pipe)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the controller is gone or has closed the pipe: nothing left to do
+    except MinirlError as error:
+        _report(pipe, Failed(str(error), error.exit_code))
+    except Exception as error:
+        traceback.print_exc()
+        _report(pipe, Failed(f"{type(error).__name__}: {error}", 1))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _report(pipe: Connection, failure: Failed) -> None:
+    with contextlib.suppress(OSError):
+        pipe.send(failure)
+
+
+def _write_to(log: Path) -> None:
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)

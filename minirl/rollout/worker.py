@@ -1,0 +1,238 @@
+"""The rollout worker: a plain loop in its own process around one engine. It never stops generating.
+
+    consumes      Submit and Abort from the controller, new weights from the store
+    waits for     prompts, when it has none; nothing else
+    unblocked by  Submit
+    gives         trajectories into the ring, and one Finished a step that says which
+
+A loop turn is: read the inbox, look at the version, admit, step, emit. The order matters: a group
+that was dispatched after a publication is never begun under the weights before it.
+
+Requests wait here, not in vLLM, until a sequence is free: so none waits under a prefix-cache salt
+of another version. While an evaluation runs the version stays pinned, and generation goes on.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+
+from minirl.config import Config
+from minirl.records import StopReason, Trajectory
+from minirl.rollout.engine import Engine, Sampling
+from minirl.shm.board import BoardWriter, State, Total
+from minirl.shm.ring import TrajectoryRing
+from minirl.shm.weights import WeightStore
+
+IDLE_POLL_S = 0.02  # how often an idle worker looks for new weights
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """One group to sample: a prompt, and a ring cell and a seed for each trajectory."""
+
+    group_id: int
+    prompt: tuple[int, ...]
+    cells: tuple[int, ...]
+    seeds: tuple[int | None, ...]
+    is_eval: bool = False  # sampled as [eval] says, under one pinned version, before other groups
+
+
+@dataclass(frozen=True)
+class Submit:
+    groups: tuple[GroupRequest, ...]
+
+
+@dataclass(frozen=True)
+class Abort:
+    group_id: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    pass
+
+
+@dataclass(frozen=True)
+class Started:
+    """The engine is up and serves its first version."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Trajectories that are sealed in the ring: (group id, place in the group, descriptor)."""
+
+    trajectories: tuple[tuple[int, int, Trajectory], ...]
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A group of which nothing will come, and whose cells are no longer written to."""
+
+    group_id: int
+    why: str  # empty where the controller asked for it
+
+
+@dataclass
+class Request:
+    """A trajectory that waits or runs."""
+
+    group: GroupRequest
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+class RolloutWorker:
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        ring: TrajectoryRing,
+        board: BoardWriter,
+        pipe: Connection,
+    ):
+        self.config, self.engine, self.ring = config, engine, ring
+        self.board, self.pipe = board, pipe
+        self.running: dict[int, Request] = {}
+        self.waiting: list[tuple[int, int, Request]] = []  # heap of (priority, key, request)
+        self.next_key = 0
+        self.num_pinned = 0  # evaluation requests that wait or run
+        self.stopped = False
+
+    def loop(self) -> None:
+        while not self.stopped:
+            self.read_inbox()
+            self.look_at_version()
+            self.admit()
+            if self.engine.is_busy:
+                self.board.enter(State.GENERATING)
+                self.step()
+
+    def read_inbox(self) -> None:
+        is_idle = not self.engine.is_busy and not self.waiting
+        if is_idle:
+            self.board.enter(State.WAITING_FOR_PROMPTS)
+        while not self.stopped and self.pipe.poll(IDLE_POLL_S if is_idle else 0):
+            message = self.pipe.recv()
+            is_idle = False
+            if isinstance(message, Submit):
+                self.enqueue(message.groups)
+            elif isinstance(message, Abort):
+                self.abort(message.group_id)
+            else:
+                self.stopped = True
+
+    def look_at_version(self) -> None:
+        if not self.engine.is_behind or (self.num_pinned and self.engine.version >= 0):
+            return
+        self.board.enter(State.RELOADING)
+        self.board.add(Total.RELOAD_S, self.engine.reload())
+        self.board.add(Total.RELOADS, 1)
+        self.board.serving(self.engine.version, len(self.running))
+
+    def enqueue(self, groups: Sequence[GroupRequest]) -> None:
+        for group in groups:
+            if group.is_eval and not self.num_pinned:
+                self.look_at_version()  # the evaluation pins the newest version there is
+            self.num_pinned += len(group.cells) if group.is_eval else 0
+            for index in range(len(group.cells)):
+                priority = -1 if group.is_eval else group.group_id
+                heapq.heappush(self.waiting, (priority, self.next_key, Request(group, index)))
+                self.next_key += 1
+
+    def admit(self) -> None:
+        while self.waiting and len(self.running) < self.config.rollout.max_num_seqs:
+            priority, key, request = heapq.heappop(self.waiting)
+            try:
+                self.engine.add(key, request.group.prompt, self.sampling(request), priority)
+            except ValueError as refusal:
+                self.forget(request.group.group_id)
+                self.pipe.send(Gone(request.group.group_id, str(refusal).splitlines()[0]))
+                continue
+            self.running[key] = request
+        self.board.serving(self.engine.version, len(self.running))
+
+    def sampling(self, request: Request) -> Sampling:
+        rollout, seed = self.config.rollout, request.group.seeds[request.index]
+        if request.group.is_eval:
+            return Sampling(rollout.max_new_tokens, self.config.eval.temperature, seed=seed)
+        return Sampling(
+            rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, seed
+        )
+
+    def step(self) -> None:
+        finished = []
+        num_tokens = 0
+        version = self.engine.version
+        for chunk in self.engine.step():
+            request = self.running[chunk.key]
+            request.tokens += chunk.tokens
+            request.logprobs += chunk.logprobs
+            request.versions += [version] * len(chunk.tokens)
+            num_tokens += len(chunk.tokens)
+            if chunk.stop is not None:
+                del self.running[chunk.key]
+                finished.append(self.seal(request, chunk.stop))
+        self.board.add(Total.TOKENS, num_tokens)
+        if finished:
+            self.pipe.send(Finished(tuple(finished)))
+
+    def seal(self, request: Request, stop: StopReason) -> tuple[int, int, Trajectory]:
+        group, cell = request.group, request.group.cells[request.index]
+        self.ring.write(
+            cell,
+            group.group_id,
+            group.prompt,
+            request.tokens,
+            request.logprobs,
+            request.versions,
+        )
+        self.num_pinned -= group.is_eval
+        descriptor = Trajectory(
+            cell=cell,
+            length=len(group.prompt) + len(request.tokens),
+            num_written=len(request.tokens),
+            stop=stop,
+            head_version=request.versions[0],
+            tail_version=request.versions[-1],
+        )
+        return group.group_id, request.index, descriptor
+
+    def abort(self, group_id: int) -> None:
+        """Always answered, so that the controller knows when the cells are free."""
+        self.forget(group_id)
+        self.pipe.send(Gone(group_id, ""))
+
+    def forget(self, group_id: int) -> None:
+        keys = [key for key, r in self.running.items() if r.group.group_id == group_id]
+        self.engine.abort(keys)
+        gone = [self.running.pop(key) for key in keys]
+        gone += [r for _, _, r in self.waiting if r.group.group_id == group_id]
+        self.num_pinned -= sum(r.group.is_eval for r in gone)
+        self.waiting = [entry for entry in self.waiting if entry[2].group.group_id != group_id]
+        heapq.heapify(self.waiting)
+
+
+@dataclass(frozen=True)
+class RolloutSetup:
+    """What a worker is spawned with."""
+
+    config: Config
+    folder: str  # of the model: its config.json; the weights come from the store
+    kind: str
+    seed: int
+    ring: TrajectoryRing
+    store: WeightStore
+
+
+def run(setup: RolloutSetup, board: BoardWriter, pipe: Connection) -> None:
+    """The body of a rollout process."""
+    engine = Engine(setup.config, setup.folder, setup.kind, setup.store, setup.seed)
+    board.enter(State.RELOADING)
+    engine.reload()  # waits for the trainer's first version
+    pipe.send(Started())
+    worker = RolloutWorker(setup.config, engine, setup.ring, board, pipe)
+    worker.loop()
+    engine.shutdown()

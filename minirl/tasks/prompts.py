@@ -1,0 +1,81 @@
+"""From examples to token prompts, in an order that a resumed run can go on with.
+
+Takes a task and a tokenizer, gives prompts one by one. A finite task is shuffled anew each epoch, by
+the seed. What was *consumed* (trained, or dropped for good) is remembered by index, not as a
+loader's offset: after a restart, what was in flight is given again and nothing else is.
+"""
+
+import random
+from collections import deque
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+from minirl.records import Example, Prompt
+from minirl.tasks import Task
+
+SHUFFLED_UP_TO = 10_000_000  # a generated task is endless and already in random order
+
+
+class PromptStream:
+    def __init__(self, task: Task, tokenizer: Any, seed: int, consumed: "Consumed | None" = None):
+        self._task, self._tokenizer, self._seed = task, tokenizer, seed
+        self.consumed = consumed or Consumed()
+        self._again: deque[int] = deque()
+        self._next = self.consumed.below
+        self._epoch = lru_cache(maxsize=2)(self._shuffled)
+
+    def next(self) -> Prompt:
+        while True:
+            if self._again:
+                index = self._again.popleft()
+            else:
+                index, self._next = self._next, self._next + 1
+                if index in self.consumed:
+                    continue
+            example = self._task.train(self._place(index))
+            return Prompt(index, example, encode(example, self._tokenizer))
+
+    def put_back(self, index: int) -> None:
+        """A prompt whose group was lost to a fault: it comes again."""
+        self._again.append(index)
+
+    def _place(self, index: int) -> int:
+        size = self._task.num_train
+        if size > SHUFFLED_UP_TO:
+            return index % size
+        return self._epoch(index // size)[index % size]
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        order = list(range(self._task.num_train))
+        random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
+
+
+class Consumed:
+    """A set of indices that is dense from 0 on: all those below a mark, and a few above it."""
+
+    def __init__(self, below: int = 0, above: Iterable[int] = ()):
+        self.below, self.above = below, set(above)
+
+    def add(self, index: int) -> None:
+        self.above.add(index)
+        while self.below in self.above:
+            self.above.remove(self.below)
+            self.below += 1
+
+    def __contains__(self, index: int) -> bool:
+        return index < self.below or index in self.above
+
+    def __len__(self) -> int:
+        return self.below + len(self.above)
+
+
+def encode(example: Example, tokenizer: Any) -> tuple[int, ...]:
+    """Text as it is; chat messages through the model's own template."""
+    if isinstance(example.prompt, str):
+        return tuple(tokenizer.encode(example.prompt))
+    text = tokenizer.apply_chat_template(
+        list(example.prompt), tokenize=False, add_generation_prompt=True
+    )
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
