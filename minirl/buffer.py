@@ -20,7 +20,7 @@ Leaves out: who runs a group (rollout/dispatch.py) and what a reward is (tasks/)
 """
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from minirl.records import Batch, Group
@@ -38,6 +38,7 @@ class Drop(StrEnum):
     STALE = "stale"
     REWARD_ERROR = "reward_error"
     REWARD_TIMEOUT = "reward_timeout"
+    TOO_LONG = "too_long"  # the prompt is longer than tasks.max_prompt_tokens
     REFUSED = "refused"  # the engine would not take the prompt
     WORKER_DIED = "worker_died"  # its prompt is queued again under a new group id
 
@@ -64,25 +65,36 @@ class Ledger:
         return self.submitted == self.trained + self.dropped + self.in_flight
 
 
+@dataclass(frozen=True)
+class History:
+    """What came before a resumed run."""
+
+    version: int = 0
+    next_group_id: int = 0
+    trained: int = 0
+    drops: dict[str, int] = field(default_factory=dict)
+
+
 class Buffer:
     def __init__(
         self,
         batch_size: int,
         max_staleness: int,
         on_stale: OnStale = OnStale.MASK,
-        version: int = 0,
-        first_group_id: int = 0,
+        history: History | None = None,
     ):
         self.batch_size, self.max_staleness, self.on_stale = batch_size, max_staleness, on_stale
-        self.version = version
+        history = history or History()
+        self.version = history.version
         self.num_slots = (max_staleness + 1) * batch_size
-        self.drops: Counter[Drop] = Counter()
+        self.drops: Counter[Drop] = Counter({Drop(k): n for k, n in history.drops.items()})
         self._free = deque(range(self.num_slots))
         self._running: dict[int, Ticket] = {}
         self._ready: dict[int, tuple[Ticket, Group]] = {}
         self._training: list[Ticket] = []
-        self._next_id = first_group_id
-        self._submitted = self._trained = 0
+        self._next_id = history.next_group_id
+        self._trained = history.trained
+        self._submitted = history.trained + sum(history.drops.values())
 
     # -- admission
 
@@ -106,8 +118,10 @@ class Buffer:
         self._running[ticket.group_id] = ticket
         return ticket
 
-    def is_running(self, group_id: int) -> bool:
-        return group_id in self._running
+    @property
+    def next_id(self) -> int:
+        """The id that the next admitted group will have."""
+        return self._next_id
 
     # -- what becomes of a group
 
@@ -134,24 +148,31 @@ class Buffer:
     def _oldest_trainable(self) -> int:
         return self.version - self.max_staleness
 
-    def _drop_untrainable(self) -> None:
-        """Ready groups that can no longer be trained under the rule in force."""
-        for group_id, (_, group) in list(self._ready.items()):
-            newest = max(t.tail_version for t in group.trajectories)
-            is_dead = newest < self._oldest_trainable
-            if self.on_stale is OnStale.DROP:
-                is_dead = group.head_version < self._oldest_trainable
-            if is_dead:
-                self.drop(group_id, Drop.STALE)
+    def take_untrainable(self) -> list[Ticket]:
+        """Drops the ready groups that can no longer be trained under the rule in force."""
+        return [
+            self.drop(group_id, Drop.STALE)
+            for group_id, (_, group) in list(self._ready.items())
+            if self._is_dead(group)
+        ]
+
+    def _is_dead(self, group: Group) -> bool:
+        if self.on_stale is OnStale.DROP:
+            return group.head_version < self._oldest_trainable
+        newest = max(t.tail_version for t in group.trajectories)
+        return newest < self._oldest_trainable
 
     def next_batch(self, step: int) -> Batch | None:
-        """The B oldest ready groups, or None while there are too few or a straggler is due."""
+        """The B oldest ready groups, or None while there are too few or a straggler is due.
+
+        Groups that cannot be trained any more are passed over: `take_untrainable` drops them.
+        """
         if self._training:
             return None
-        self._drop_untrainable()
-        if len(self._ready) < self.batch_size:
+        trainable = [entry for entry in self._ready.values() if not self._is_dead(entry[1])]
+        if len(trainable) < self.batch_size:
             return None
-        oldest_first = sorted(self._ready.values(), key=lambda e: (e[1].head_version, e[1].id))
+        oldest_first = sorted(trainable, key=lambda e: (e[1].head_version, e[1].id))
         chosen, left = oldest_first[: self.batch_size], oldest_first[self.batch_size :]
         if self.on_stale is OnStale.WAIT and not self._can_leave([g for _, g in left]):
             return None
@@ -189,9 +210,10 @@ class Buffer:
         in_flight = len(self._running) + len(self._ready) + len(self._training)
         return Ledger(self._submitted, self._trained, sum(self.drops.values()), in_flight)
 
-    def outstanding(self) -> list[int]:
-        """Prompt indices that are neither trained nor dropped."""
-        ready = [ticket for ticket, _ in self._ready.values()]
-        return sorted(t.prompt_index for t in [*self._running.values(), *ready, *self._training])
+    @property
+    def history(self) -> History:
+        """What a checkpoint keeps: groups in flight are not in it, their prompts run again."""
+        drops = {str(reason): count for reason, count in self.drops.items()}
+        return History(self.version, self._next_id, self._trained, drops)
 
 

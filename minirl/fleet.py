@@ -45,7 +45,7 @@ class Failed:
     """A worker's own account of why it ends."""
 
     message: str
-    exit_code: int
+    is_ours: bool  # a MinirlError: a new worker would fail just so
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Died:
     """The worker is gone and every message it sent was heard."""
 
     how: str
+    is_final: bool  # it said itself that it cannot go on
 
 
 class Worker:
@@ -132,7 +133,8 @@ class Fleet:
             worker.process.join(STOP_GRACE_S)
             is_dead = True
         if is_dead:
-            yield Died(self._how_it_ended(worker))
+            failure = worker.failure
+            yield Died(self._how_it_ended(worker), bool(failure and failure.is_ours))
 
     def _how_it_ended(self, worker: Worker) -> str:
         if worker.failure:
@@ -251,10 +253,10 @@ def _child(
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the controller is gone or has closed the pipe: nothing left to do
     except MinirlError as error:
-        _report(pipe, Failed(str(error), error.exit_code))
+        _report(pipe, Failed(str(error), is_ours=True))
     except Exception as error:
         traceback.print_exc()
-        _report(pipe, Failed(f"{type(error).__name__}: {error}", 1))
+        _report(pipe, Failed(f"{type(error).__name__}: {error}", is_ours=False))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

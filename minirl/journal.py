@@ -1,0 +1,231 @@
+"""What a run leaves behind and what a person is told. Takes the loop's events, gives the run directory:
+
+    recipe.toml      the resolved recipe                 (written by launch.py)
+    metrics.jsonl    one line a step, names and formulas in metrics.py
+    samples.jsonl    a few readable trajectories a step
+    checkpoints/     Hugging Face folders, step-000040
+    logs/            what each worker printed
+    summary.json     the result, when the run has ended
+
+Leaves out: how it looks on a terminal (console.py, behind `View`).
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any, Protocol
+
+from minirl.buffer import Ledger
+from minirl.config import Config
+from minirl.evaluate import Evaluation
+from minirl.fleet import Fleet, Role
+from minirl.metrics import MetricsLog
+from minirl.records import Batch, Prompt, StopReason
+from minirl.shm.board import Total
+
+
+class View(Protocol):
+    """What a person sees while it runs."""
+
+    def note(self, text: str) -> None: ...
+
+    def evaluated(self, version: int, accuracy: float) -> None: ...
+
+    def step(self, line: dict[str, Any]) -> None: ...
+
+
+class Meter:
+    """Running totals of the workers, as differences between two looks."""
+
+    def __init__(self, fleet: Fleet):
+        self._board = fleet.board
+        self._engines = [worker.row for worker in fleet.of(Role.ROLLOUT)]
+        self._rank0 = fleet.of(Role.TRAIN)[0].row
+        self._then, self._before = time.monotonic(), self._read()
+
+    def _read(self) -> dict[str, float]:
+        def total(column: Total) -> float:
+            return sum(self._board.total(row, column) for row in self._engines)
+
+        return {
+            "tokens": total(Total.TOKENS),
+            "idle_s": total(Total.IDLE_S) / len(self._engines),
+            "reload_s": total(Total.RELOAD_S),
+            "reloads": total(Total.RELOADS),
+            "train_idle_s": self._board.total(self._rank0, Total.IDLE_S),
+        }
+
+    def lap(self) -> dict[str, float | None]:
+        now, totals = time.monotonic(), self._read()
+        seconds = max(now - self._then, 1e-9)
+        d = {name: totals[name] - self._before[name] for name in totals}
+        self._then, self._before = now, totals
+        return {
+            "rollout/tokens_per_s": d["tokens"] / seconds,
+            "rollout/idle_frac": min(1.0, d["idle_s"] / seconds),
+            "weights/reload_pause_s": d["reload_s"] / d["reloads"] if d["reloads"] else None,
+            "train/idle_frac": min(1.0, d["train_idle_s"] / seconds),
+        }
+
+
+class Journal:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        fleet: Fleet,
+        view: View,
+        step: int = 0,
+        state: dict[str, Any] | None = None,
+    ):
+        self.config, self.run_dir, self.view, self.step = config, run_dir, view, step
+        self._fleet = fleet
+        self.log = MetricsLog(run_dir / "metrics.jsonl", last_step=step)
+        self._samples = (run_dir / "samples.jsonl").open("a", buffering=1)
+        self._texts: dict[int, tuple[Prompt, tuple[str, ...]]] = {}
+        self._last_line: dict[str, float | None] | None = None  # waits for the last evaluation
+        self._news: dict[str, float | None] = {}  # of an evaluation that ended in this step
+        state = state or {}
+        self.accuracies: list[tuple[int, float]] = [
+            (version, accuracy) for version, accuracy in state.get("accuracies", [])
+        ]
+        self._seconds_before = state.get("seconds", 0.0)
+        self.trained_tokens = state.get("trained_tokens", 0)
+        self.num_multi_version = state.get("num_multi_version", 0)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint, so that a resumed run's summary tells of the whole run."""
+        return {
+            "accuracies": self.accuracies,
+            "seconds": self.seconds,
+            "trained_tokens": self.trained_tokens,
+            "num_multi_version": self.num_multi_version,
+        }
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds_before + time.monotonic() - self._began
+
+    @property
+    def wants_first_evaluation(self) -> bool:
+        return not self.accuracies
+
+    def begin(self) -> None:
+        self._began = time.monotonic()
+        self._meter = Meter(self._fleet)
+
+    def note(self, text: str) -> None:
+        self.view.note(text)
+
+    def checkpoint_folder(self, step: int) -> Path:
+        return self.run_dir / "checkpoints" / f"step-{step:06d}"
+
+    def keep_texts(self, group_id: int, prompt: Prompt, texts: tuple[str, ...]) -> None:
+        self._texts[group_id] = (prompt, texts)
+
+    def trained(
+        self,
+        step: int,
+        batch: Batch,
+        values: dict[str, float | None],
+        ledger: Ledger,
+        is_last: bool,
+    ) -> None:
+        trajectories = [t for group in batch.groups for t in group.trajectories]
+        rewards = [reward for group in batch.groups for reward in group.rewards]
+        cut = [t.stop is StopReason.LENGTH for t in trajectories]
+        self.trained_tokens += int(values["train/tokens"] or 0)
+        self.num_multi_version += sum(t.head_version != t.tail_version for t in trajectories)
+        line: dict[str, float | None] = {
+            "step": step,
+            "version": batch.version + 1,
+            "seconds": round(self.seconds, 3),
+            "reward/mean": fmean(rewards),
+            "reward/std": pstdev(rewards),
+            "rollout/length_mean": fmean(t.num_written for t in trajectories),
+            "rollout/truncated_frac": fmean(cut),
+            "buffer/groups_submitted": ledger.submitted,
+            "buffer/groups_trained": ledger.trained,
+            "buffer/groups_dropped": ledger.dropped,
+            "buffer/groups_in_flight": ledger.in_flight,
+            **self._meter.lap(),
+            **values,
+        }
+        self._write_samples(step, batch)
+        if is_last:
+            self._last_line = line
+        else:
+            self._write(line)
+
+    def _write(self, line: dict[str, float | None]) -> None:
+        self.view.step(self.log.write({**line, **self._news}))
+        self._news = {}
+
+    def _write_samples(self, step: int, batch: Batch) -> None:
+        for group in batch.groups[: self.config.log.samples]:
+            prompt, texts = self._texts[group.id]
+            sample = {
+                "step": step,
+                "group": group.id,
+                "prompt": prompt.example.prompt,
+                "answer": texts[0],
+                "reference": prompt.example.reference,
+                "reward": group.rewards[0],
+                "versions": [group.trajectories[0].head_version, group.trajectories[0].tail_version],
+                "stop": group.trajectories[0].stop.name.lower(),
+            }
+            self._samples.write(json.dumps(sample) + "\n")
+        for group in batch.groups:
+            del self._texts[group.id]
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        version, accuracy = evaluation.version, evaluation.accuracy
+        self.accuracies.append((version, accuracy))
+        self._news = {"eval/accuracy": accuracy, "eval/version": version}
+        if evaluation.num_failed:
+            self.note(f"evaluation: {evaluation.num_failed} answers could not be graded")
+        self.view.evaluated(version, accuracy)
+        if self._last_line is not None:
+            line, self._last_line = self._last_line, None
+            self._write(line)
+
+    def stalled(self, fleet: Fleet, state: dict[str, Any]) -> None:
+        """Rule 8: everything that helps to find out why."""
+        workers = {}
+        for worker in fleet.workers:
+            row = fleet.board.row(worker.row)
+            workers[worker.name] = f"{row.state.name.lower()} for {row.since_s:.0f} s"
+        report = json.dumps({**state, "workers": workers}, indent=2) + "\n" + fleet.stacks()
+        (self.run_dir / "stall.txt").write_text(report)
+        self.note(report)
+
+    def summarise(self, is_whole: bool, extra: dict[str, Any]) -> dict[str, Any]:
+        """The result. Written aside and renamed, like everything that is read later."""
+        lines = self.log.lines
+        gaps = [line["train/logprob_gap"] for line in lines if "train/logprob_gap" in line]
+        summary = {
+            "finished": is_whole,
+            "steps": len(lines),
+            "seconds": round(self.seconds, 1),
+            "accuracy_before": self.accuracies[0][1] if self.accuracies else None,
+            "accuracy_after": self.accuracies[-1][1] if self.accuracies else None,
+            "accuracies": self.accuracies,
+            "trained_tokens": self.trained_tokens,
+            "staleness_max": max((line["buffer/staleness_max"] for line in lines), default=0),
+            "max_staleness_allowed": self.config.buffer.max_staleness,
+            "multi_version_trajectories": self.num_multi_version,
+            "logprob_gap_max": max(gaps, default=None),
+            **extra,
+        }
+        path = self.run_dir / "summary.json"
+        aside = path.with_suffix(".tmp")
+        aside.write_text(json.dumps(summary, indent=2) + "\n")
+        os.replace(aside, path)
+        return summary
+
+    def close(self) -> None:
+        self.log.close()
+        self._samples.close()

@@ -1,0 +1,376 @@
+"""Read this first. The controller: one loop that never stops, and loads no model.
+
+                     prompts                          finished trajectories (shared memory)
+   tasks ──► controller ──► rollout workers (vLLM) ──► verifiers ──► buffer ──► trainer ranks (DDP)
+                 ▲                 ▲                                                │
+                 │                 └────── weights, version n+1 (shared memory) ◄───┘
+                 └── slots come back when version n+1 is published
+
+Each turn of the loop:
+
+    feed      while the buffer has slots, send prompts to the rollout workers
+    collect   hear what workers say: trajectories to grade, rewards, published versions, deaths
+    learn     when the trainer is free and a batch is ready, send it
+
+The controller sends and hears only small descriptors; tokens and weights stay in shared memory.
+At η = 0 the same loop is synchronous: a batch is fed only when nothing runs, and evaluations have
+the engines to themselves, so that one seed gives one run.
+
+Leaves out: the bound on staleness (buffer.py), who runs where (launch.py), how it looks (console.py).
+"""
+
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from minirl.buffer import Buffer, Drop
+from minirl.config import Config
+from minirl.errors import MinirlError, Stalled, WorkerDied
+from minirl.evaluate import Evaluation, is_evaluation
+from minirl.fleet import Died, Fleet, Role, Worker
+from minirl.journal import Journal
+from minirl.records import Batch, Group, Prompt, Trajectory
+from minirl.rollout.dispatch import Dispatcher
+from minirl.rollout.worker import Abort, Finished, Gone, GroupRequest, Started, Submit
+from minirl.shm.board import State
+from minirl.tasks.grading import GradingQueue
+from minirl.tasks.prompts import PromptStream
+from minirl.tasks.verifier import Grade, Graded
+from minirl.train.messages import Ready, Save, Saved, Train, Trained
+
+LISTEN_S = 0.2  # how long a turn waits for news at most
+START_LIMIT_S = 1800.0  # loading a large model and capturing graphs takes its time
+MAX_STARTS = 4  # of one worker; then it ends the run
+
+
+@dataclass
+class Sampling:
+    """A group at an engine: the trajectories that are done, by their place in the group."""
+
+    prompt: Prompt
+    done: dict[int, Trajectory]
+    is_aborting: bool = False
+
+
+class Loop:
+    def __init__(
+        self,
+        config: Config,
+        fleet: Fleet,
+        stream: PromptStream,
+        heldout: list[Prompt],
+        buffer: Buffer,
+        journal: Journal,
+    ):
+        self.config, self.fleet, self.stream, self.heldout = config, fleet, stream, heldout
+        self.buffer, self.journal = buffer, journal
+        self.engines, self.ranks = fleet.of(Role.ROLLOUT), fleet.of(Role.TRAIN)
+        self.verifiers = {worker.name: worker for worker in fleet.of(Role.VERIFY)}
+        self.dispatcher = Dispatcher(len(self.engines))
+        self.grading = GradingQueue()
+        self.step = journal.step
+        self.is_interrupted = False  # set from outside: finish the step, save, end
+        self.up: set[str] = set()  # engines and ranks that have started
+        self.sampling: dict[int, Sampling] = {}
+        self.prompts: dict[int, Prompt] = {}  # of groups that are not trained or dropped yet
+        self.batch: Batch | None = None  # in training
+        self.evaluation: Evaluation | None = None
+        self.is_saving = False
+        self.last_news = time.monotonic()
+
+    def run(self) -> None:
+        self.wait_for("workers to start", lambda: len(self.up) == len(self.engines + self.ranks))
+        self.journal.begin()
+        if self.journal.wants_first_evaluation:
+            self.start_evaluation()
+        while self.step < self.config.train.steps and not self.is_interrupted:
+            self.feed()
+            self.collect()
+            self.learn()
+        if self.is_interrupted:
+            self.wait_for("the running step", lambda: self.batch is None)
+        else:
+            self.wait_for("evaluation", lambda: self.evaluation is None)
+            self.start_evaluation()
+            self.wait_for("the last evaluation", lambda: self.evaluation is None)
+        self.save()
+        self.wait_for("the checkpoint", lambda: not self.is_saving)
+
+    def wait_for(self, what: str, is_there: Callable[[], bool]) -> None:
+        self.journal.note(f"waiting for {what}")
+        while not is_there():
+            self.collect()
+
+    # -- feed
+
+    def feed(self) -> None:
+        """Fills free slots, but never with more groups than the rest of the run needs."""
+        if self.config.is_synchronous and (
+            self.buffer.num_running or self.batch or self.evaluation or self.is_saving
+        ):
+            return
+        needed = (self.config.train.steps - self.step) * self.buffer.batch_size
+        count = min(self.buffer.num_free, needed - self.buffer.ledger.in_flight)
+        requests: dict[int, list[GroupRequest]] = defaultdict(list)
+        for _ in range(count):
+            prompt = self.stream.next()
+            if len(prompt.tokens) <= self.config.tasks.max_prompt_tokens:
+                engine, request = self.admit(prompt)
+                requests[engine].append(request)
+            else:
+                ticket = self.buffer.admit(prompt.index, self.buffer.version)
+                self.drop(ticket.group_id, Drop.TOO_LONG)
+        for engine, groups in requests.items():
+            self.engines[engine].send(Submit(tuple(groups)))
+
+    def admit(self, prompt: Prompt) -> tuple[int, GroupRequest]:
+        size = self.config.rollout.group_size
+        engine = self.dispatcher.assign(self.buffer.next_id, size)
+        ticket = self.buffer.admit(prompt.index, self.version_served_by(engine))
+        self.prompts[ticket.group_id] = prompt
+        self.sampling[ticket.group_id] = Sampling(prompt, {})
+        cells = tuple(range(ticket.slot * size, (ticket.slot + 1) * size))
+        seeds = self.seeds(prompt.index)
+        return engine, GroupRequest(ticket.group_id, prompt.tokens, cells, seeds)
+
+    def version_served_by(self, engine: int) -> int:
+        """New groups begin under the newest weights, except where an evaluation pins older ones."""
+        served = self.fleet.board.row(self.engines[engine].row).version
+        if self.evaluation is None or served < 0:
+            return self.buffer.version
+        return min(served, self.buffer.version)
+
+    def seeds(self, prompt_index: int) -> tuple[int | None, ...]:
+        """Fixed at η = 0, where a run can be repeated; elsewhere the engine draws its own."""
+        size = self.config.rollout.group_size
+        if not self.config.is_synchronous:
+            return (None,) * size
+        rng = random.Random(f"{self.config.seed}/{prompt_index}")
+        return tuple(rng.getrandbits(31) for _ in range(size))
+
+    # -- collect
+
+    def collect(self) -> None:
+        for worker, message in self.fleet.hear(LISTEN_S):
+            self.last_news = time.monotonic()
+            match message:
+                case Started() | Ready():
+                    self.up.add(worker.name)
+                case Finished():
+                    for group_id, place, trajectory in message.trajectories:
+                        self.on_trajectory(group_id, place, trajectory)
+                case Gone():
+                    self.on_gone(message)
+                case Graded():
+                    self.on_graded(worker, message)
+                case Trained():
+                    self.on_trained(message)
+                case Saved():
+                    self.is_saving = False
+                case Died():
+                    self.on_death(worker, message)
+        for name, request in self.grading.assign(self.verifiers):
+            self.verifiers[name].send(request)
+        self.watch()
+
+    def on_trajectory(self, group_id: int, place: int, trajectory: Trajectory) -> None:
+        self.dispatcher.trajectory_done(group_id)
+        if is_evaluation(group_id):
+            assert self.evaluation is not None
+            self.evaluation.answered(trajectory)
+            prompt = self.evaluation.prompt(group_id)
+            self.grading.add(Grade(group_id, prompt.example, (trajectory,)))
+            return
+        group = self.sampling[group_id]
+        group.done[place] = trajectory
+        if len(group.done) == self.config.rollout.group_size and not group.is_aborting:
+            del self.sampling[group_id]
+            in_order = tuple(group.done[i] for i in range(len(group.done)))
+            self.grading.add(Grade(group_id, group.prompt.example, in_order))
+
+    def on_gone(self, gone: Gone) -> None:
+        """An engine gave a group up: because it was asked to, or because it would not take it."""
+        self.dispatcher.forget(gone.group_id)
+        if is_evaluation(gone.group_id):
+            assert self.evaluation is not None
+            self.evaluation.failed()
+            self.end_evaluation_when_done()
+        else:
+            del self.sampling[gone.group_id]
+            self.drop(gone.group_id, Drop.REFUSED if gone.why else Drop.STALE)
+        if gone.why:
+            self.journal.note(f"the engine refused group {gone.group_id}: {gone.why}")
+
+    def on_graded(self, verifier: Worker, graded: Graded) -> None:
+        request = self.grading.done(verifier.name)
+        assert request is not None and request.group_id == graded.group_id
+        if graded.error:
+            self.no_reward(request, Drop.REWARD_ERROR, graded.error)
+        elif is_evaluation(request.group_id):
+            assert self.evaluation is not None
+            self.evaluation.graded(request.group_id, graded.rewards[0])
+            self.end_evaluation_when_done()
+        else:
+            prompt = self.prompts[request.group_id]
+            self.journal.keep_texts(request.group_id, prompt, graded.texts)
+            self.buffer.finish(
+                Group(request.group_id, prompt.index, request.trajectories, graded.rewards)
+            )
+
+    def no_reward(self, request: Grade, reason: Drop, why: str) -> None:
+        """Rule 7: a verifier that fails is never a reward of 0."""
+        self.journal.note(f"no reward for group {request.group_id} ({reason}): {why}")
+        if is_evaluation(request.group_id):
+            assert self.evaluation is not None
+            self.evaluation.failed()
+            self.end_evaluation_when_done()
+        else:
+            self.drop(request.group_id, reason)
+
+    def drop(self, group_id: int, reason: Drop) -> None:
+        """For good, unless a fault did it: then the prompt is given again under a new group id."""
+        ticket = self.buffer.drop(group_id, reason)
+        self.prompts.pop(group_id, None)
+        if reason is Drop.WORKER_DIED:
+            self.stream.put_back(ticket.prompt_index)
+        else:
+            self.stream.consumed.add(ticket.prompt_index)
+
+    # -- learn
+
+    def learn(self) -> None:
+        for group_id in self.buffer.expired():
+            group = self.sampling.get(group_id)  # none: it is being graded and will be ready soon
+            engine = self.dispatcher.worker_of(group_id)
+            if group is not None and not group.is_aborting and engine is not None:
+                group.is_aborting = True
+                self.engines[engine].send(Abort(group_id))
+        if self.batch is not None or self.is_saving or self.step >= self.config.train.steps:
+            return
+        dead = self.buffer.take_untrainable()
+        for ticket in dead:
+            self.prompts.pop(ticket.group_id)
+            self.stream.consumed.add(ticket.prompt_index)
+        self.batch = self.buffer.next_batch(self.step + 1)
+        if self.batch is not None:
+            for rank in self.ranks:
+                rank.send(Train(self.batch))
+
+    def on_trained(self, trained: Trained) -> None:
+        assert self.batch is not None
+        for ticket in self.buffer.published():
+            self.stream.consumed.add(ticket.prompt_index)
+            del self.prompts[ticket.group_id]
+        batch, self.batch = self.batch, None
+        self.step += 1
+        is_last = self.step == self.config.train.steps
+        self.journal.trained(self.step, batch, trained.values, self.buffer.ledger, is_last)
+        every = self.config.checkpoint.every
+        if every and self.step % every == 0 and not is_last:
+            self.save()
+        every = self.config.eval.every
+        if every and self.step % every == 0 and not is_last and self.evaluation is None:
+            self.start_evaluation()
+
+    def save(self) -> None:
+        self.is_saving = True
+        state = {
+            "step": self.step,
+            "history": asdict(self.buffer.history),
+            "consumed_below": self.stream.consumed.below,
+            "consumed_above": sorted(self.stream.consumed.above),
+            "journal": self.journal.state,
+        }
+        folder = self.journal.checkpoint_folder(self.step)
+        self.ranks[0].send(Save(str(folder), state))
+
+    # -- evaluation
+
+    def start_evaluation(self) -> None:
+        size = self.config.rollout.group_size
+        self.evaluation = Evaluation(self.heldout, first_cell=self.buffer.num_slots * size)
+        self.submit_evaluation(self.evaluation.group_ids)
+
+    def submit_evaluation(self, group_ids: list[int]) -> None:
+        assert self.evaluation is not None
+        requests: dict[int, list[GroupRequest]] = defaultdict(list)
+        for group_id in group_ids:
+            prompt, cell = self.evaluation.prompt(group_id), self.evaluation.cell(group_id)
+            engine = self.dispatcher.assign(group_id, 1)
+            seed = self.seeds(prompt.index)[:1]
+            requests[engine].append(
+                GroupRequest(group_id, prompt.tokens, (cell,), seed, is_eval=True)
+            )
+        for engine, groups in requests.items():
+            self.engines[engine].send(Submit(tuple(groups)))
+
+    def end_evaluation_when_done(self) -> None:
+        assert self.evaluation is not None
+        if self.evaluation.is_done:
+            self.journal.evaluated(self.evaluation)
+            self.evaluation = None
+
+    # -- faults
+
+    def on_death(self, worker: Worker, death: Died) -> None:
+        words = self.fleet.last_words(worker)
+        if death.is_final:
+            raise MinirlError(f"{worker.name}: {death.how}")
+        if worker.role is Role.TRAIN or worker.num_starts >= MAX_STARTS:
+            raise WorkerDied(f"{worker.name} {death.how}; its last words:\n{words}")
+        self.journal.note(f"{worker.name} {death.how}: replaced")
+        self.fleet.replace(worker)
+        if worker.role is Role.VERIFY:
+            request = self.grading.done(worker.name)
+            if request is not None:
+                self.no_reward(request, Drop.REWARD_ERROR, f"its verifier {death.how}")
+            return
+        again = []
+        for group_id in self.dispatcher.lost(worker.rank):
+            if is_evaluation(group_id):
+                again.append(group_id)
+            else:
+                del self.sampling[group_id]
+                self.drop(group_id, Drop.WORKER_DIED)
+        if again:
+            self.submit_evaluation(again)
+
+    def watch(self) -> None:
+        """Rule 8. A reward that hangs costs its verifier; anything else that hangs ends the run."""
+        now = time.monotonic()
+        for name, verifier in self.verifiers.items():
+            row = self.fleet.board.row(verifier.row)
+            late = row.state is State.GRADING and row.since_s > self.config.tasks.timeout_s
+            if late and self.grading.is_busy(name):
+                request = self.grading.done(name)
+                assert request is not None
+                self.fleet.replace(verifier)
+                limit = f"took longer than tasks.timeout_s = {self.config.tasks.timeout_s:g}"
+                self.no_reward(request, Drop.REWARD_TIMEOUT, limit)
+        limit_s = self.config.log.stall_s
+        for worker in self.engines + self.ranks:
+            row = self.fleet.board.row(worker.row)
+            is_waiting = row.state in (State.WAITING_FOR_BATCH, State.WAITING_FOR_PROMPTS)
+            if row.beat_s > (START_LIMIT_S if row.state is State.STARTING else limit_s):
+                if is_waiting and now - self.last_news <= limit_s:
+                    continue
+                self.journal.stalled(self.fleet, self.describe())
+                raise Stalled(
+                    f"{worker.name} has been {row.state.name.lower().replace('_', ' ')} without a "
+                    f"sign of life for {row.beat_s:.0f} s; stacks are in the run directory"
+                )
+
+    def describe(self) -> dict[str, Any]:
+        """What is where: for a person who must find out why nothing moves."""
+        return {
+            "step": self.step,
+            "ledger": asdict(self.buffer.ledger),
+            "running": self.buffer.num_running,
+            "ready": self.buffer.num_ready,
+            "grading": len(self.grading),
+            "is_training": self.batch is not None,
+            "evaluating": self.evaluation is not None,
+        }

@@ -1,0 +1,108 @@
+"""Every metric, named and defined once, and the file they go to.
+
+Takes a step's numbers, gives `metrics.jsonl`: one line a step. A name that is not in the table is our
+own mistake and fails. A value that a step does not have (no evaluation, no token at equal version)
+is left out of its line. `docs/metrics.md` is printed from the table.
+"""
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Metric:
+    name: str
+    formula: str
+
+
+# "This step" is the time between two publications; B groups are trained in it. "Trained tokens"
+# are those with mask 1 that are not too stale.
+TABLE = (
+    Metric("step", "training steps done"),
+    Metric("version", "version published by this step; the step started from version - 1"),
+    Metric("seconds", "wall time since training began (first prompt sent)"),
+    Metric("reward/mean", "mean reward over the step's trajectories"),
+    Metric("reward/std", "population standard deviation of the same rewards"),
+    Metric("eval/accuracy", "mean held-out reward, of the last evaluation that ended in this step"),
+    Metric("eval/version", "oldest version that answered in that evaluation"),
+    Metric("rollout/tokens_per_s", "tokens sampled by all engines in this step / its seconds"),
+    Metric("rollout/length_mean", "mean number of written tokens of the step's trajectories"),
+    Metric("rollout/truncated_frac", "share of them that was cut at rollout.max_new_tokens"),
+    Metric("rollout/idle_frac", "mean over engines: time without a sequence to sample / seconds"),
+    Metric("buffer/staleness_mean", "mean over trained tokens: version - 1 - the token's version"),
+    Metric("buffer/staleness_max", "largest of the same; never above buffer.max_staleness"),
+    Metric("buffer/masked_frac", "share of written tokens masked because they were too stale"),
+    Metric("buffer/versions_per_trajectory", "mean number of different versions in a trajectory"),
+    Metric("buffer/groups_submitted", "groups dispatched since the run began"),
+    Metric("buffer/groups_trained", "groups trained since the run began"),
+    Metric("buffer/groups_dropped", "groups dropped since the run began, for any reason"),
+    Metric("buffer/groups_in_flight", "groups running, ready or in training now"),
+    Metric("weights/publish_s", "seconds rank 0 took to copy the new weights into the store"),
+    Metric("weights/reload_pause_s", "mean seconds an engine stood still for a reload in this step"),
+    Metric("train/loss", "minus the objective, summed over trained tokens / their number"),
+    Metric("train/grad_norm", "gradient norm before clipping, mean over minibatches"),
+    Metric("train/entropy", "mean entropy of the policy's distribution at trained tokens, in nats"),
+    Metric("train/clip_frac", "share of trained tokens whose ratio u was clipped"),
+    Metric("train/behav_ratio_mean", "mean over trained tokens of w = π_prox / π_behav"),
+    Metric("train/capped_frac", "share of trained tokens left out because w > train.behav_cap"),
+    Metric(
+        "train/logprob_gap",
+        "mean |vLLM's logprob - the trainer's| over tokens written by the step's starting version",
+    ),
+    Metric("train/tokens_per_s", "tokens trained on (prompts too) / seconds the ranks were at it"),
+    Metric("train/tokens", "trained tokens of this step"),
+    Metric("train/idle_frac", "time rank 0 waited for a batch in this step / its seconds"),
+    Metric("train/lr", "learning rate of this step"),
+)
+NAMES = frozenset(metric.name for metric in TABLE)
+
+
+class MetricsLog:
+    """Appends whole lines. On resume, lines past the checkpoint's step are taken back."""
+
+    def __init__(self, path: Path, last_step: int = 0):
+        self.path = path
+        kept = [line for line in read(path) if line["step"] <= last_step] if last_step else []
+        aside = path.with_suffix(".tmp")
+        aside.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        os.replace(aside, path)
+        self._file = path.open("a", buffering=1)
+        self.lines: list[dict[str, Any]] = kept
+
+    def write(self, values: dict[str, float | None]) -> dict[str, Any]:
+        unknown = values.keys() - NAMES
+        assert not unknown, f"not in the table: {unknown}"
+        line = {
+            metric.name: values[metric.name]
+            for metric in TABLE
+            if values.get(metric.name) is not None and math.isfinite(values[metric.name])  # type: ignore[arg-type]
+        }
+        self._file.write(json.dumps(line) + "\n")
+        self.lines.append(line)
+        return line
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; a last line that was cut by a crash is left out."""
+    if not path.is_file():
+        return []
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def as_markdown() -> str:
+    """The table as `docs/metrics.md` shows it."""
+    rows = [f"| `{metric.name}` | {metric.formula.replace('|', chr(92) + '|')} |" for metric in TABLE]
+    return "\n".join(["| metric | definition |", "|---|---|", *rows]) + "\n"
