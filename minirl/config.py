@@ -202,6 +202,17 @@ KEYS: dict[str, Field[Any]] = {f.name: f for f in fields(Config) if f.name not i
 }
 """Every key of a recipe, dotted: "seed", "train.lr"."""
 
+FOREIGN_NAMES = {
+    "learning_rate": "train.lr",
+    "eta": "buffer.max_staleness",
+    "num_generations": "rollout.group_size",
+    "n_samples": "rollout.group_size",
+    "max_steps": "train.steps",
+    "max_grad_norm": "train.grad_clip",
+    "gpu_memory_utilization": "rollout.memory_fraction",
+}
+"""What other trainers call it: an unknown key by one of these names is told ours."""
+
 
 def get(config: Config, key: str) -> Any:
     """The value of a dotted key."""
@@ -381,7 +392,7 @@ def _unknown(key: str, value: Any, origin: str) -> RecipeError:
         return RecipeError(key, value, "no such section", remedy, origin)
     siblings = [k for k in KEYS if k.startswith(f"{section}.")] if section in SECTIONS else []
     nearest = (
-        [k for k in KEYS if k.rpartition(".")[2] == name]
+        _names().get(name)
         or difflib.get_close_matches(key, siblings, n=1, cutoff=0.7)
         or difflib.get_close_matches(key, KEYS, n=1, cutoff=0.7)
         or [k for n in difflib.get_close_matches(name, _names(), n=1) for k in _names()[n]]
@@ -396,7 +407,7 @@ def _unknown(key: str, value: Any, origin: str) -> RecipeError:
 
 
 def _names() -> dict[str, list[str]]:
-    names: dict[str, list[str]] = {}
+    names = {name: [key] for name, key in FOREIGN_NAMES.items()}
     for key in KEYS:
         names.setdefault(key.rpartition(".")[2], []).append(key)
     return names
