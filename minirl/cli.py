@@ -196,7 +196,8 @@ def _plan(config: "Config") -> Iterator[tuple[str, str]]:
         check_model(config, read_model_config(config, folder))
         model = config.model.path
         with suppress(OSError):
-            weights = _size(sum(p.stat().st_size for p in folder.glob("*.safetensors")))
+            num_bytes = sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+            weights = _size(num_bytes) if num_bytes else "no safetensors beside config.json"
     devices = config.devices
     parallel = f", {devices.tensor_parallel} to an engine" if devices.tensor_parallel > 1 else ""
     per_step = config.train.batch_size * config.rollout.group_size

@@ -212,6 +212,8 @@ FOREIGN_NAMES = {
     "gpu_memory_utilization": "rollout.memory_fraction",
 }
 """What other trainers call it: an unknown key by one of these names is told ours."""
+FOREIGN_VALUES = {"gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "half": "bfloat16"}
+"""The same for values, where the nearest spelling would mislead: "gpu" is nearest to "cpu"."""
 
 
 def get(config: Config, key: str) -> Any:
@@ -274,7 +276,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
 
 def _read_chain(path: Path) -> list[_Layer]:
     """The recipe and what it extends, the base first."""
-    chain = [_read_layer(path, RecipeError("recipe", str(path), "no such file", "", ""))]
+    chain = [_read_layer(path, "recipe", str(path))]
     seen = [path.resolve()]
     while (base := chain[0].values.pop("extends", None)) is not None:
         origin = chain[0].origin("extends")
@@ -282,7 +284,7 @@ def _read_chain(path: Path) -> list[_Layer]:
             remedy = 'name one other recipe, such as extends = "base.toml"'
             raise RecipeError("extends", base, "must be a string", remedy, origin)
         path = path.parent / base
-        chain.insert(0, _read_layer(path, RecipeError("extends", base, "no such file", "", origin)))
+        chain.insert(0, _read_layer(path, "extends", base, origin))
         if path.resolve() in seen:
             names = " -> ".join(p.name for p in [*seen, path.resolve()])
             rule = f"recipes extend each other in a circle ({one_line(names)})"
@@ -291,11 +293,11 @@ def _read_chain(path: Path) -> list[_Layer]:
     return chain
 
 
-def _read_layer(path: Path, missing: RecipeError) -> _Layer:
-    """One file. `missing` carries the key, value and origin by which an error names the file."""
+def _read_layer(path: Path, key: str, value: str, origin: str = "") -> _Layer:
+    """One file; key, value and origin are how an error names it."""
 
     def wrong(rule: str, remedy: str) -> RecipeError:
-        return RecipeError(missing.key, missing.value, rule, remedy, missing.origin)
+        return RecipeError(key, value, rule, remedy, origin)
 
     try:
         if path.is_dir():
@@ -312,21 +314,23 @@ def _read_layer(path: Path, missing: RecipeError) -> _Layer:
         raise wrong(f"cannot be read ({reason})", "check the name and its permissions") from None
     try:
         table = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: an integer of 5,000 digits
-        rule = f"is not valid TOML: {one_line(str(error))}"
-        raise wrong(rule, "mend that line (strings take quotes, numbers none)") from None
+    except (ValueError, RecursionError) as error:
+        known = isinstance(error, tomllib.TOMLDecodeError)
+        reason = str(error) if known else "a number too long or brackets too deep"
+        rule = f"is not valid TOML: {one_line(reason)}"
+        raise wrong(rule, "mend it there (strings take quotes, numbers none)") from None
     return _Layer(table, path.name, _line_numbers(text))
 
 
 def _suggest_file(path: Path) -> str:
     """The nearest-named recipe beside the missing one or in recipes/."""
-    near = [*path.parent.glob("*.toml"), *Path("recipes").glob("*.toml")]
-    by_stem = {p.stem: p for p in reversed(near)}
+    near = sorted({*path.parent.glob("*.toml"), *Path("recipes").glob("*.toml")})
+    by_stem = {p.stem: p for p in near}
     stem = path.name.removesuffix(".toml")
     for match in difflib.get_close_matches(stem, by_stem, n=1, cutoff=0.5):
         return f"did you mean {one_line(str(by_stem[match]))}?"
     if near:
-        return f"there are {one_line(', '.join(sorted(map(str, near))))}"
+        return f"there are {one_line(', '.join(map(str, near)))}"
     return "name a TOML file, such as recipes/smoke.toml"
 
 
@@ -335,7 +339,7 @@ def _line_numbers(text: str) -> dict[str, int]:
     lines: dict[str, int] = {}
     section = ""
     for number, line in enumerate(text.split("\n"), start=1):
-        if header := re.match(r"\s*\[\s*([\w-]+)\s*\]", line):
+        if header := re.match(r"\s*\[\s*([\w.-]+)\s*\]", line):
             section = header[1] + "."
             lines.setdefault(header[1], number)
         elif entry := re.match(r"\s*([\w.-]+)\s*=", line):
@@ -370,8 +374,10 @@ def _flatten(layer: _Layer) -> Iterator[tuple[str, Any]]:
     for key, value in layer.values.items():
         if key in KEYS:
             yield key, value
+        elif key not in SECTIONS and isinstance(value, dict):
+            raise _unknown_section(key, value, layer.origin(key))
         elif key not in SECTIONS:
-            raise _unknown(key, value, layer.origin(key))
+            raise _unknown_key("", key, value, layer.origin(key))
         elif not isinstance(value, dict):
             remedy = f"write {key}.<key>, such as {key}.{fields(SECTIONS[key])[0].name}"
             raise RecipeError(key, value, "is a section, not a key", remedy, layer.origin(key))
@@ -379,34 +385,41 @@ def _flatten(layer: _Layer) -> Iterator[tuple[str, Any]]:
             for name, inner in value.items():
                 dotted = f"{key}.{name}"
                 if dotted not in KEYS:
-                    raise _unknown(dotted, inner, layer.origin(dotted))
+                    raise _unknown_key(key, name, inner, layer.origin(dotted))
                 yield dotted, inner
 
 
-def _unknown(key: str, value: Any, origin: str) -> RecipeError:
-    """Names the nearest known key: the same name elsewhere, else the nearest spelling."""
-    section, _, name = key.rpartition(".")
-    if not section and isinstance(value, dict):
-        near = difflib.get_close_matches(key, SECTIONS, n=1)
-        remedy = f"did you mean [{near[0]}]?" if near else f"sections are {', '.join(SECTIONS)}"
-        return RecipeError(key, value, "no such section", remedy, origin)
-    siblings = [k for k in KEYS if k.startswith(f"{section}.")] if section in SECTIONS else []
-    nearest = (
-        _names().get(name)
-        or difflib.get_close_matches(key, siblings, n=1, cutoff=0.7)
-        or difflib.get_close_matches(key, KEYS, n=1, cutoff=0.7)
-        or [k for n in difflib.get_close_matches(name, _names(), n=1) for k in _names()[n]]
-    )
-    if nearest:
+def _unknown_section(name: str, value: Any, origin: str) -> RecipeError:
+    near = difflib.get_close_matches(name, SECTIONS, n=1)
+    remedy = f"did you mean [{near[0]}]?" if near else f"sections are {', '.join(SECTIONS)}"
+    return RecipeError(name, value, "no such section", remedy, origin)
+
+
+def _unknown_key(section: str, name: str, value: Any, origin: str) -> RecipeError:
+    if nearest := _nearest(section, name):
         remedy = f"did you mean {' or '.join(nearest)}?"
-    elif siblings:
-        remedy = f"[{section}] has {', '.join(k.rpartition('.')[2] for k in siblings)}"
+    elif section:
+        remedy = f"[{section}] has {', '.join(f.name for f in fields(SECTIONS[section]))}"
     else:
-        remedy = f"sections are {', '.join(SECTIONS)}"
+        remedy = f"at the top stands only seed; sections are {', '.join(SECTIONS)}"
+    key = f"{section}.{name}" if section else name
     return RecipeError(key, value, "no such key", remedy, origin)
 
 
+def _nearest(section: str, name: str) -> list[str]:
+    """Known keys most like it: the same name elsewhere, a like one here, a like one elsewhere."""
+    if name in (names := _names()):
+        return names[name]
+    here = [f.name for f in fields(SECTIONS[section])] if section else []
+    for match in difflib.get_close_matches(name, here, n=1):
+        return [f"{section}.{match}"]
+    for match in difflib.get_close_matches(name, names, n=1):
+        return names[match]
+    return []
+
+
 def _names() -> dict[str, list[str]]:
+    """Keys by their last part."""
     names = {name: [key] for name, key in FOREIGN_NAMES.items()}
     for key in KEYS:
         names.setdefault(key.rpartition(".")[2], []).append(key)
@@ -420,7 +433,7 @@ def _typed(key: str, value: Any, origin: str) -> Any:
         try:
             return float(value)
         except OverflowError:
-            remedy = f"write a number such as {default}"
+            remedy = f"write it like {default}"
             raise RecipeError(key, value, "must be a finite number", remedy, origin) from None
     if type(value) is wanted:
         return value
@@ -430,12 +443,12 @@ def _typed(key: str, value: Any, origin: str) -> Any:
         remedy = f"write {int(value)}"
     else:
         remedy = {
-            int: f"write a whole number such as {default}",
-            float: f"write a number such as {default}",
+            int: f"write it like {default}",
+            float: f"write it like {default}",
             bool: "write true or false",
-            str: f'write it in quotes, such as "{default}"',
+            str: f'write it in quotes, like "{default}"',
         }[cast(type, wanted)]
-    kind = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+    kind = {int: "a whole number", float: "a number", bool: "a boolean", str: "a string"}
     raise RecipeError(key, value, f"must be {kind[cast(type, wanted)]}", remedy, origin)
 
 
@@ -497,7 +510,7 @@ class Range:
 
     def broken(self, value: float) -> str:
         """The rule that the value breaks, or ""."""
-        if not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             return "must be a finite number"
         if value < self.low or (self.is_low_open and value == self.low):
             return f"must be {'above' if self.is_low_open else 'at least'} {self.low:,}"
@@ -562,7 +575,8 @@ def validate(config: Config) -> None:
     """The rules that need neither the model nor the machine."""
     for key, choices in CHOICES.items():
         if (value := get(config, key)) not in choices:
-            near = difflib.get_close_matches(value, choices, n=1)
+            foreign = FOREIGN_VALUES.get(value)
+            near = [foreign] if foreign else difflib.get_close_matches(value, choices, n=1)
             remedy = f'did you mean "{near[0]}"?' if near else f'"{choices[0]}" is usual'
             raise RecipeError(key, value, f"must be one of {', '.join(choices)}", remedy)
     for key, limits in RANGES.items():
@@ -587,12 +601,12 @@ def _validate_batch(config: Config) -> None:
     share = train.batch_size // train.num_minibatches * config.rollout.group_size
     if share < devices.train:
         rule = f"a minibatch has only {share} trajectories, and each device needs one"
-        remedy = f"raise train.batch_size, or devices.train to {share} at most"
+        remedy = f"raise train.batch_size, or lower devices.train to {share}"
         raise RecipeError("devices.train", devices.train, rule, remedy)
     if config.max_tokens_per_trajectory > train.max_tokens:
         longest = config.max_tokens_per_trajectory
         rule = (
-            f"a trajectory may have {longest} tokens "
+            f"must hold one trajectory of {longest} tokens "
             "(tasks.max_prompt_tokens + rollout.max_new_tokens)"
         )
         remedy = f"raise it to {longest} or more, or shorten prompt or answer"
@@ -612,7 +626,7 @@ def _validate_rest(config: Config) -> None:
         raise RecipeError("rollout.top_k", 1, "all answers are alike at 1", remedy)
     if config.log.stall_s <= config.tasks.timeout_s:
         rule = f"must be above tasks.timeout_s = {config.tasks.timeout_s}"
-        remedy = "or a slow reward looks like a stall; 300 is usual"
+        remedy = "raise it, or a slow reward looks like a stall"
         raise RecipeError("log.stall_s", config.log.stall_s, rule, remedy)
 
 
@@ -642,8 +656,9 @@ def check_devices(config: Config, kind: str, available: int) -> None:
     wanted = devices.rollout + devices.train
     limit = available if kind == "cuda" else max(4, 2 * available)
     if wanted > limit:
-        there = f"{available} CUDA devices" if kind == "cuda" else f"{available} cores"
-        rule = f"with devices.train = {devices.train} that is {wanted}, more than {there} allow"
+        there = "CUDA device" if kind == "cuda" else "core"
+        there = f"1 {there} allows" if available == 1 else f"{available} {there}s allow"
+        rule = f"with devices.train = {devices.train} that is {wanted}, more than {there}"
         remedy = f"the two together may be at most {limit}"
         if kind == "cuda" and available == 1:
             remedy = "one GPU is not enough for both pools; two are"
