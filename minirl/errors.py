@@ -16,12 +16,22 @@ class MinirlError(Exception):
 
 
 class RecipeError(MinirlError):
+    """`origin` says where the value was written ("smoke.toml:12"), where that is known."""
+
     exit_code = 2
 
-    def __init__(self, key: str, value: object, rule: str, remedy: str):
-        shown = repr(value) if not isinstance(value, str) else f'"{value}"'
-        super().__init__(f"{key} = {shown}: {rule}; {remedy}")
+    def __init__(self, key: str, value: object, rule: str, remedy: str, origin: str = ""):
+        where = f" ({one_line(origin)})" if origin else ""
+        super().__init__(f"{one_line(key)} = {_shown(value)}: {rule}; {remedy}{where}")
         self.key = key
+        self.value = value
+        self.rule = rule
+        self.remedy = remedy
+        self.origin = origin
+
+    def at(self, origin: str) -> "RecipeError":
+        """The same error, now that it is known where the value was written."""
+        return RecipeError(self.key, self.value, self.rule, self.remedy, origin)
 
 
 class WorkerDied(MinirlError):
@@ -34,3 +44,24 @@ class StaleWeights(MinirlError):
 
 class Stalled(MinirlError):
     exit_code = 3
+
+
+def one_line(text: str, limit: int = 200) -> str:
+    """Text as it may stand in a one-line message: nothing unprintable, nothing endless."""
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: limit + 1])
+    return shown if len(shown) <= limit else shown[:limit] + "…"
+
+
+def _shown(value: object) -> str:
+    """A value as TOML writes it, so that what the user typed is what the user sees."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return f'"{one_line(value)}"'
+    if isinstance(value, dict):
+        return "{…}" if value else "{}"
+    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to print huge ones
+        return "-(huge)" if value < 0 else "(huge)"
+    if isinstance(value, list):
+        return "[…]" if value else "[]"
+    return one_line(repr(value) if isinstance(value, (int, float)) else str(value))

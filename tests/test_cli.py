@@ -1,0 +1,218 @@
+"""The command line, as a person meets it: real processes, exit codes, what is printed."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from minirl.config import load, to_toml
+from minirl.doctor import Finding, diagnose, find_devices
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+
+
+def python(*args: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    # Wide and offline, whatever the terminal and the machine are.
+    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
+    )
+
+
+def minirl(*args: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return python("-m", "minirl.cli", *args, cwd=cwd)
+
+
+@pytest.mark.parametrize("args", [["--help"], ["train", "--help"], ["config", "-h"]])
+def test_help_loads_no_torch(args: list[str]) -> None:
+    code = f"""
+import sys
+import minirl.cli, minirl.config
+sys.argv = ["minirl", *{args!r}]
+try:
+    minirl.cli.main()
+except SystemExit as end:
+    assert not end.code
+print([name for name in ("torch", "vllm", "transformers", "numpy") if name in sys.modules])
+"""
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert "Usage: minirl" in done.stdout
+    assert done.stdout.endswith("[]\n")
+
+
+def test_help_teaches() -> None:
+    top, train = minirl("--help").stdout, minirl("train", "--help").stdout
+    for words in ("minirl doctor", "--dry-run", "Exit codes:", "train", "config"):
+        assert words in top
+    for words in ("--set", "--run-dir", "--resume", "metrics.jsonl", "Exit codes:", "  3  "):
+        assert words in train
+
+
+def test_help_is_quick() -> None:
+    def once() -> float:
+        start = time.perf_counter()
+        minirl("--help")
+        return time.perf_counter() - start
+
+    assert min(once() for _ in range(3)) < 0.5
+
+
+def test_usage_errors_exit_with_2() -> None:
+    for args in (["train"], ["trian", "x.toml"], ["train", "x.toml", "--no-such-flag"]):
+        done = minirl(*args)
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
+def test_dry_run_anywhere(recipe: Path, tmp_path: Path) -> None:
+    done = minirl("train", str(recipe), "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("recipe ok\n")
+    assert "trajectory ring" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_dry_run_checks_a_local_model(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/model.safetensors").write_bytes(b"0" * 3 * 2**20)
+    sizes = {"max_position_embeddings": 384, "num_attention_heads": 2}
+    (tmp_path / "model/config.json").write_text(json.dumps(sizes))
+    (tmp_path / "r.toml").write_text('[model]\npath = "model"\n[devices]\nkind = "cpu"\n')
+    done = minirl("train", "r.toml", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "3.0 MiB" in done.stdout
+    longer = ["--set", "rollout.max_new_tokens=129"]
+    done = minirl("train", "r.toml", "--dry-run", *longer, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "past the model's 384 positions" in done.stderr
+
+
+def test_dry_run_refuses_more_processes_than_the_cores_allow(tmp_path: Path) -> None:
+    many = ["--set", "devices.rollout=1024"]
+    done = minirl("train", str(ROOT / "recipes/smoke.toml"), "--dry-run", *many, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("minirl: devices.rollout = 1024: ")
+    assert done.stdout == ""
+
+
+def test_config_is_toml_and_says_where_from() -> None:
+    recipe = ROOT / "recipes/gsm8k-2gpu.toml"
+    done = minirl("config", str(recipe), "--set", "train.lr=1e-4")
+    assert done.returncode == 0
+    wanted = to_toml(load(recipe, ["train.lr=1e-4"]).config)
+    assert tomllib.loads(done.stdout) == tomllib.loads(wanted)
+    assert "lr = 0.0001                           # --set\n" in done.stdout
+    assert "# gsm8k-2gpu.toml:" in done.stdout
+    assert "# gsm8k.toml:" in done.stdout
+    assert "# default" in done.stdout
+
+
+def test_missing_recipe_suggests_the_near_one() -> None:
+    for command in ("train", "config"):
+        done = minirl(command, "smokee")
+        assert done.returncode == 2
+        assert done.stderr == (
+            'minirl: recipe = "smokee": no such file; did you mean recipes/smoke.toml?\n'
+        )
+
+
+@pytest.mark.parametrize(
+    "args, line",
+    [
+        (
+            ["--run-dir", "full"],
+            'minirl: --run-dir = "full": is not empty; '
+            "pass --resume to go on with it, or name another directory\n",
+        ),
+        (
+            ["--run-dir", "r.toml"],
+            'minirl: --run-dir = "r.toml": is a file; name a new directory\n',
+        ),
+        (
+            ["--resume", "--run-dir", "gone"],
+            'minirl: --run-dir = "gone": no such directory to resume; '
+            "name a run directory, or leave --resume out to start one\n",
+        ),
+        (
+            ["--resume"],  # runs/r-big-... is not a run of r.toml
+            'minirl: --resume = "runs/r-*": no run of this recipe; '
+            "leave --resume out to start one, or name it with --run-dir\n",
+        ),
+    ],
+)
+def test_wrong_run_dir(tmp_path: Path, args: list[str], line: str) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/metrics.jsonl").touch()
+    (tmp_path / "runs/r-big-20250101-000000").mkdir(parents=True)
+    (tmp_path / "r.toml").write_text('[devices]\nkind = "cpu"\n')
+    done = minirl("train", "r.toml", *args, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, line)
+
+
+def test_resume_takes_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from minirl.cli import _choose_run_dir
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("r-20250101-000000", "r-20250102-000000", "r-2gpu-20260101-000000"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    chosen = _choose_run_dir(Path("some/r.toml"), None, resume=True)
+    assert chosen == Path("runs/r-20250102-000000")
+    fresh = _choose_run_dir(Path("some/r.toml"), None, resume=False)
+    assert fresh.match("runs/r-????????-??????")
+    assert not fresh.exists()
+
+
+def test_errors_have_exit_codes_and_no_traceback() -> None:
+    code = """
+import minirl.cli, minirl.errors as e
+def fail(): raise {}
+minirl.cli.app = lambda **_: fail()
+minirl.cli.main()
+"""
+    for error, exit_code, stderr in (
+        ("e.WorkerDied('rank 1\\ndied')", 1, "minirl: rank 1\\ndied\n"),
+        ("e.Stalled('nothing moved')", 3, "minirl: nothing moved\n"),
+        ("KeyboardInterrupt", 130, ""),
+    ):
+        done = python("-c", code.format(error))
+        assert (done.returncode, done.stderr) == (exit_code, stderr)
+
+
+def test_doctor() -> None:
+    done = minirl("doctor")
+    assert done.returncode in (0, 1)
+    assert done.stderr == ""
+    for name in ("python", "torch", "vllm", "transformers", "/dev/shm", "memfd", "disk here"):
+        assert name in done.stdout
+    assert ("NOT OK" in done.stdout) == (done.returncode == 1)
+    assert done.stdout.count("remedy: ") == done.stdout.count("NOT OK")
+
+
+def test_doctor_names_a_remedy_for_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    from minirl import doctor
+
+    monkeypatch.setattr(doctor, "TORCH_PROBE", "import no_such_torch")
+    monkeypatch.setattr(doctor, "TRANSFORMERS_PROBE", "import time; time.sleep(60)")
+    monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 1)
+    doctor.probe.cache_clear()
+    try:
+        findings = {finding.name: finding for finding in diagnose()}
+        assert find_devices("auto")[0] == "cpu"
+    finally:
+        doctor.probe.cache_clear()
+    assert findings["torch"] == Finding(
+        "torch",
+        False,
+        "does not import: ModuleNotFoundError: No module named 'no_such_torch'",
+        doctor.INSTALL,
+    )
+    assert findings["transformers"].detail.endswith("no answer in 1 s")
+    assert all(finding.remedy for finding in findings.values() if not finding.ok)
