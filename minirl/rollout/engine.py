@@ -22,7 +22,7 @@ from minirl import devices
 from minirl.config import Config
 from minirl.errors import StaleWeights
 from minirl.records import StopReason
-from minirl.shm.weights import CANARY_TOKENS, Published, WeightStore
+from minirl.shm.weights import Published, WeightStore, canary_tokens
 
 CANARY_PRIORITY = -2  # before evaluation (-1) and training groups (their id)
 CANARY_LIMIT = {"float32": 1e-3, "bfloat16": 0.25}  # mean |engine - trainer| logprob
@@ -47,11 +47,6 @@ class Chunk:
     tokens: Sequence[int]
     logprobs: Sequence[float]
     stop: StopReason | None
-
-
-def canary_tokens(vocab_size: int) -> list[int]:
-    """The same few tokens for every version, spread over the vocabulary."""
-    return [(7 + 7919 * i) % vocab_size for i in range(CANARY_TOKENS)]
 
 
 class Engine:

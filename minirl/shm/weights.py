@@ -42,6 +42,11 @@ class Published:
     canary: NDArray[np.float32]
 
 
+def canary_tokens(vocab_size: int) -> list[int]:
+    """The same few tokens for every version, spread over the vocabulary."""
+    return [(7 + 7919 * i) % vocab_size for i in range(CANARY_TOKENS)]
+
+
 class WeightStore:
     def __init__(self, table: tuple[TensorSpec, ...], dtype: str):
         self.table, self.dtype = table, dtype
