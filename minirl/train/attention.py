@@ -1,0 +1,162 @@
+"""Attention over sequences packed end to end, none of which sees another.
+
+Registers "minirl_packed" as an attention of transformers. The boundaries reach it as keyword
+arguments of the model's forward: `cu_seqlens` (int32, where each sequence starts, and the end) and
+`max_seqlen`. On CUDA it is torch's variable-length attention. On CPU each run of neighbours of
+equal length is one causal SDPA over views: no copy, no padding, no mask. Longest-first order, as
+`packing.micro_batches` gives it, makes the runs long; any order is right.
+
+Measured, one thread, forward and backward over 16 k tokens, 4 heads of 32, 2 KV heads, in ms:
+    lengths         8-24   20-60   60-120   60-250   200-1000
+    runs              32      42       58       80        173
+    buckets ≥ 0.9     45      56       71       92        191   padded copies of similar lengths
+    one by one       139      82       75       86        180
+Nested tensors have no causal kernel on CPU, and a block mask would be 16 k × 16 k.
+
+Leaves out sliding windows shorter than the sequences, soft caps and sinks: those are errors.
+
+Axes: T tokens of all sequences, S1 sequences + 1, H heads, D of one head, B sequences of a run,
+L tokens of one of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minirl.devices import hide_broken_torchvision
+from minirl.errors import MinirlError
+
+hide_broken_torchvision()
+
+from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
+
+NAME = "minirl_packed"
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """Where packed sequences begin and end."""
+
+    positions_T: Tensor  # int64, from 0 in each sequence
+    cu_seqlens_S1: Tensor  # int32
+    max_seqlen: int
+
+
+def boundaries(lengths: Sequence[int], device: torch.device | str = "cpu") -> Boundaries:
+    """Of sequences of these lengths, packed in this order."""
+    lengths_S = torch.tensor(lengths, dtype=torch.int64)
+    ends_S = lengths_S.cumsum(0)
+    starts_T = (ends_S - lengths_S).repeat_interleave(lengths_S)
+    positions_T = torch.arange(len(starts_T)) - starts_T
+    cu_seqlens_S1 = F.pad(ends_S, (1, 0)).to(torch.int32)
+    return Boundaries(positions_T.to(device), cu_seqlens_S1.to(device), max(lengths))
+
+
+def packed_attention(
+    module: nn.Module,
+    query_1HTD: Tensor,
+    key_1HTD: Tensor,
+    value_1HTD: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scaling: float | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in each layer. `rest` holds its arguments for other kernels.
+
+    `dropout` is among them and has no effect: the policy trained must be the one that sampled.
+    """
+    _refuse_unsupported(module, attention_mask, max_seqlen, rest)
+    query_THD, key_THD, value_THD = (
+        x[0].transpose(0, 1) for x in (query_1HTD, key_1HTD, value_1HTD)
+    )
+    if query_THD.is_cuda:
+        out_THD = _varlen(query_THD, key_THD, value_THD, cu_seqlens, max_seqlen, scaling)
+    else:
+        out_THD = _by_runs(query_THD, key_THD, value_THD, cu_seqlens, scaling)
+    return out_THD[None], None
+
+
+def _varlen(
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    cu_seqlens_S1: Tensor,
+    max_seqlen: int,
+    scaling: float | None,
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    out = varlen_attn(
+        query_THD,
+        key_THD,
+        value_THD,
+        cu_seqlens_S1,
+        cu_seqlens_S1,
+        max_seqlen,
+        max_seqlen,
+        scale=scaling,
+        window_size=(-1, 0),  # torch's spelling of causal
+        enable_gqa=query_THD.shape[1] != key_THD.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _by_runs(
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    cu_seqlens_S1: Tensor,
+    scaling: float | None,
+) -> Tensor:
+    runs = equal_runs(cu_seqlens_S1)
+    sizes = [num * length for num, length in runs]
+    outs = []
+    # split, not slices: the backward of a slice writes a gradient of all T tokens, for each slice.
+    parts = zip(runs, *(x.split(sizes) for x in (query_THD, key_THD, value_THD)), strict=True)
+    for run, *qkv in parts:
+        query_BHLD, key_BHLD, value_BHLD = (x.unflatten(0, run).transpose(1, 2) for x in qkv)
+        out_BHLD = F.scaled_dot_product_attention(
+            query_BHLD, key_BHLD, value_BHLD, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        outs.append(out_BHLD.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outs)
+
+
+def equal_runs(cu_seqlens_S1: Tensor) -> list[tuple[int, int]]:
+    """(how many, length) of each run of neighbouring sequences of one length."""
+    lengths = [end - start for start, end in pairwise(cu_seqlens_S1.tolist())]
+    return [(len(list(run)), length) for length, run in groupby(lengths)]
+
+
+def _refuse_unsupported(
+    module: nn.Module, mask: Tensor | None, max_seqlen: int, rest: dict[str, Any]
+) -> None:
+    assert mask is None, "the boundaries are the mask"
+    window = rest.get("sliding_window")
+    if window is not None and window < max_seqlen:
+        raise MinirlError(
+            f"{type(module).__name__} attends to a sliding window of {window} tokens, which packed "
+            f"attention does not support; keep sequences ({max_seqlen} tokens now) within it"
+        )
+    for name in ("softcap", "s_aux", "position_bias"):
+        if rest.get(name) is not None:
+            raise MinirlError(
+                f"{type(module).__name__} needs `{name}`, which packed attention does not support"
+            )
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+AttentionInterface.register(NAME, packed_attention)
+AttentionMaskInterface.register(NAME, _no_mask)
