@@ -40,11 +40,17 @@ _NUMBER = re.compile(r"-?\d+")
 
 
 class Stream(StrEnum):
-    """Where a problem is drawn from; held-out problems are on the other side of the hash."""
+    """Where a problem is drawn from. The first two are on one side of the hash, the last two on
+    the other: the warm-up probes itself with problems that no evaluation counts."""
 
     TRAIN = "train"
     WARMUP = "warmup"
     HELDOUT = "heldout"
+    PROBE = "probe"
+
+    @property
+    def is_heldout(self) -> bool:
+        return self in (Stream.HELDOUT, Stream.PROBE)
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ def draw_problem(
     num_steps = rng.choices(range(1, len(step_weights) + 1), step_weights)[0]
     while True:  # the redraw keeps num_steps, and with it the distribution of lengths
         problem = _draw(rng, num_steps)
-        if problem.is_heldout == (stream is Stream.HELDOUT):
+        if problem.is_heldout == stream.is_heldout:
             return problem
 
 
