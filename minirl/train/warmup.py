@@ -33,6 +33,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from minirl.config import TasksConfig
 from minirl.errors import MinirlError
@@ -121,23 +122,23 @@ class Pupil:
         self.sloppy = _lessons(self, is_sloppy=True)
 
 
-def tiny_model_folder(seed: int) -> Path:
+def tiny_model_folder(seed: int, recipe: Recipe = RECIPE) -> Path:
     """Where the tiny model of this seed and this recipe is kept."""
     root = os.environ.get("MINIRL_CACHE")
     cache = Path(root) if root else Path.home() / ".cache" / "minirl"
-    return cache / f"tiny-{_recipe_hash(RECIPE)}-seed{seed}"
+    return cache / f"tiny-{_recipe_hash(recipe)}-seed{seed}"
 
 
-def ensure_tiny_model(seed: int, report: Report) -> Path:
+def ensure_tiny_model(seed: int, report: Report, recipe: Recipe = RECIPE) -> Path:
     """The folder, built when absent. Of two processes one builds and the other waits."""
-    folder = tiny_model_folder(seed)
+    folder = tiny_model_folder(seed, recipe)
     if folder.exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_name(folder.name + ".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released when its holder ends, however it ends
         if not folder.exists():
-            build_tiny_model(folder, seed, report)
+            build_tiny_model(folder, seed, report, recipe)
     return folder
 
 
@@ -340,7 +341,11 @@ def probe_accuracy(pupil: Pupil, is_sampled: bool) -> float:
         tokens_BT,
         attention_mask=(tokens_BT != PAD).long(),
         generation_config=GenerationConfig(
-            do_sample=is_sampled, top_k=0, max_new_tokens=128, eos_token_id=EOS, pad_token_id=PAD
+            do_sample=is_sampled,
+            top_k=0 if is_sampled else None,  # unless told, transformers samples among 50
+            max_new_tokens=128,
+            eos_token_id=EOS,
+            pad_token_id=PAD,
         ),
     )[:, width:]
     rewards = [
@@ -369,7 +374,9 @@ def _write(folder: Path, pupil: Pupil) -> None:
     aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
         pupil.model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
+        disable_progress_bar()
         pupil.model.save_pretrained(aside)
+        enable_progress_bar()
         PreTrainedTokenizerFast(
             tokenizer_object=pupil.tokenizer,
             pad_token="<pad>",
