@@ -4,6 +4,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
@@ -106,7 +107,7 @@ def test_totals_stay_in_range_and_no_verb_comes_twice() -> None:
 
 def test_answers_to_other_problems_score_as_their_numbers_do() -> None:
     problems = [draw_problem(3, Stream.TRAIN, index) for index in range(200)]
-    for asked, answered in zip(problems, problems[1:], strict=False):
+    for asked, answered in pairwise(problems):
         expected = float(asked.result == answered.result)
         assert grade(asked, demonstration(answered)) == expected
 

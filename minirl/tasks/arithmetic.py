@@ -126,9 +126,7 @@ def _draw(rng: random.Random, num_steps: int) -> Problem:
     return Problem(name, thing, start, tuple(steps))
 
 
-def _draw_step(
-    rng: random.Random, day: str, total: int, more: list[str], less: list[str]
-) -> Step:
+def _draw_step(rng: random.Random, day: str, total: int, more: list[str], less: list[str]) -> Step:
     """A step that keeps the total between 1 and MAX_TOTAL; takes its verb from `more` or `less`."""
     if 2 * total <= MAX_TOTAL and rng.random() < DOUBLES_SHARE:
         return Step(day, DOUBLES, 0)

@@ -142,9 +142,7 @@ def ensure_tiny_model(seed: int, report: Report, recipe: Recipe = RECIPE) -> Pat
     return folder
 
 
-def build_tiny_model(
-    folder: Path, seed: int, report: Report, recipe: Recipe = RECIPE
-) -> None:
+def build_tiny_model(folder: Path, seed: int, report: Report, recipe: Recipe = RECIPE) -> None:
     """Make, warm up and write the model. A folder that is already there is left as it is."""
     tokenizer = build_tokenizer()
     with torch.random.fork_rng(devices=[]):
@@ -185,9 +183,7 @@ def _recipe_hash(recipe: Recipe) -> str:
     return hashlib.sha256(f"{recipe}{PIECES}{taught}".encode()).hexdigest()[:8]
 
 
-def _enrol(
-    tokenizer: Tokenizer, recipe: Recipe, seed: int, attempt: int, report: Report
-) -> Pupil:
+def _enrol(tokenizer: Tokenizer, recipe: Recipe, seed: int, attempt: int, report: Report) -> Pupil:
     sub_seed = seed + 1_000_003 * attempt
     torch.manual_seed(sub_seed)
     model = Qwen3ForCausalLM(_model_config(recipe, tokenizer.get_vocab_size()))
