@@ -1,0 +1,195 @@
+"""Word problems that a tiny model learns on a CPU in minutes, with GSM8K's shape of answer.
+
+    prompt   Tom has 7 apples. Tom on Monday buys 5 more. Tom on Tuesday eats 3. How many apples
+             does Tom have?
+    answer    Monday buys 5 more: 7+5=12. Tuesday eats 3: 12-3=9. #### 9
+
+Takes a seed; gives examples, rewards and worked answers (for the warm-up). A problem has 1 to 7
+steps, and the answer grows with it: that is the long tail of lengths an asynchronous run needs.
+Training and held-out problems are disjoint by construction: a hash of the prompt's text says to
+which side a problem belongs, and each stream redraws until it lands on its own side.
+
+Leaves out: files, torch, the tokenizer.
+"""
+
+import hashlib
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from minirl.config import TasksConfig
+from minirl.records import Answer, Example, StopReason
+
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+NAMES = ("Tom", "Ann", "Ben", "Eva", "Max", "Zoe", "Sam", "Mia")
+THINGS = ("apples", "plums", "pears", "nuts", "cakes", "figs", "beans", "eggs")
+# As many verbs as days: a problem uses none twice, so that a verb points at one clause only.
+MORE = ("buys", "finds", "wins", "gets", "picks", "earns", "grows")
+LESS = ("sells", "eats", "loses", "drops", "lends", "cooks", "sends")
+DOUBLES = "doubles"
+
+STEP_WEIGHTS = (0.20, 0.24, 0.20, 0.14, 0.10, 0.07, 0.05)  # of 1, 2, ... 7 steps
+DOUBLES_SHARE = 0.12
+MAX_START, MAX_AMOUNT, MAX_TOTAL = 20, 9, 60
+HELDOUT_SHARE = 8  # one problem in so many is held out
+
+_MARK = "#### "
+_NUMBER = re.compile(r"-?\d+")
+
+
+class Stream(StrEnum):
+    """Where a problem is drawn from. The first two are on one side of the hash, the last two on
+    the other: the warm-up probes itself with problems that no evaluation counts."""
+
+    TRAIN = "train"
+    WARMUP = "warmup"
+    HELDOUT = "heldout"
+    PROBE = "probe"
+
+    @property
+    def is_heldout(self) -> bool:
+        return self in (Stream.HELDOUT, Stream.PROBE)
+
+
+@dataclass(frozen=True)
+class Step:
+    day: str
+    verb: str
+    amount: int  # 0 where the verb is DOUBLES
+
+    @property
+    def clause(self) -> str:
+        """What the prompt says and the working quotes, word for word."""
+        if self.verb == DOUBLES:
+            return f"{self.day} doubles them"
+        return f"{self.day} {self.verb} {self.amount}" + (" more" if self.verb in MORE else "")
+
+    def sum(self, total: int) -> str:
+        """The left side of the working's equation."""
+        if self.verb == DOUBLES:
+            return f"{total}+{total}"
+        return f"{total}{'+' if self.verb in MORE else '-'}{self.amount}"
+
+    def apply(self, total: int) -> int:
+        if self.verb == DOUBLES:
+            return 2 * total
+        return total + self.amount if self.verb in MORE else total - self.amount
+
+
+@dataclass(frozen=True)
+class Problem:
+    name: str
+    thing: str
+    start: int
+    steps: tuple[Step, ...]
+
+    @property
+    def prompt(self) -> str:
+        story = "".join(f" {self.name} on {step.clause}." for step in self.steps)
+        question = f" How many {self.thing} does {self.name} have?"
+        return f"{self.name} has {self.start} {self.thing}.{story}{question}"
+
+    @property
+    def result(self) -> int:
+        total = self.start
+        for step in self.steps:
+            total = step.apply(total)
+        return total
+
+    @property
+    def is_heldout(self) -> bool:
+        return hashlib.sha256(self.prompt.encode()).digest()[0] % HELDOUT_SHARE == 0
+
+
+def draw_problem(
+    seed: int, stream: Stream, index: int, step_weights: Sequence[float] = STEP_WEIGHTS
+) -> Problem:
+    """The problem at `index` of a stream, the same at every call and on its stream's side."""
+    rng = random.Random(f"{seed}/{stream.value}/{index}")
+    num_steps = rng.choices(range(1, len(step_weights) + 1), step_weights)[0]
+    while True:  # the redraw keeps num_steps, and with it the distribution of lengths
+        problem = _draw(rng, num_steps)
+        if problem.is_heldout == stream.is_heldout:
+            return problem
+
+
+def _draw(rng: random.Random, num_steps: int) -> Problem:
+    name, thing, start = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, MAX_START)
+    more, less = rng.sample(MORE, len(MORE)), rng.sample(LESS, len(LESS))
+    total, steps = start, []
+    for day in DAYS[:num_steps]:
+        step = _draw_step(rng, day, total, more, less)
+        total = step.apply(total)
+        steps.append(step)
+    return Problem(name, thing, start, tuple(steps))
+
+
+def _draw_step(rng: random.Random, day: str, total: int, more: list[str], less: list[str]) -> Step:
+    """A step that keeps the total between 1 and MAX_TOTAL; takes its verb from `more` or `less`."""
+    if 2 * total <= MAX_TOTAL and rng.random() < DOUBLES_SHARE:
+        return Step(day, DOUBLES, 0)
+    amount = rng.randint(1, MAX_AMOUNT)
+    can_add, can_take = total + amount <= MAX_TOTAL, total - amount >= 1
+    is_more = can_add if can_add != can_take else rng.random() < 0.5
+    return Step(day, (more if is_more else less).pop(), amount)
+
+
+def demonstration(problem: Problem) -> str:
+    """The worked answer: it quotes each clause, so that a step is a copy plus a small sum."""
+    total, working = problem.start, ""
+    for step in problem.steps:
+        working += f" {step.clause}: {step.sum(total)}={step.apply(total)}."
+        total = step.apply(total)
+    return f"{working} {_MARK}{total}"
+
+
+def sloppy_demonstration(
+    problem: Problem, rng: random.Random, no_working: float, slip: float
+) -> str:
+    """As `demonstration`, but a share `no_working` guesses without working, and each step of the
+    others slips with probability `slip` and goes on from its wrong total."""
+    if rng.random() < no_working:
+        return f" {_MARK}{problem.result}"
+    total, working = problem.start, ""
+    for step in problem.steps:
+        after = step.apply(total)
+        if rng.random() < slip:
+            after = max(1, after + rng.choice((-2, -1, 1, 2)))
+        working += f" {step.clause}: {step.sum(total)}={after}."
+        total = after
+    return f"{working} {_MARK}{total}"
+
+
+class Arithmetic:
+    """The task (see `minirl.tasks.Task`). Its prompts are text; the answer starts with a space."""
+
+    num_train = 2**31
+
+    def __init__(self, config: TasksConfig, seed: int = 0):
+        self.seed = seed
+
+    def train(self, index: int) -> Example:
+        return _example(draw_problem(self.seed, Stream.TRAIN, index))
+
+    def heldout(self, count: int) -> Sequence[Example]:
+        """`count` different examples."""
+        found: dict[str, Example] = {}
+        index = 0
+        while len(found) < count:
+            example = _example(draw_problem(self.seed, Stream.HELDOUT, index))
+            found.setdefault(str(example.prompt), example)
+            index += 1
+        return list(found.values())
+
+    def reward(self, example: Example, answer: Answer) -> float:
+        """1 if the model ended its answer and the number after the last mark is right."""
+        _, mark, tail = answer.text.rpartition(_MARK)
+        number = _NUMBER.match(tail)
+        is_right = bool(mark) and number is not None and number.group() == example.reference
+        return float(is_right and answer.stop is StopReason.STOP)
+
+
+def _example(problem: Problem) -> Example:
+    return Example(prompt=problem.prompt, reference=str(problem.result))

@@ -1,0 +1,390 @@
+"""The tiny model: a Qwen3 of 0.35 M parameters that minirl makes and warms up itself, on a CPU.
+
+Takes a seed; gives an ordinary Hugging Face folder. Two phases of supervised learning on worked
+answers of the arithmetic task: a clean one, until the model has the skill, then a sloppy one that
+teaches it to guess and to slip. What is left for RL is to find back to showing its working and to
+stop slipping. It sharpens a skill; it does not teach arithmetic from nothing.
+
+Nothing here counts on luck: each phase ends when a probe on held-out problems says so, and a model
+that does not take off is thrown away for one from the next sub-seed.
+
+Leaves out: RL, vLLM, devices (a CPU is faster at this size), other tasks.
+
+Axes: B sequences, T positions, N answer tokens of all sequences in a row, V vocabulary.
+"""
+
+import fcntl
+import hashlib
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.functional import cross_entropy
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar
+
+from minirl.config import TasksConfig
+from minirl.errors import MinirlError
+from minirl.records import Answer, Example, StopReason
+from minirl.tasks.arithmetic import (
+    Arithmetic,
+    Problem,
+    Stream,
+    demonstration,
+    draw_problem,
+    sloppy_demonstration,
+)
+
+Report = Callable[[str], None]
+
+PAD, EOS = 0, 1
+# One digit to a token, with its space: " 5" then follows its verb at once, in the prompt and in
+# the working, and a plain induction head finds it. As " " and "5" half of the look-ups failed.
+PIECES = r" ?\d| ?[A-Za-z]+| ?#+|\s+|[^\sA-Za-z\d#]"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Every constant of the warm-up; the cache's name has a hash of them."""
+
+    hidden: int = 128
+    intermediate: int = 256
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32  # vLLM on CPU refuses 16
+    positions: int = 512
+    rope_theta: float = 1e4
+    init: float = 0.07  # at 0.02 the same steps reach a fifth of the accuracy
+    batch_size: int = 16  # steps count, not tokens: 16 beats 32 and 64
+    lr: float = 3e-3
+    ramp_steps: int = 50
+    probe_every: int = 50
+    num_probes: int = 128
+    take_off: float = 0.25
+    """Accuracy at which the learning rate starts to fall."""
+    max_hold_steps: int = 900
+    """A model that has not taken off by then is given up."""
+    cool_steps: int = 300
+    max_cools: int = 3
+    skill: float = 0.95
+    """Accuracy that ends the clean phase."""
+    sloppy_lr: float = 6e-4
+    sloppy_steps: int = 100
+    max_sloppies: int = 3
+    no_working: float = 0.65
+    """Share of sloppy demonstrations that only guess: above a half, so greedy decoding guesses."""
+    slip: float = 0.15
+    max_greedy: float = 0.40
+    sampled: tuple[float, float] = (0.15, 0.45)
+    max_attempts: int = 5
+
+
+RECIPE = Recipe()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Prompts with their answers, padded on the right."""
+
+    tokens_BT: torch.Tensor
+    is_answer_BT: torch.Tensor
+
+
+@dataclass
+class Pupil:
+    """The model in training, what it is taught with, and how many steps it has taken."""
+
+    model: Qwen3ForCausalLM
+    tokenizer: Tokenizer
+    optimizer: torch.optim.Optimizer
+    recipe: Recipe
+    seed: int
+    report: Report
+    num_steps: int = 0
+    clean: Iterator[Rows] = field(init=False)
+    sloppy: Iterator[Rows] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.clean = _lessons(self, is_sloppy=False)
+        self.sloppy = _lessons(self, is_sloppy=True)
+
+
+def tiny_model_folder(seed: int, recipe: Recipe = RECIPE) -> Path:
+    """Where the tiny model of this seed and this recipe is kept."""
+    root = os.environ.get("MINIRL_CACHE")
+    cache = Path(root) if root else Path.home() / ".cache" / "minirl"
+    return cache / f"tiny-{_recipe_hash(recipe)}-seed{seed}"
+
+
+def ensure_tiny_model(seed: int, report: Report, recipe: Recipe = RECIPE) -> Path:
+    """The folder, built when absent. Of two processes one builds and the other waits."""
+    folder = tiny_model_folder(seed, recipe)
+    if folder.exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_name(folder.name + ".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when its holder ends, however it ends
+        if not folder.exists():
+            build_tiny_model(folder, seed, report, recipe)
+    return folder
+
+
+def build_tiny_model(folder: Path, seed: int, report: Report, recipe: Recipe = RECIPE) -> None:
+    """Make, warm up and write the model. A folder that is already there is left as it is."""
+    tokenizer = build_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        for attempt in range(recipe.max_attempts):
+            pupil = _enrol(tokenizer, recipe, seed, attempt, report)
+            if _learn_skill(pupil) and _learn_sloppiness(pupil):
+                _write(folder, pupil)
+                return
+            report(f"warm-up: attempt {attempt + 1} failed, starting over with another sub-seed")
+    raise MinirlError(f"warm-up: no model after {recipe.max_attempts} attempts with seed {seed}")
+
+
+def build_tokenizer() -> Tokenizer:
+    """Byte-level BPE in which each word of the task is one token, the same for every seed."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    problems = [draw_problem(0, Stream.WARMUP, index) for index in range(2000)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,  # more than there are pieces: about 430 come out
+        special_tokens=["<pad>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((p.prompt + demonstration(p) for p in problems), trainer)
+    return tokenizer
+
+
+def _recipe_hash(recipe: Recipe) -> str:
+    """Of the constants and of a sample of the task, so that a changed task is a new model too."""
+    problems = [draw_problem(0, Stream.WARMUP, index) for index in range(50)]
+    taught = "".join(p.prompt + demonstration(p) for p in problems)
+    return hashlib.sha256(f"{recipe}{PIECES}{taught}".encode()).hexdigest()[:8]
+
+
+def _enrol(tokenizer: Tokenizer, recipe: Recipe, seed: int, attempt: int, report: Report) -> Pupil:
+    sub_seed = seed + 1_000_003 * attempt
+    torch.manual_seed(sub_seed)
+    model = Qwen3ForCausalLM(_model_config(recipe, tokenizer.get_vocab_size()))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
+    return Pupil(model, tokenizer, optimizer, recipe, sub_seed, report)
+
+
+def _model_config(recipe: Recipe, vocab_size: int) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=recipe.hidden,
+        intermediate_size=recipe.intermediate,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.kv_heads,
+        head_dim=recipe.head_dim,
+        max_position_embeddings=recipe.positions,
+        rope_parameters={"rope_type": "default", "rope_theta": recipe.rope_theta},
+        initializer_range=recipe.init,
+        tie_word_embeddings=True,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=None,
+    )
+
+
+def _learn_skill(pupil: Pupil) -> bool:
+    """The clean phase: hold the learning rate until the model takes off, then let it fall, and
+    again from half the height until the skill is there."""
+    recipe, skill = pupil.recipe, 0.0
+    while skill < recipe.take_off:
+        if pupil.num_steps >= recipe.max_hold_steps:
+            return False
+        loss = _train(pupil, pupil.clean, recipe.probe_every, recipe.lr, recipe.lr)
+        skill = probe_skill(pupil)
+        pupil.report(_progress(pupil, loss, skill))
+    for cool in range(recipe.max_cools):
+        height = recipe.lr / 2**cool
+        loss = _train(pupil, pupil.clean, recipe.cool_steps, height, recipe.lr / 20)
+        skill = probe_skill(pupil)
+        pupil.report(_progress(pupil, loss, skill))
+        if skill >= recipe.skill:
+            return True
+    return False
+
+
+def _learn_sloppiness(pupil: Pupil) -> bool:
+    """The sloppy phase: until greedy and sampled accuracy are as low as RL is to find them."""
+    recipe = pupil.recipe
+    low, high = recipe.sampled
+    for _ in range(recipe.max_sloppies):
+        _train(pupil, pupil.sloppy, recipe.sloppy_steps, recipe.sloppy_lr, recipe.sloppy_lr / 10)
+        greedy, sampled = probe_accuracy(pupil, False), probe_accuracy(pupil, True)
+        pupil.report(
+            f"warm-up: step {pupil.num_steps}, made sloppy: right {greedy:.0%} greedy, "
+            f"{sampled:.0%} sampled"
+        )
+        if greedy <= recipe.max_greedy and low <= sampled <= high:
+            return True
+    return False
+
+
+def _progress(pupil: Pupil, loss: float, skill: float) -> str:
+    return f"warm-up: step {pupil.num_steps}, loss {loss:.3f}, {skill:.0%} worked right"
+
+
+def _train(
+    pupil: Pupil, lessons: Iterator[Rows], num_steps: int, lr_from: float, lr_to: float
+) -> float:
+    """Take steps while the learning rate goes straight from one value to the other."""
+    loss = torch.tensor(0.0)
+    for step in range(num_steps):
+        ramp = min(1.0, (pupil.num_steps + 1) / pupil.recipe.ramp_steps)
+        lr = lr_from + (lr_to - lr_from) * step / num_steps
+        for group in pupil.optimizer.param_groups:
+            group["lr"] = lr * ramp
+        logits_NV, targets_N = _answer_logits(pupil.model, next(lessons))
+        loss = cross_entropy(logits_NV, targets_N)
+        pupil.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(pupil.model.parameters(), 1.0)
+        pupil.optimizer.step()
+        pupil.num_steps += 1
+    return loss.item()
+
+
+def _answer_logits(model: Qwen3ForCausalLM, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and targets of the answer tokens. Right padding and causal attention: no mask."""
+    hidden_BTD = model.model(input_ids=rows.tokens_BT[:, :-1], use_cache=False).last_hidden_state
+    is_answer_BT = rows.is_answer_BT[:, 1:]
+    return model.lm_head(hidden_BTD[is_answer_BT]), rows.tokens_BT[:, 1:][is_answer_BT]
+
+
+def _lessons(pupil: Pupil, is_sloppy: bool) -> Iterator[Rows]:
+    """Batches without end. All numbers of steps are equally likely, so that long chains are
+    learned too; pools of four batches are sorted by length, so that little is padding."""
+    size, recipe = pupil.recipe.batch_size, pupil.recipe
+    phase = "sloppy" if is_sloppy else "clean"
+    for first in count(1 << 30 if is_sloppy else 0, 4 * size):
+        rng = random.Random(f"{pupil.seed}/{phase}/{first}")
+        drawn = (
+            draw_problem(pupil.seed, Stream.WARMUP, first + i, (1,) * 7) for i in range(4 * size)
+        )
+        problems = sorted(drawn, key=lambda problem: len(problem.steps))
+        answers = [
+            sloppy_demonstration(p, rng, recipe.no_working, recipe.slip)
+            if is_sloppy
+            else demonstration(p)
+            for p in problems
+        ]
+        for start in rng.sample(range(0, 4 * size, size), 4):
+            part = slice(start, start + size)
+            yield _rows(pupil.tokenizer, problems[part], answers[part])
+
+
+def _rows(tokenizer: Tokenizer, problems: list[Problem], answers: list[str]) -> Rows:
+    prompts = [e.ids for e in tokenizer.encode_batch([p.prompt for p in problems])]
+    written = [[*e.ids, EOS] for e in tokenizer.encode_batch(answers)]
+    width = max(len(p) + len(w) for p, w in zip(prompts, written, strict=True))
+    tokens_BT = torch.full((len(problems), width), PAD)
+    is_answer_BT = torch.zeros((len(problems), width), dtype=torch.bool)
+    for row, (prompt, answer) in enumerate(zip(prompts, written, strict=True)):
+        end = len(prompt) + len(answer)
+        tokens_BT[row, :end] = torch.tensor(prompt + answer)
+        is_answer_BT[row, len(prompt) : end] = True
+    return Rows(tokens_BT, is_answer_BT)
+
+
+@torch.no_grad()
+def probe_skill(pupil: Pupil) -> float:
+    """Share of probe problems that greedy decoding would answer word for word as demonstrated:
+    the likeliest token is the demonstrated one at every place. One forward pass tells."""
+    problems = _probe_problems(pupil)
+    rows = _rows(pupil.tokenizer, problems, [demonstration(p) for p in problems])
+    logits_NV, targets_N = _answer_logits(pupil.model, rows)
+    is_wrong_BT = torch.zeros_like(rows.is_answer_BT)
+    is_wrong_BT[rows.is_answer_BT] = logits_NV.argmax(-1) != targets_N
+    return 1.0 - is_wrong_BT.any(1).float().mean().item()
+
+
+@torch.no_grad()
+def probe_accuracy(pupil: Pupil, is_sampled: bool) -> float:
+    """Mean reward of generated answers to the probe problems, at temperature 1 or greedy."""
+    problems, task = _probe_problems(pupil), Arithmetic(TasksConfig())
+    prompts = [e.ids for e in pupil.tokenizer.encode_batch([p.prompt for p in problems])]
+    width = max(len(prompt) for prompt in prompts)
+    tokens_BT = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])
+    written_BT = pupil.model.generate(
+        tokens_BT,
+        attention_mask=(tokens_BT != PAD).long(),
+        generation_config=GenerationConfig(
+            do_sample=is_sampled,
+            top_k=0 if is_sampled else None,  # unless told, transformers samples among 50
+            max_new_tokens=128,
+            eos_token_id=EOS,
+            pad_token_id=PAD,
+        ),
+    )[:, width:]
+    rewards = [
+        task.reward(Example(p.prompt, str(p.result)), _answer(pupil.tokenizer, written))
+        for p, written in zip(problems, written_BT.tolist(), strict=True)
+    ]
+    return sum(rewards) / len(rewards)
+
+
+def _answer(tokenizer: Tokenizer, written: list[int]) -> Answer:
+    is_ended = EOS in written
+    tokens = written[: written.index(EOS)] if is_ended else written
+    stop = StopReason.STOP if is_ended else StopReason.LENGTH
+    return Answer(tokenizer.decode(tokens), stop, len(tokens) + is_ended)
+
+
+def _probe_problems(pupil: Pupil) -> list[Problem]:
+    return [
+        draw_problem(pupil.seed, Stream.PROBE, index) for index in range(pupil.recipe.num_probes)
+    ]
+
+
+def _write(folder: Path, pupil: Pupil) -> None:
+    """Write aside, then rename: the folder is whole or absent."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        pupil.model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
+        disable_progress_bar()
+        pupil.model.save_pretrained(aside)
+        enable_progress_bar()
+        PreTrainedTokenizerFast(
+            tokenizer_object=pupil.tokenizer,
+            pad_token="<pad>",
+            eos_token="<eos>",
+            padding_side="left",
+            model_max_length=pupil.recipe.positions,
+            clean_up_tokenization_spaces=False,
+        ).save_pretrained(aside)
+        aside.chmod(0o755)  # mkdtemp makes it private
+        os.rename(aside, folder)
+    except OSError:
+        if not folder.exists():  # else another process was faster, and its model stays
+            raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

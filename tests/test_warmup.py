@@ -1,0 +1,185 @@
+"""The tiny model: its tokenizer, its folder, and builds that are cut short or run twice."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from minirl.errors import MinirlError
+from minirl.tasks.arithmetic import Stream, demonstration, draw_problem
+from minirl.train.warmup import (
+    EOS,
+    RECIPE,
+    Recipe,
+    build_tiny_model,
+    build_tokenizer,
+    ensure_tiny_model,
+    tiny_model_folder,
+)
+
+# The same path in seconds: a few steps, and every skill is enough.
+MINIATURE = Recipe(
+    take_off=0.0,
+    cool_steps=3,
+    skill=0.0,
+    sloppy_steps=2,
+    max_greedy=1.0,
+    sampled=(0.0, 1.0),
+    num_probes=4,
+    layers=1,
+)
+FILES = {
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
+LONGEST = tuple(float(num_steps == 7) for num_steps in range(1, 8))
+
+
+def silent(line: str) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("built") / "tiny"
+    build_tiny_model(folder, 0, silent, MINIATURE)
+    return folder
+
+
+def build_elsewhere(cache: Path) -> subprocess.Popen[str]:
+    """A real process that ensures the miniature and prints its folder."""
+    code = (
+        "from minirl.train.warmup import *\n"
+        f"recipe = {MINIATURE!r}\n"
+        "print(ensure_tiny_model(0, lambda line: None, recipe))"
+    )
+    env = {**os.environ, "MINIRL_CACHE": str(cache)}
+    return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=-1, text=True)
+
+
+def test_digits_are_split_and_every_text_comes_back() -> None:
+    tokenizer = build_tokenizer()
+    assert [tokenizer.decode([i]) for i in tokenizer.encode(" 12+345").ids] == [
+        *(" 1", "2", "+", "3", "4", "5")
+    ]
+    assert not any(
+        sum(c.isdigit() for c in tokenizer.decode([i])) > 1
+        for i in range(tokenizer.get_vocab_size())
+    )
+    for text in ("Tom has 7 apples.\n\n Ω  naïve — 3,000 #### 9", " #### 9"):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_the_task_fits_its_limits_with_a_long_tail() -> None:
+    tokenizer = build_tokenizer()
+    problems = [draw_problem(1, Stream.TRAIN, index) for index in range(1000)]
+    lengths = sorted(len(tokenizer.encode(demonstration(p)).ids) + 1 for p in problems)
+    assert 30 <= lengths[500] <= 50
+    assert lengths[-1] > 2 * lengths[500]
+    for index in range(300):
+        problem = draw_problem(1, Stream.TRAIN, index, LONGEST)
+        assert len(tokenizer.encode(problem.prompt).ids) <= 200
+        assert len(tokenizer.encode(demonstration(problem)).ids) + 1 <= 128
+
+
+def test_the_folder_loads_with_transformers(built: Path) -> None:
+    assert {path.name for path in built.iterdir()} == FILES
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(built),
+        AutoTokenizer.from_pretrained(built),
+    )
+    assert model.dtype == torch.float32
+    assert model.config.head_dim == 32
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == EOS
+    assert model.config.vocab_size == len(tokenizer)
+    problem = draw_problem(0, Stream.TRAIN, 0)
+    text = problem.prompt + demonstration(problem)
+    # The loaded tokenizer must cut as the one in training did, not as Qwen's own class would.
+    assert tokenizer(text)["input_ids"] == build_tokenizer().encode(text).ids
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    written = model.generate(**tokenizer([problem.prompt], return_tensors="pt"), max_new_tokens=2)
+    assert written.shape[0] == 1
+
+
+def test_the_same_seed_gives_the_same_weights(built: Path, tmp_path: Path) -> None:
+    torch.manual_seed(123)
+    before = torch.random.get_rng_state()
+    build_tiny_model(tmp_path / "again", 0, silent, MINIATURE)
+    build_tiny_model(tmp_path / "other", 1, silent, MINIATURE)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    weights = "model.safetensors"
+    assert (tmp_path / "again" / weights).read_bytes() == (built / weights).read_bytes()
+    assert (tmp_path / "other" / weights).read_bytes() != (built / weights).read_bytes()
+
+
+def test_a_folder_that_is_there_stays(built: Path) -> None:
+    before = (built / "model.safetensors").read_bytes()
+    build_tiny_model(built, 1, silent, MINIATURE)
+    assert (built / "model.safetensors").read_bytes() == before
+    assert [path.name for path in built.parent.iterdir()] == [built.name]
+
+
+def test_a_build_interrupted_in_training_leaves_nothing(tmp_path: Path) -> None:
+    def interrupt(line: str) -> None:
+        if "sloppy" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_tiny_model(tmp_path / "tiny", 0, interrupt, MINIATURE)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_build_killed_while_writing_leaves_no_half_folder(tmp_path: Path) -> None:
+    folder = tmp_path / tiny_model_folder(0, MINIATURE).name
+    process = build_elsewhere(tmp_path)
+    while process.poll() is None and not list(tmp_path.glob(f".{folder.name}.*")):
+        time.sleep(0.0005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not folder.exists() or {path.name for path in folder.iterdir()} == FILES
+
+
+def test_two_processes_build_one_model(tmp_path: Path) -> None:
+    processes = [build_elsewhere(tmp_path) for _ in range(2)]
+    printed = [process.communicate()[0].strip() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert printed[0] == printed[1]
+    assert {path.name for path in Path(printed[0]).iterdir()} == FILES
+
+
+def test_a_hopeless_model_is_given_up_and_said_so(tmp_path: Path) -> None:
+    lines: list[str] = []
+    hopeless = replace(MINIATURE, skill=2.0, max_cools=2, max_attempts=2)
+    with pytest.raises(MinirlError, match="2 attempts"):
+        build_tiny_model(tmp_path / "tiny", 0, lines.append, hopeless)
+    assert sum("starting over" in line for line in lines) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_cache_folder_follows_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINIRL_CACHE", "cache")
+    assert tiny_model_folder(3).parent == Path("cache")
+    assert tiny_model_folder(3) == tiny_model_folder(3, RECIPE)
+    assert tiny_model_folder(3) != tiny_model_folder(4)
+    assert tiny_model_folder(3) != tiny_model_folder(3, replace(RECIPE, lr=1e-3))
+    monkeypatch.delenv("MINIRL_CACHE")
+    assert tiny_model_folder(3).parent == Path.home() / ".cache" / "minirl"
+
+
+def test_ensure_reuses_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINIRL_CACHE", str(tmp_path))
+    lines: list[str] = []
+    folder = ensure_tiny_model(0, lines.append, MINIATURE)
+    num_lines = len(lines)
+    assert ensure_tiny_model(0, lines.append, MINIATURE) == folder
+    assert len(lines) == num_lines > 0
