@@ -32,29 +32,12 @@ class Placement:
         return "nccl" if self.kind == "cuda" else "gloo"
 
 
-def resolve_kind(kind: str) -> str:
-    if kind != "auto":
-        return kind
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def num_available(kind: str) -> int:
-    """GPUs, or cores that this process may use."""
-    if kind == "cpu":
-        return len(os.sched_getaffinity(0))
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def place(config: Config, kind: str) -> tuple[list[Placement], list[Placement]]:
-    """One placement per rollout engine, one per trainer rank."""
+def place(config: Config, kind: str, available: int) -> tuple[list[Placement], list[Placement]]:
+    """One placement per rollout engine, one per trainer rank; `available` counts GPUs on cuda."""
     devices = config.devices
     if kind == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = visible.split(",") if visible else [str(i) for i in range(num_available(kind))]
+        gpus = visible.split(",") if visible else [str(i) for i in range(available)]
         width = devices.tensor_parallel
         engines = [
             _on_gpus(tuple(gpus[i : i + width]), vllm_environment(kind))

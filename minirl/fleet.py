@@ -11,12 +11,13 @@ Leaves out: which workers there are and why (launch.py), and what messages mean 
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.connection import Connection, wait
@@ -28,7 +29,6 @@ from minirl.devices import Placement
 from minirl.errors import MinirlError
 from minirl.shm.board import Board, BoardWriter
 
-Body = Callable[[Any, BoardWriter, Connection], None]
 LAST_WORDS_LINES = 12
 STOP_GRACE_S = 10.0
 PR_SET_PDEATHSIG = 1
@@ -38,6 +38,7 @@ class Role(StrEnum):
     ROLLOUT = "rollout"
     TRAIN = "train"
     VERIFY = "verify"
+    WARMUP = "warmup"  # makes the tiny model, before the others
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,11 @@ class Died:
 
 
 class Worker:
-    def __init__(self, role: Role, rank: int, row: int, body: Body, setup: Any, place: Placement):
+    """`body` names the function that the process runs, as "module:function" of (setup, board, pipe):
+    it is imported there, so that the controller loads neither vLLM nor a model's code.
+    """
+
+    def __init__(self, role: Role, rank: int, row: int, body: str, setup: Any, place: Placement):
         self.role, self.rank, self.row = role, rank, row
         self.body, self.setup, self.placement = body, setup, place
         self.name = f"{role}-{rank}"
@@ -88,7 +93,7 @@ class Fleet:
     def of(self, role: Role) -> list[Worker]:
         return [worker for worker in self.workers if worker.role is role]
 
-    def spawn(self, role: Role, rank: int, body: Body, setup: Any, place: Placement) -> Worker:
+    def spawn(self, role: Role, rank: int, body: str, setup: Any, place: Placement) -> Worker:
         worker = Worker(role, rank, len(self.workers), body, setup, place)
         self.workers.append(worker)
         self._start(worker)
@@ -231,7 +236,7 @@ def _environment(extra: dict[str, str]) -> Iterator[None]:
 
 
 def _child(
-    body: Body,
+    body: str,
     setup: Any,
     placement: Placement,
     board: Board,
@@ -249,7 +254,8 @@ def _child(
     _write_to(log)
     devices.bind(placement)
     try:
-        body(setup, board.writer(row), pipe)
+        module, _, function = body.partition(":")
+        getattr(importlib.import_module(module), function)(setup, board.writer(row), pipe)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the controller is gone or has closed the pipe: nothing left to do
     except MinirlError as error:

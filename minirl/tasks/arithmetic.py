@@ -190,6 +190,9 @@ class Arithmetic:
         is_right = bool(mark) and number is not None and number.group() == example.reference
         return float(is_right and answer.stop is StopReason.STOP)
 
+    def solution(self, example: Example) -> str:
+        return f" {_MARK}{example.reference}"
+
 
 def _example(problem: Problem) -> Example:
     return Example(prompt=problem.prompt, reference=str(problem.result))

@@ -11,12 +11,13 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from minirl.train.policy import Policy
+if TYPE_CHECKING:
+    from minirl.train.policy import Policy  # the controller reads checkpoints without a model
 
 BESIDE_WEIGHTS = (
     "tokenizer*",
@@ -30,7 +31,7 @@ BESIDE_WEIGHTS = (
 
 
 def save(
-    folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, source: Path, state: dict[str, Any]
+    folder: Path, policy: "Policy", optimizer: torch.optim.Optimizer, source: Path, state: dict[str, Any]
 ) -> None:
     """`source` is the model folder whose tokenizer files go along."""
     aside = folder.with_name(f".{folder.name}.tmp")
@@ -57,7 +58,7 @@ def save(
     _flush(folder.parent)
 
 
-def load(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+def load(folder: Path, policy: "Policy", optimizer: torch.optim.Optimizer) -> None:
     """Optimizer state and master weights; the model itself was loaded from the same folder."""
     masters = folder / "trainer" / "master.safetensors"
     parameters = dict(policy.model.named_parameters())
@@ -86,7 +87,7 @@ def prune(run_dir: Path, keep: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _flat(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _flat(policy: "Policy", optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """AdamW's state by parameter name: what a pickle would hold, without the pickle."""
     return {
         f"{name}/{field}": torch.as_tensor(value)

@@ -1,11 +1,32 @@
-"""What the controller and the trainer ranks say to each other. No torch: the controller loads none
-of the trainer's code.
+"""What the controller and the trainer ranks say to each other. Apart from trainer.py, so that the
+controller loads no model's code.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
+from minirl.config import Config
+from minirl.devices import Placement
 from minirl.records import Batch
+from minirl.shm.ring import TrajectoryRing
+from minirl.shm.weights import WeightStore
+
+
+@dataclass(frozen=True)
+class TrainerSetup:
+    """What a rank is spawned with."""
+
+    config: Config
+    folder: str  # of the model; on resume, the checkpoint
+    tokenizer_folder: str
+    rank: int
+    num_ranks: int
+    rendezvous: str  # a file where the ranks find each other
+    placement: Placement
+    ring: TrajectoryRing
+    store: WeightStore
+    is_resumed: bool
+    version: int
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ forward; with more, one forward without gradients before the first.
 import contextlib
 import os
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -28,37 +27,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minirl import devices
-from minirl.config import Config
-from minirl.devices import Placement
 from minirl.errors import MinirlError
 from minirl.records import Batch
 from minirl.shm.board import BoardWriter, State
-from minirl.shm.ring import TrajectoryRing
-from minirl.shm.weights import CANARY_TOKENS, WeightStore, canary_tokens
+from minirl.shm.weights import CANARY_TOKENS, canary_tokens
 from minirl.train import attention, checkpoint
 from minirl.train.batch import Item, MicroBatch, items_of, minibatches, pack, staleness
-from minirl.train.messages import Ready, Save, Saved, Train, Trained
-from minirl.train.objective import OBJECTIVES, Settings
+from minirl.train.messages import Ready, Save, Saved, Train, Trained, TrainerSetup
+from minirl.train.objective import OBJECTIVES, Settings, Tokens
 from minirl.train.optimizer import build_optimizer, learning_rate
 from minirl.train.packing import split_over_ranks
 from minirl.train.policy import load_policy
-
-
-@dataclass(frozen=True)
-class TrainerSetup:
-    """What a rank is spawned with."""
-
-    config: Config
-    folder: str  # of the model; on resume, the checkpoint
-    tokenizer_folder: str
-    rank: int
-    num_ranks: int
-    rendezvous: str  # a file where the ranks find each other
-    placement: Placement
-    ring: TrajectoryRing
-    store: WeightStore
-    is_resumed: bool
-    version: int
 
 
 class Trainer:
@@ -96,7 +75,7 @@ class Trainer:
             group["lr"] = lr
         mine = [self.my_micro_batches(part) for part in parts]
         prox = [self.proximal(micro_batches) for micro_batches in mine]
-        sums: Counter[str] = Counter()
+        sums: dict[str, float] = defaultdict(float)
         norms = []
         for i, micro_batches in enumerate(mine):
             num_trainable = sum(int(item.trainable.sum()) for item in parts[i])
@@ -144,7 +123,7 @@ class Trainer:
         micro_batches: list[MicroBatch],
         prox: list[Tensor | None],
         num_trainable: int,
-        sums: Counter[str],
+        sums: dict[str, float],
         is_first: bool,
     ) -> float:
         """One optimizer step. Gives the gradient norm before clipping."""
@@ -153,23 +132,23 @@ class Trainer:
             with self.syncing_gradients(i == len(micro_batches) - 1):
                 logprobs_T, entropy_T = self.forward(micro)
                 at_start_T = logprobs_T.detach() if prox_T is None else prox_T
-                loss, loss_sums = self.objective(
-                    logprobs_T,
-                    at_start_T,
-                    micro.behav_T,
-                    micro.advantages_T,
-                    micro.trainable_T,
-                    self.settings,
+                tokens = Tokens(
+                    logprobs_T, at_start_T, micro.behav_T, micro.advantages_T, micro.trainable_T
                 )
+                loss = self.objective(tokens, self.settings)
                 # DDP averages over ranks; the loss is a sum over all of them.
-                (loss * (self.setup.num_ranks / num_trainable)).backward()
-            sums.update(loss_sums)
-            sums["loss"] += loss.item()
+                (loss.sum * (self.setup.num_ranks / num_trainable)).backward()
+            equal_T = micro.at_equal_version_T
+            if not is_first and prox_T is None:  # the weights have moved on from that version
+                equal_T = torch.zeros_like(equal_T)
+            sums["loss"] += loss.sum.item()
             sums["entropy"] += entropy_T[micro.trainable_T].sum().item()
-            if is_first or prox_T is not None:  # these logprobs are the starting version's
-                gap_T = (at_start_T - micro.behav_T).abs()
-                sums["gap"] += gap_T[micro.at_equal_version_T].sum().item()
-                sums["num_at_equal_version"] += micro.at_equal_version_T.sum().item()
+            sums["gap"] += (at_start_T - micro.behav_T).abs()[equal_T].sum().item()
+            sums["at_equal_version"] += equal_T.sum().item()
+            sums["tokens"] += loss.metrics.num_tokens.item()
+            sums["clipped"] += loss.metrics.num_clipped.item()
+            sums["capped"] += loss.metrics.num_capped.item()
+            sums["behav_ratio"] += loss.metrics.behav_ratio.item()
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.train.grad_clip)
         self.optimizer.step()
         return float(norm)
@@ -182,16 +161,15 @@ class Trainer:
         else:
             yield
 
-    def sum_over_ranks(self, sums: Counter[str]) -> None:
+    def sum_over_ranks(self, sums: dict[str, float]) -> None:
         if self.setup.num_ranks > 1:
-            names = sorted(sums)
-            values = torch.tensor([sums[n] for n in names], dtype=torch.float64, device=self.device)
+            values = torch.tensor(list(sums.values()), dtype=torch.float64, device=self.device)
             dist.all_reduce(values)
-            sums.update({n: v - sums[n] for n, v in zip(names, values.tolist(), strict=True)})
+            sums.update(zip(sums, values.tolist(), strict=True))
 
-    def summary(self, sums: Counter[str]) -> dict[str, float | None]:
+    def summary(self, sums: dict[str, float]) -> dict[str, float | None]:
         tokens = max(1, sums["tokens"])
-        equal = sums["num_at_equal_version"]
+        equal = sums["at_equal_version"]
         return {
             "train/loss": sums["loss"] / tokens,
             "train/entropy": sums["entropy"] / tokens,

@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from minirl.config import TasksConfig
 from minirl.errors import MinirlError
 from minirl.records import Answer, Example, StopReason
+from minirl.shm.board import BoardWriter
 from minirl.tasks.arithmetic import (
     Arithmetic,
     Problem,
@@ -388,3 +390,8 @@ def _write(folder: Path, pupil: Pupil) -> None:
             raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def run(seed: int, board: BoardWriter, pipe: Connection) -> None:
+    """The body of the process that makes the tiny model; it sends lines for a person to read."""
+    ensure_tiny_model(seed, pipe.send)

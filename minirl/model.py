@@ -1,0 +1,63 @@
+"""The model's folder: where it is and what is in it. Reads files, loads no weights.
+
+Takes the recipe's [model], gives a local Hugging Face folder, the table of its tensors (from the
+safetensors headers) and its tokenizer. This is all of the model that the controller ever sees.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from minirl.config import Config, find_model
+from minirl.errors import RecipeError
+from minirl.shm.weights import TensorSpec
+
+NEEDED_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
+
+
+def local_folder(config: Config) -> Path:
+    """A local folder as it is; a hub name from the cache or by download."""
+    path = config.model.path
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=list(NEEDED_FILES)))
+    except Exception as error:  # the hub library raises a dozen kinds of its own
+        cached = find_model(config)
+        if cached is not None and any(cached.glob("*.safetensors")):
+            return cached
+        raise RecipeError(
+            "model.path",
+            path,
+            f"cannot be had from the hub ({type(error).__name__})",
+            "check the name and the network, or give a local folder",
+        ) from None
+
+
+def weight_table(folder: Path) -> tuple[TensorSpec, ...]:
+    """Every tensor of the checkpoint, in a fixed order. A tied head is the embedding: left out."""
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise RecipeError(
+            "model.path", str(folder), "has no *.safetensors", "pickled weights are never loaded"
+        )
+    table = []
+    for path in files:
+        with safe_open(path, framework="np") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                table.append(TensorSpec(name, tuple(tensors.get_slice(name).get_shape())))
+    is_tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", False)
+    return tuple(spec for spec in table if not (is_tied and spec.name == "lm_head.weight"))
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    from minirl import devices
+
+    devices.hide_broken_torchvision()
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
