@@ -1,5 +1,7 @@
 """Packed attention: equals SDPA under a block mask, boundaries are right, refusals are clear."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,13 +17,17 @@ def block_mask(lengths: list[int]) -> Tensor:
     return torch.block_diag(*(torch.ones(n, n).tril() for n in lengths)).bool()
 
 
-def random_qkv(num_tokens: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list:
+QKV = tuple[Tensor, Tensor, Tensor]
+
+
+def random_qkv(num_tokens: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> QKV:
     torch.manual_seed(0)
     shapes = [(1, heads, num_tokens, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    return [torch.randn(s, device=device, dtype=dtype, requires_grad=True) for s in shapes]
+    q, k, v = (torch.randn(s, device=device, dtype=dtype, requires_grad=True) for s in shapes)
+    return q, k, v
 
 
-def packed(qkv: list[Tensor], lengths: list[int], **rest: object) -> Tensor:
+def packed(qkv: QKV, lengths: list[int], **rest: Any) -> Tensor:
     bounds = boundaries(lengths, qkv[0].device)
     out_1THD, weights = packed_attention(
         nn.Identity(),
@@ -37,7 +43,7 @@ def packed(qkv: list[Tensor], lengths: list[int], **rest: object) -> Tensor:
     return out_1THD
 
 
-def assert_equals_block_mask(qkv: list[Tensor], lengths: list[int], tolerance: float) -> None:
+def assert_equals_block_mask(qkv: QKV, lengths: list[int], tolerance: float) -> None:
     mask_TT = block_mask(lengths).to(qkv[0].device)
     expected_1HTD = F.scaled_dot_product_attention(
         *qkv, attn_mask=mask_TT, scale=0.3, enable_gqa=True
@@ -69,10 +75,10 @@ def test_sequences_never_see_each_other() -> None:
     lengths = [4, 6, 2]
     qkv = random_qkv(12)
     before_1THD = packed(qkv, lengths)
-    changed = [x.detach().clone() for x in qkv]
-    for x in changed:
+    q, k, v = (x.detach().clone() for x in qkv)
+    for x in (q, k, v):
         x[:, :, 4:10] = 100.0
-    after_1THD = packed(changed, lengths)
+    after_1THD = packed((q, k, v), lengths)
     assert torch.equal(before_1THD[:, :4], after_1THD[:, :4])
     assert torch.equal(before_1THD[:, 10:], after_1THD[:, 10:])
 

@@ -88,7 +88,10 @@ def padded_logprobs(model: torch.nn.Module, tokens_T: Tensor) -> tuple[Tensor, T
     logprobs_BL = all_BLV.gather(2, tokens_BL[:, 1:, None])[..., 0]
     entropy_BL = -(all_BLV.exp() * all_BLV).sum(-1)
     first_B1 = torch.zeros(len(LENGTHS), 1)
-    return tuple(torch.cat([first_B1, x], 1)[mask_BL] for x in (logprobs_BL, entropy_BL))
+    logprobs_T, entropy_T = (
+        torch.cat([first_B1, x], 1)[mask_BL] for x in (logprobs_BL, entropy_BL)
+    )
+    return logprobs_T, entropy_T
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
