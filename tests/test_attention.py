@@ -1,14 +1,16 @@
 """Packed attention: equals SDPA under a block mask, boundaries are right, refusals are clear."""
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import varlen
 
 from minirl.errors import MinirlError
-from minirl.train.attention import boundaries, equal_runs, packed_attention
+from minirl.train.attention import _varlen, boundaries, equal_runs, packed_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
@@ -69,6 +71,25 @@ def test_equals_sdpa_with_a_block_mask(lengths: list[int]) -> None:
 def test_varlen_equals_sdpa_with_a_block_mask() -> None:
     lengths = [70, 33, 33, 1]
     assert_equals_block_mask(random_qkv(sum(lengths), "cuda", torch.bfloat16), lengths, 3e-2)
+
+
+def test_varlen_is_called_as_this_torch_declares_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel needs CUDA; what we hand it does not."""
+    signature, calls = inspect.signature(varlen.varlen_attn), []
+
+    def record(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(signature.bind(*args, **kwargs).arguments)
+        return args[0]
+
+    monkeypatch.setattr(varlen, "varlen_attn", record)
+    query_THD, key_THD, value_THD = (x[0].transpose(0, 1) for x in random_qkv(4))
+    bounds = boundaries([3, 1])
+    _varlen(query_THD, key_THD, value_THD.bfloat16(), bounds.cu_seqlens_S1, bounds.max_seqlen, 0.3)
+    (call,) = calls
+    assert {call[name].dtype for name in ("query", "key", "value")} == {torch.bfloat16}
+    assert call["cu_seq_q"].tolist() == call["cu_seq_k"].tolist() == [0, 3, 4]
+    assert (call["max_q"], call["max_k"], call["scale"]) == (3, 3, 0.3)
+    assert call["window_size"] == (-1, 0) and call["enable_gqa"]
 
 
 def test_sequences_never_see_each_other() -> None:
