@@ -60,9 +60,10 @@ Objective = Callable[[Tokens, Settings], Loss]
 
 
 def decoupled(tokens: Tokens, settings: Settings) -> Loss:
-    """Decoupled PPO, the paper's eq. 5: w · min(u·A, clip(u)·A), u = π_θ/π_prox, w = π_prox/π_behav.
+    """Decoupled PPO, the paper's eq. 5: w · min(u·A, clip(u)·A).
 
-    w is a constant in the gradient. Tokens with w above the cap are left out of the loss.
+    u = π_θ/π_prox and w = π_prox/π_behav. w is a constant in the gradient, and tokens with w
+    above the cap are left out of the loss.
     """
     w_T = ratio(tokens.prox_T.detach(), tokens.behav_T, tokens.mask_T).detach()
     kept_T = tokens.mask_T & (w_T <= settings.behav_cap)

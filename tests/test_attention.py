@@ -1,0 +1,126 @@
+"""Packed attention: equals SDPA under a block mask, boundaries are right, refusals are clear."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import varlen
+
+from minirl.errors import MinirlError
+from minirl.train.attention import _varlen, boundaries, equal_runs, packed_attention
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+
+
+def block_mask(lengths: list[int]) -> Tensor:
+    return torch.block_diag(*(torch.ones(n, n).tril() for n in lengths)).bool()
+
+
+QKV = tuple[Tensor, Tensor, Tensor]
+
+
+def random_qkv(num_tokens: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> QKV:
+    torch.manual_seed(0)
+    shapes = [(1, heads, num_tokens, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    q, k, v = (torch.randn(s, device=device, dtype=dtype, requires_grad=True) for s in shapes)
+    return q, k, v
+
+
+def packed(qkv: QKV, lengths: list[int], **rest: Any) -> Tensor:
+    bounds = boundaries(lengths, qkv[0].device)
+    out_1THD, weights = packed_attention(
+        nn.Identity(),
+        *qkv,
+        None,
+        cu_seqlens=bounds.cu_seqlens_S1,
+        max_seqlen=bounds.max_seqlen,
+        scaling=0.3,
+        dropout=0.0,
+        **rest,
+    )
+    assert weights is None
+    return out_1THD
+
+
+def assert_equals_block_mask(qkv: QKV, lengths: list[int], tolerance: float) -> None:
+    mask_TT = block_mask(lengths).to(qkv[0].device)
+    expected_1HTD = F.scaled_dot_product_attention(
+        *qkv, attn_mask=mask_TT, scale=0.3, enable_gqa=True
+    )
+    out_1THD = packed(qkv, lengths)
+    torch.testing.assert_close(
+        out_1THD, expected_1HTD.transpose(1, 2), atol=tolerance, rtol=tolerance
+    )
+    weight_1THD = torch.randn_like(out_1THD)
+    ours = torch.autograd.grad((out_1THD * weight_1THD).sum(), qkv)
+    theirs = torch.autograd.grad((expected_1HTD.transpose(1, 2) * weight_1THD).sum(), qkv)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("lengths", [[5], [1], [7, 7, 7, 3, 3, 1], [1, 9, 2, 2, 30, 1, 1], [1, 1]])
+def test_equals_sdpa_with_a_block_mask(lengths: list[int]) -> None:
+    assert_equals_block_mask(random_qkv(sum(lengths)), lengths, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_varlen_equals_sdpa_with_a_block_mask() -> None:
+    lengths = [70, 33, 33, 1]
+    assert_equals_block_mask(random_qkv(sum(lengths), "cuda", torch.bfloat16), lengths, 3e-2)
+
+
+def test_varlen_is_called_as_this_torch_declares_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel needs CUDA; what we hand it does not."""
+    signature, calls = inspect.signature(varlen.varlen_attn), []
+
+    def record(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(signature.bind(*args, **kwargs).arguments)
+        return args[0]
+
+    monkeypatch.setattr(varlen, "varlen_attn", record)
+    query_THD, key_THD, value_THD = (x[0].transpose(0, 1) for x in random_qkv(4))
+    bounds = boundaries([3, 1])
+    _varlen(query_THD, key_THD, value_THD.bfloat16(), bounds.cu_seqlens_S1, bounds.max_seqlen, 0.3)
+    (call,) = calls
+    assert {call[name].dtype for name in ("query", "key", "value")} == {torch.bfloat16}
+    assert call["cu_seq_q"].tolist() == call["cu_seq_k"].tolist() == [0, 3, 4]
+    assert (call["max_q"], call["max_k"], call["scale"]) == (3, 3, 0.3)
+    assert call["window_size"] == (-1, 0) and call["enable_gqa"]
+
+
+def test_sequences_never_see_each_other() -> None:
+    lengths = [4, 6, 2]
+    qkv = random_qkv(12)
+    before_1THD = packed(qkv, lengths)
+    q, k, v = (x.detach().clone() for x in qkv)
+    for x in (q, k, v):
+        x[:, :, 4:10] = 100.0
+    after_1THD = packed((q, k, v), lengths)
+    assert torch.equal(before_1THD[:, :4], after_1THD[:, :4])
+    assert torch.equal(before_1THD[:, 10:], after_1THD[:, 10:])
+
+
+def test_boundaries_by_hand() -> None:
+    bounds = boundaries([3, 1, 2])
+    assert bounds.positions_T.tolist() == [0, 1, 2, 0, 0, 1]
+    assert bounds.cu_seqlens_S1.tolist() == [0, 3, 4, 6]
+    assert bounds.cu_seqlens_S1.dtype == torch.int32
+    assert bounds.max_seqlen == 3
+
+
+def test_equal_neighbours_are_one_run() -> None:
+    bounds = boundaries([5, 5, 2, 5, 1, 1, 1])
+    assert equal_runs(bounds.cu_seqlens_S1) == [(2, 5), (1, 2), (1, 5), (3, 1)]
+
+
+def test_a_sliding_window_is_refused_only_where_it_would_matter() -> None:
+    qkv = random_qkv(8)
+    torch.testing.assert_close(packed(qkv, [5, 3], sliding_window=5), packed(qkv, [5, 3]))
+    with pytest.raises(MinirlError, match="sliding window of 4 tokens"):
+        packed(qkv, [5, 3], sliding_window=4)
+    with pytest.raises(MinirlError, match="softcap"):
+        packed(qkv, [5, 3], softcap=30.0)

@@ -1,0 +1,76 @@
+"""Packing: each sequence exactly once, within the budget, equally many micro-batches."""
+
+from itertools import chain
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minirl.errors import MinirlError
+from minirl.train.packing import balanced, cost, micro_batches, split_over_ranks
+
+BUDGET = 100
+lengths_lists = st.lists(st.integers(1, BUDGET), max_size=60)
+
+
+def tokens(lengths: list[int], batch: list[int]) -> int:
+    return sum(lengths[index] for index in batch)
+
+
+def test_algorithm_1_by_hand() -> None:
+    # 6 opens the first; 5 does not fit (11 > 10) and opens the second; 4 fits both: the first has
+    # as few as the second and comes first; 3 fits only the second; 2 fits the second (8 + 2).
+    assert micro_batches([4, 6, 5, 3, 2], 10) == [[1, 0], [2, 3, 4]]
+
+
+def test_fewest_sequences_wins_over_first() -> None:
+    # 41 joins 60 (101), 40 opens the second; 9 fits both (110, 49) and goes where there is one.
+    assert micro_batches([60, 41, 40, 9], 110) == [[0, 1], [2, 3]]
+
+
+@given(lengths_lists, st.integers(1, 8))
+def test_micro_batches_hold_each_index_once_within_budget(
+    lengths: list[int], min_count: int
+) -> None:
+    batches = micro_batches(lengths, BUDGET, min_count)
+    assert sorted(chain.from_iterable(batches)) == list(range(len(lengths)))
+    assert all(tokens(lengths, batch) <= BUDGET for batch in batches)
+    assert len(batches) >= min_count
+    assert sum(not batch for batch in batches) == max(0, min_count - len(lengths))
+
+
+@given(lengths_lists, st.integers(1, 8))
+def test_a_micro_batch_is_longest_first(lengths: list[int], min_count: int) -> None:
+    for batch in micro_batches(lengths, BUDGET, min_count):
+        own = [lengths[index] for index in batch]
+        assert own == sorted(own, reverse=True)
+
+
+@given(lengths_lists, st.integers(1, 5))
+def test_ranks_end_with_equal_counts(lengths: list[int], num_ranks: int) -> None:
+    split = split_over_ranks(lengths, num_ranks, BUDGET)
+    assert len(split) == num_ranks
+    assert len({len(batches) for batches in split}) == 1
+    assert len(split[0]) >= 1
+    flat = list(chain.from_iterable(split))
+    assert sorted(chain.from_iterable(flat)) == list(range(len(lengths)))
+    assert all(tokens(lengths, batch) <= BUDGET for batch in flat)
+    for batches in split:
+        own = sum(map(len, batches))
+        assert sum(not batch for batch in batches) == max(0, len(batches) - own)
+    assert split == split_over_ranks(lengths, num_ranks, BUDGET)
+
+
+@given(lengths_lists, st.integers(1, 5))
+def test_ranks_differ_in_cost_by_one_sequence_at_most(lengths: list[int], num_ranks: int) -> None:
+    loads = [sum(cost(lengths[index]) for index in own) for own in balanced(lengths, num_ranks)]
+    assert max(loads) - min(loads) <= cost(max(lengths, default=0)) + 1e-9
+
+
+def test_fewer_sequences_than_ranks_gives_empty_micro_batches() -> None:
+    assert split_over_ranks([5, 7], 3, 10) == [[[1]], [[0]], [[]]]
+
+
+def test_too_long_a_sequence_names_the_remedy() -> None:
+    with pytest.raises(MinirlError, match=r"train\.max_tokens.*at least 101"):
+        micro_batches([3, 101], BUDGET)

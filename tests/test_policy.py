@@ -1,0 +1,248 @@
+"""The policy: packed equals padded in logprobs and every gradient, for each kind of model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from minirl.errors import MinirlError
+from minirl.train.attention import boundaries
+from minirl.train.optimizer import build_optimizer, learning_rate
+from minirl.train.policy import Policy, head_logprobs, load_policy
+
+from transformers import (  # isort: skip  (after minirl, which hides a broken torchvision)
+    AutoModelForCausalLM,
+    CohereConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+LENGTHS = [9, 5, 5, 1, 12, 1]
+TEMPERATURE = 0.7
+TINY = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+CONFIGS = {
+    f"{config.__name__}-{'tied' if tied else 'untied'}": (config, tied)
+    for config in (Qwen3Config, Qwen2Config, LlamaConfig)
+    for tied in (True, False)
+}
+
+
+def save_model(folder: Path, config: type[PreTrainedConfig], tied: bool) -> str:
+    torch.manual_seed(0)
+    extra = {"head_dim": 16} if config is Qwen3Config else {}
+    model = AutoModelForCausalLM.from_config(
+        config(**TINY, **extra, tie_word_embeddings=tied, initializer_range=0.2)
+    )
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("qwen3"), Qwen3Config, True)
+
+
+def random_tokens(lengths: list[int] = LENGTHS) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randint(1, TINY["vocab_size"], (sum(lengths),))
+
+
+def run(
+    policy: torch.nn.Module,
+    tokens_T: Tensor,
+    lengths: list[int] = LENGTHS,
+    needed_T: Tensor | None = None,
+    chunk: int = 8,
+) -> tuple[Tensor, Tensor]:
+    bounds = boundaries(lengths)
+    return policy(
+        tokens_T,
+        bounds.positions_T,
+        bounds.cu_seqlens_S1,
+        bounds.max_seqlen,
+        TEMPERATURE,
+        needed_T,
+        chunk,
+    )
+
+
+def padded_logprobs(model: torch.nn.Module, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
+    """What a plain script does: pad on the right, all logits at once. (logprobs_T, entropy_T)"""
+    sequences = tokens_T.split(LENGTHS)
+    tokens_BL = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    mask_BL = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    logits_BLV = model(tokens_BL, attention_mask=mask_BL.long(), use_cache=False).logits
+    all_BLV = (logits_BLV / TEMPERATURE).log_softmax(-1)[:, :-1]
+    logprobs_BL = all_BLV.gather(2, tokens_BL[:, 1:, None])[..., 0]
+    entropy_BL = -(all_BLV.exp() * all_BLV).sum(-1)
+    first_B1 = torch.zeros(len(LENGTHS), 1)
+    logprobs_T, entropy_T = (
+        torch.cat([first_B1, x], 1)[mask_BL] for x in (logprobs_BL, entropy_BL)
+    )
+    return logprobs_T, entropy_T
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_equals_padded(name: str, gradient_checkpointing: bool, tmp_path: Path) -> None:
+    folder = save_model(tmp_path, *CONFIGS[name])
+    policy = load_policy(folder, gradient_checkpointing=gradient_checkpointing)
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    tokens_T = random_tokens()
+    logprobs_T, entropy_T = run(policy, tokens_T)
+    expected_T, expected_entropy_T = padded_logprobs(plain, tokens_T)
+    torch.testing.assert_close(logprobs_T, expected_T, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy_T, expected_entropy_T, atol=1e-5, rtol=1e-5)
+    assert not entropy_T.requires_grad
+
+    weight_T = torch.randn(len(tokens_T)) / len(tokens_T)
+    (logprobs_T * weight_T).sum().backward()
+    (expected_T * weight_T).sum().backward()
+    grads = {key: p.grad for key, p in policy.model.named_parameters()}
+    for key, parameter in plain.named_parameters():
+        torch.testing.assert_close(grads.pop(key), parameter.grad, atol=1e-5, rtol=1e-5)
+    assert not grads
+
+
+def test_a_shared_config_cannot_switch_attention_unnoticed(qwen3: str) -> None:
+    policy = load_policy(qwen3)
+    AutoModelForCausalLM.from_config(policy.model.config, attn_implementation="sdpa")
+    with pytest.raises(AssertionError):
+        run(policy, random_tokens())
+
+
+def test_only_needed_tokens_are_computed_and_they_are_the_same(qwen3: str) -> None:
+    policy = load_policy(qwen3)
+    tokens_T = random_tokens()
+    needed_T = torch.rand(len(tokens_T)) < 0.5
+    all_T, all_entropy_T = run(policy, tokens_T)
+    some_T, some_entropy_T = run(policy, tokens_T, needed_T=needed_T)
+    torch.testing.assert_close(some_T, torch.where(needed_T, all_T, 0.0))
+    torch.testing.assert_close(some_entropy_T, torch.where(needed_T, all_entropy_T, 0.0))
+
+
+def test_first_tokens_are_zero(qwen3: str) -> None:
+    logprobs_T, entropy_T = run(load_policy(qwen3), random_tokens())
+    first_T = boundaries(LENGTHS).positions_T == 0
+    assert (logprobs_T[first_T] == 0).all() and (entropy_T[first_T] == 0).all()
+    assert (logprobs_T[~first_T] < 0).all() and (entropy_T[~first_T] > 0).all()
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1]])
+def test_nothing_to_predict_gives_zero_gradients_everywhere(qwen3: str, lengths: list[int]) -> None:
+    policy = load_policy(qwen3)
+    logprobs_T, _ = run(policy, random_tokens(lengths), lengths)
+    assert (logprobs_T == 0).all()
+    logprobs_T.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+def test_chunked_equals_unchunked(chunk: int) -> None:
+    torch.manual_seed(0)
+    hidden_NE = torch.randn(10, 6, requires_grad=True)
+    weight_VE = torch.randn(17, 6, requires_grad=True)
+    targets_N, grad_N = torch.randint(17, (10,)), torch.randn(10)
+    all_NV = (hidden_NE @ weight_VE.T / TEMPERATURE).log_softmax(-1)
+    expected_N = all_NV.gather(1, targets_N[:, None])[:, 0]
+    ours_N, entropy_N = head_logprobs(hidden_NE, weight_VE, targets_N, TEMPERATURE, chunk)
+    torch.testing.assert_close(ours_N, expected_N)
+    torch.testing.assert_close(entropy_N, -(all_NV.exp() * all_NV).sum(-1))
+    for a, b in zip(
+        torch.autograd.grad(ours_N, [hidden_NE, weight_VE], grad_N),
+        torch.autograd.grad(expected_N, [hidden_NE, weight_VE], grad_N),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_entropy_by_hand() -> None:
+    # Two equal logits and two that vanish: log 2. One that stands alone: 0.
+    weight_VE = torch.tensor([[1.0, 100.0], [1.0, 0.0], [-99.0, 0.0], [-99.0, 0.0]])
+    hidden_NE = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    logprobs_N, entropy_N = head_logprobs(hidden_NE, weight_VE, torch.tensor([1, 0]))
+    log2 = torch.tensor(2.0).log()
+    torch.testing.assert_close(entropy_N, torch.stack([log2, torch.tensor(0.0)]))
+    torch.testing.assert_close(logprobs_N, torch.stack([-log2, torch.tensor(0.0)]))
+
+
+def test_bfloat16_products_keep_float32_gradients() -> None:
+    torch.manual_seed(0)
+    hidden_NE, weight_VE = torch.randn(40, 16), torch.randn(30, 16, requires_grad=True)
+    targets_N = torch.randint(30, (40,))
+    exact_N, _ = head_logprobs(hidden_NE, weight_VE, targets_N)
+    rough_N, _ = head_logprobs(hidden_NE, weight_VE, targets_N, 1.0, 7, torch.bfloat16)
+    assert rough_N.dtype == torch.float32
+    torch.testing.assert_close(rough_N, exact_N, atol=0.1, rtol=0.05)
+    (rough_VE,) = torch.autograd.grad(rough_N.sum(), weight_VE)
+    (exact_VE,) = torch.autograd.grad(exact_N.sum(), weight_VE)
+    assert rough_VE.dtype == torch.float32
+    torch.testing.assert_close(rough_VE, exact_VE, atol=0.1, rtol=0.05)
+
+
+def test_runs_under_ddp_also_with_a_dummy_micro_batch(qwen3: str, tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0,
+                            world_size=1)  # fmt: skip
+    try:
+        bare, policy = load_policy(qwen3), load_policy(qwen3)
+        wrapped = DistributedDataParallel(policy)
+        tokens_T = random_tokens()
+        run(bare, tokens_T)[0].sum().backward()
+        with wrapped.no_sync():
+            run(wrapped, tokens_T)[0].sum().backward()
+        run(wrapped, tokens_T[:1], [1])[0].sum().backward()
+        for a, b in zip(bare.parameters(), policy.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_head_that_scales_its_logits_is_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = CohereConfig(**TINY, logit_scale=0.5, initializer_range=0.2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(MinirlError, match="more to its logits"):
+        load_policy(str(tmp_path))
+
+
+def test_optimizer_decays_matrices_only_and_equals_plain_adamw(qwen3: str) -> None:
+    ours, plain = load_policy(qwen3), load_policy(qwen3)
+    optimizer = build_optimizer(ours, lr=1e-2, weight_decay=0.1)
+    reference = torch.optim.AdamW(
+        [{"params": [p], "weight_decay": 0.1 if p.ndim >= 2 else 0.0} for p in plain.parameters()],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+        foreach=False,
+    )
+    for _ in range(3):
+        for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        optimizer.step()
+        reference.step()
+    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+
+
+def test_learning_rate_warms_up_then_stays() -> None:
+    assert [learning_rate(step, 4.0, 3) for step in range(6)] == [1.0, 2.0, 3.0, 4.0, 4.0, 4.0]
+    assert learning_rate(0, 4.0, 0) == 4.0
+
+
+def test_policy_is_in_training_mode_without_dropout(qwen3: str) -> None:
+    policy = load_policy(qwen3)
+    assert policy.training and isinstance(policy, Policy)
+    tokens_T = random_tokens()
+    assert torch.equal(run(policy, tokens_T)[0], run(policy, tokens_T)[0])
