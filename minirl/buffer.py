@@ -4,8 +4,8 @@ Takes group tickets and finished groups, gives batches in which no trained token
 It is a pure data structure: no processes, no torch, no clock, so that a test can drive it through
 any history and the loop cannot disagree with the simulator.
 
-    slots      (η+1)·B of them. A group holds one while it is running, ready or in training; it comes
-               back when the weights trained on it are *published*, or when the group is dropped.
+    slots      (η+1)·B of them. A group holds one while it is running, ready or in training; it
+               comes back when the weights trained on it are *published*, or when the group is dropped.
                So η = 0 is exactly synchronous.
     order      a batch takes ready groups oldest head version first.
     stragglers a group may still be too old when it is done:
@@ -111,7 +111,7 @@ class Buffer:
         return len(self._ready)
 
     def admit(self, prompt_index: int, head_bound: int) -> Ticket:
-        """Takes a slot. `head_bound` is the version that the chosen worker serves or is about to."""
+        """Takes a slot. `head_bound` is the version that the chosen worker serves, or soon will."""
         ticket = Ticket(self._next_id, self._free.popleft(), prompt_index, head_bound)
         self._next_id += 1
         self._submitted += 1
@@ -137,7 +137,7 @@ class Buffer:
         return ticket
 
     def expired(self) -> list[int]:
-        """Running groups that `drop` gives up: even their first token would be too old next step."""
+        """Running groups that `drop` gives up: their first token may be too old by now."""
         if self.on_stale is not OnStale.DROP:
             return []
         return [t.group_id for t in self._running.values() if t.head_bound < self._oldest_trainable]
@@ -215,5 +215,3 @@ class Buffer:
         """What a checkpoint keeps: groups in flight are not in it, their prompts run again."""
         drops = {str(reason): count for reason, count in self.drops.items()}
         return History(self.version, self._next_id, self._trained, drops)
-
-

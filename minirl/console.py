@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on (rich). One live panel in a terminal, plain lines elsewhere.
+"""What a person sees while a run goes on (rich): a live line in a terminal, plain lines elsewhere.
 
 Takes metrics lines, gives pixels. It never fails a run and never waits.
 """
@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 
 class ConsoleView:
@@ -28,7 +27,9 @@ class ConsoleView:
             console=self.console,
             transient=True,
         )
-        self._bar = self._progress.add_task("train", total=steps, completed=first_step, text="starting")
+        self._bar = self._progress.add_task(
+            "train", total=steps, completed=first_step, text="starting"
+        )
         if self._is_live:
             self._progress.start()
 
@@ -44,7 +45,8 @@ class ConsoleView:
     def step(self, line: dict[str, Any]) -> None:
         text = (
             f"reward {line['reward/mean']:.3f}  "
-            f"staleness {line['buffer/staleness_mean']:.2f} (max {line['buffer/staleness_max']:.0f})  "
+            f"staleness {line['buffer/staleness_mean']:.2f} "
+            f"(max {line['buffer/staleness_max']:.0f})  "
             f"gen {line['rollout/tokens_per_s']:,.0f} tok/s  "
             f"train {line['train/tokens_per_s']:,.0f} tok/s"
         )
@@ -58,10 +60,10 @@ class ConsoleView:
 
     def finished(self, summary: dict[str, Any], try_next: str) -> None:
         self.close()
-        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
 
         def row(name: str, value: object) -> None:
-            table.add_row(f"[bold]{name}", str(value))
+            self.console.print(f"[bold]{name:<38}[/bold]", end="")
+            self.console.print(value, markup=False)
 
         before, after = summary["accuracy_before"], summary["accuracy_after"]
         if before is not None:
@@ -77,7 +79,6 @@ class ConsoleView:
             row("largest logprob gap, vLLM to trainer", f"{summary['logprob_gap_max']:.1e}")
         row("run directory", summary["run_dir"])
         row("try next", try_next)
-        self.console.print(table)
 
     def close(self) -> None:
         if self._is_live:

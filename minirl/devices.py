@@ -1,4 +1,4 @@
-"""The only file that knows CPU from CUDA. Takes the recipe's [devices], gives each process its place.
+"""The only file that knows CPU from CUDA. Takes [devices], gives each process its place.
 
 On CUDA a process sees its own GPUs only. On CPU a "device" is a process with its own cores: two
 vLLM or torch processes that both think they own all cores run up to 30 times slower.
@@ -80,7 +80,7 @@ def bind(placement: Placement) -> None:
 
 def hide_broken_torchvision() -> None:
     """Before transformers or vLLM are imported. PyPI's torchvision, torchaudio and torchcodec are
-    CUDA builds that cannot load under a CPU torch, and transformers imports them where it finds them.
+    CUDA builds that cannot load under a CPU torch; transformers imports them where it finds them.
     """
     import torch
 
@@ -134,5 +134,3 @@ def use_training_device(placement: Placement) -> None:
         torch.backends.cuda.matmul.allow_tf32 = True
     else:
         torch.set_num_threads(max(1, len(placement.cores)))
-
-

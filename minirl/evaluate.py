@@ -1,7 +1,7 @@
 """Accuracy on held-out prompts, by the same rollout path as training.
 
 Takes held-out prompts, gives requests for the rollout workers and, when all answers are graded, the
-mean reward. Workers pin their version while an evaluation runs; training generation goes on beside it.
+mean reward. Workers pin their version while an evaluation runs; training generation goes on.
 """
 
 from dataclasses import dataclass, field

@@ -3,7 +3,7 @@
 Each worker has its own pipe and no lock with anybody, so one that is killed at any instant blocks
 nobody: its pipe ends, and that is news like any other. Only small messages go through pipes.
 A worker's output goes to a log of its own in the run directory; its tail is its last words.
-A worker dies with the controller, whatever kills it, and takes no notice of Ctrl-C.
+A worker dies with the controller, whatever kills that, and takes no notice of Ctrl-C or SIGTERM.
 
 Leaves out: which workers there are and why (launch.py), and what messages mean (loop.py).
 """
@@ -15,6 +15,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -24,10 +25,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm  # type: ignore[import-untyped]
+
 from minirl import devices
 from minirl.devices import Placement
 from minirl.errors import MinirlError
-from minirl.shm.board import Board, BoardWriter
+from minirl.shm.board import Board
 
 LAST_WORDS_LINES = 12
 STOP_GRACE_S = 10.0
@@ -58,7 +61,7 @@ class Died:
 
 
 class Worker:
-    """`body` names the function that the process runs, as "module:function" of (setup, board, pipe):
+    """`body` names the function that the process runs, "module:function" of (setup, board, pipe):
     it is imported there, so that the controller loads neither vLLM nor a model's code.
     """
 
@@ -250,8 +253,10 @@ def _child(
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before we could ask to die with it
         os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # both may come to the whole process group:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the controller decides what they mean
     _write_to(log)
+    tqdm.set_lock(threading.RLock())  # its own lock is a named semaphore, which a kill would leave
     devices.bind(placement)
     try:
         module, _, function = body.partition(":")

@@ -1,4 +1,4 @@
-"""What a run leaves behind and what a person is told. Takes the loop's events, gives the run directory:
+"""What a run leaves behind and what a person is told. Takes events, gives the run directory:
 
     recipe.toml      the resolved recipe                 (written by launch.py)
     metrics.jsonl    one line a step, names and formulas in metrics.py
@@ -174,7 +174,10 @@ class Journal:
                 "answer": texts[0],
                 "reference": prompt.example.reference,
                 "reward": group.rewards[0],
-                "versions": [group.trajectories[0].head_version, group.trajectories[0].tail_version],
+                "versions": [
+                    group.trajectories[0].head_version,
+                    group.trajectories[0].tail_version,
+                ],
                 "stop": group.trajectories[0].stop.name.lower(),
             }
             self._samples.write(json.dumps(sample) + "\n")

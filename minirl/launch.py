@@ -175,10 +175,11 @@ def _spawn(
 
 
 def _model_folder(config: Config, logs: Path, view: ConsoleView) -> Path:
-    """The recipe's model on this machine; the tiny one is built the first time, in its own process."""
+    """The recipe's model on this machine; the tiny one is built the first time, in a process."""
     if config.model.path != TINY:
         return model.local_folder(config)
     from minirl.train import warmup as tiny
+
     folder = tiny.tiny_model_folder(config.seed)
     if folder.is_dir():
         return folder
@@ -195,8 +196,8 @@ def _model_folder(config: Config, logs: Path, view: ConsoleView) -> Path:
                 elif isinstance(message, Died) and folder.is_dir():
                     return folder
                 elif isinstance(message, Died):
-                    words = fleet.last_words(builder)
-                    raise MinirlError(f"the warm-up {message.how}; its last words:\n{words}")
+                    view.note(fleet.last_words(builder))
+                    raise MinirlError(f"the warm-up {message.how}; its log is in {logs}")
     finally:
         fleet.kill()
 
@@ -287,4 +288,4 @@ def _version(package: str) -> str:
 def _try_next(recipe: Path, run_dir: Path, is_whole: bool) -> str:
     if not is_whole:
         return f"minirl train {recipe} --resume --run-dir {run_dir}"
-    return f"minirl train {recipe} --set buffer.max_staleness=0   (the same, synchronous)"
+    return f"minirl train {recipe} --set buffer.max_staleness=0  # the same, synchronous"

@@ -16,7 +16,7 @@ The controller sends and hears only small descriptors; tokens and weights stay i
 At η = 0 the same loop is synchronous: a batch is fed only when nothing runs, and evaluations have
 the engines to themselves, so that one seed gives one run.
 
-Leaves out: the bound on staleness (buffer.py), who runs where (launch.py), how it looks (console.py).
+Leaves out: the bound on staleness (buffer.py), who runs where (launch.py), the looks (console.py).
 """
 
 import random
@@ -123,8 +123,18 @@ class Loop:
             else:
                 ticket = self.buffer.admit(prompt.index, self.buffer.version)
                 self.drop(ticket.group_id, Drop.TOO_LONG)
+        self.submit(requests)
+
+    def submit(self, requests: dict[int, list[GroupRequest]]) -> None:
+        """One message an engine, so that a synchronous engine begins with all it will get."""
         for engine, groups in requests.items():
-            self.engines[engine].send(Submit(tuple(groups)))
+            self.engines[engine].send(Submit(tuple(groups), self.seed(engine, groups[0].group_id)))
+
+    def seed(self, engine: int, group_id: int) -> int | None:
+        """Fixed at η = 0, where a run can be repeated; elsewhere engines just go on drawing."""
+        if not self.config.is_synchronous:
+            return None
+        return random.Random(f"{self.config.seed}/{self.step}/{group_id}/{engine}").getrandbits(31)
 
     def admit(self, prompt: Prompt) -> tuple[int, GroupRequest]:
         size = self.config.rollout.group_size
@@ -133,8 +143,7 @@ class Loop:
         self.prompts[ticket.group_id] = prompt
         self.sampling[ticket.group_id] = Sampling(prompt, {})
         cells = tuple(range(ticket.slot * size, (ticket.slot + 1) * size))
-        seeds = self.seeds(prompt.index)
-        return engine, GroupRequest(ticket.group_id, prompt.tokens, cells, seeds)
+        return engine, GroupRequest(ticket.group_id, prompt.tokens, cells)
 
     def version_served_by(self, engine: int) -> int:
         """New groups begin under the newest weights, except where an evaluation pins older ones."""
@@ -142,14 +151,6 @@ class Loop:
         if self.evaluation is None or served < 0:
             return self.buffer.version
         return min(served, self.buffer.version)
-
-    def seeds(self, prompt_index: int) -> tuple[int | None, ...]:
-        """Fixed at η = 0, where a run can be repeated; elsewhere the engine draws its own."""
-        size = self.config.rollout.group_size
-        if not self.config.is_synchronous:
-            return (None,) * size
-        rng = random.Random(f"{self.config.seed}/{prompt_index}")
-        return tuple(rng.getrandbits(31) for _ in range(size))
 
     # -- collect
 
@@ -300,12 +301,8 @@ class Loop:
         for group_id in group_ids:
             prompt, cell = self.evaluation.prompt(group_id), self.evaluation.cell(group_id)
             engine = self.dispatcher.assign(group_id, 1)
-            seed = self.seeds(prompt.index)[:1]
-            requests[engine].append(
-                GroupRequest(group_id, prompt.tokens, (cell,), seed, is_eval=True)
-            )
-        for engine, groups in requests.items():
-            self.engines[engine].send(Submit(tuple(groups)))
+            requests[engine].append(GroupRequest(group_id, prompt.tokens, (cell,), is_eval=True))
+        self.submit(requests)
 
     def end_evaluation_when_done(self) -> None:
         assert self.evaluation is not None
@@ -316,11 +313,13 @@ class Loop:
     # -- faults
 
     def on_death(self, worker: Worker, death: Died) -> None:
-        words = self.fleet.last_words(worker)
         if death.is_final:
             raise MinirlError(f"{worker.name}: {death.how}")
         if worker.role is Role.TRAIN or worker.num_starts >= MAX_STARTS:
-            raise WorkerDied(f"{worker.name} {death.how}; its last words:\n{words}")
+            self.journal.note(self.fleet.last_words(worker))
+            raise WorkerDied(
+                f"{worker.name} {death.how} (start {worker.num_starts}); {self.advice}"
+            )
         self.journal.note(f"{worker.name} {death.how}: replaced")
         self.fleet.replace(worker)
         if worker.role is Role.VERIFY:
@@ -337,6 +336,10 @@ class Loop:
                 self.drop(group_id, Drop.WORKER_DIED)
         if again:
             self.submit_evaluation(again)
+
+    @property
+    def advice(self) -> str:
+        return f"its log is in {self.fleet.log_dir}; --resume goes on from the last checkpoint"
 
     def watch(self) -> None:
         """Rule 8. A reward that hangs costs its verifier; anything else that hangs ends the run."""

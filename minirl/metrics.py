@@ -1,7 +1,7 @@
 """Every metric, named and defined once, and the file they go to.
 
-Takes a step's numbers, gives `metrics.jsonl`: one line a step. A name that is not in the table is our
-own mistake and fails. A value that a step does not have (no evaluation, no token at equal version)
+Takes a step's numbers, gives `metrics.jsonl`: one line a step. A name that is not in the table is
+our own mistake and fails. A value that a step does not have (no evaluation, no token at equal version)
 is left out of its line. `docs/metrics.md` is printed from the table.
 """
 
@@ -42,7 +42,9 @@ TABLE = (
     Metric("buffer/groups_dropped", "groups dropped since the run began, for any reason"),
     Metric("buffer/groups_in_flight", "groups running, ready or in training now"),
     Metric("weights/publish_s", "seconds rank 0 took to copy the new weights into the store"),
-    Metric("weights/reload_pause_s", "mean seconds an engine stood still for a reload in this step"),
+    Metric(
+        "weights/reload_pause_s", "mean seconds an engine stood still for a reload in this step"
+    ),
     Metric("train/loss", "minus the objective, summed over trained tokens / their number"),
     Metric("train/grad_norm", "gradient norm before clipping, mean over minibatches"),
     Metric("train/entropy", "mean entropy of the policy's distribution at trained tokens, in nats"),
@@ -104,5 +106,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def as_markdown() -> str:
     """The table as `docs/metrics.md` shows it."""
-    rows = [f"| `{metric.name}` | {metric.formula.replace('|', chr(92) + '|')} |" for metric in TABLE]
+    rows = [
+        f"| `{metric.name}` | {metric.formula.replace('|', chr(92) + '|')} |" for metric in TABLE
+    ]
     return "\n".join(["| metric | definition |", "|---|---|", *rows]) + "\n"

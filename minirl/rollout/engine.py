@@ -5,8 +5,8 @@ sampled from and the version of the weights that made it. `reload` swaps weights
 no sequence is waited for. In "recompute" mode running sequences are preempted and their KV is built
 anew under the new weights; in "keep" mode their KV stays. The prefix cache is salted by version.
 
-After each reload two checks must hold (rule 6): every tensor is where it should be, and the engine's
-logprobs of a fixed canary sequence are the trainer's.
+After each reload two checks must hold (rule 6): every tensor is where it should be, and the
+engine's logprobs of a fixed canary sequence are the trainer's.
 
 Leaves out: groups, queues and the ring (worker.py).
 """
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from minirl import devices
 from minirl.config import Config
@@ -36,7 +37,6 @@ class Sampling:
     temperature: float
     top_p: float = 1.0
     top_k: int = 0
-    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,7 @@ class Engine:
     def reload(self) -> float:
         """Takes the newest weights. Gives the seconds for which generation stood still."""
         start = time.perf_counter()
+        was_busy = self.is_busy
         missing: list[str] = []
 
         def load(slot: int) -> None:
@@ -116,7 +117,17 @@ class Engine:
         self.version = published.version
         self._engine.set_weight_version(str(self.version))
         self._send_canary(published)
-        return time.perf_counter() - start
+        pause = time.perf_counter() - start
+        while not was_busy and self._expected is not None:
+            self.step()  # alone: what is sampled next does not depend on when it comes
+        return pause
+
+    def reseed(self, seed: int) -> None:
+        """What is sampled from here on depends on `seed` and on the requests alone.
+
+        Not a seed a request: vLLM draws these one by one, and on CPU it fails on a chunked prefill.
+        """
+        torch.manual_seed(seed)
 
     def _load_slot(self, slot: int) -> list[list[str]]:
         return self._engine.collective_rpc("load_slot", args=(slot,))
@@ -131,7 +142,6 @@ class Engine:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            seed=sampling.seed,
             logprobs=0,  # of the sampled token only
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,

@@ -23,7 +23,7 @@ class Reloader:
     def load_slot(self, slot: int) -> list[str]:
         """Loads a slot. vLLM's loaders write in place, so captured graphs stay valid."""
         model: torch.nn.Module = self.model_runner.model  # type: ignore[attr-defined]
-        model.load_weights(self._store.views(slot))
+        model.load_weights(self._store.views(slot))  # type: ignore[operator]
         return list(absent(model, dict(self._store.views(slot))))
 
 
@@ -31,7 +31,9 @@ def absent(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> Iterator
     """Names whose values the model does not hold, compared on a grid of samples of each tensor."""
     parameters = dict(model.named_parameters())
     for name, tensor in weights.items():
-        target, row = _place(name, weights, parameters, getattr(model, "packed_modules_mapping", {}))
+        target, row = _place(
+            name, weights, parameters, getattr(model, "packed_modules_mapping", {})
+        )
         if target is None:
             yield name
             continue

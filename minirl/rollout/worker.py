@@ -13,7 +13,6 @@ of another version. While an evaluation runs the version stays pinned, and gener
 """
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
@@ -29,18 +28,20 @@ IDLE_POLL_S = 0.02  # how often an idle worker looks for new weights
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """One group to sample: a prompt, and a ring cell and a seed for each trajectory."""
+    """One group to sample: a prompt, and a ring cell for each trajectory."""
 
     group_id: int
     prompt: tuple[int, ...]
     cells: tuple[int, ...]
-    seeds: tuple[int | None, ...]
     is_eval: bool = False  # sampled as [eval] says, under one pinned version, before other groups
 
 
 @dataclass(frozen=True)
 class Submit:
     groups: tuple[GroupRequest, ...]
+    seed: int | None = (
+        None  # at η = 0, where a run can be repeated: the engine is idle, and reseeds
+    )
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class RolloutWorker:
             message = self.pipe.recv()
             is_idle = False
             if isinstance(message, Submit):
-                self.enqueue(message.groups)
+                self.enqueue(message)
             elif isinstance(message, Abort):
                 self.abort(message.group_id)
             else:
@@ -132,8 +133,10 @@ class RolloutWorker:
         self.board.add(Total.RELOADS, 1)
         self.board.serving(self.engine.version, len(self.running))
 
-    def enqueue(self, groups: Sequence[GroupRequest]) -> None:
-        for group in groups:
+    def enqueue(self, submit: Submit) -> None:
+        if submit.seed is not None:
+            self.engine.reseed(submit.seed)
+        for group in submit.groups:
             if group.is_eval and not self.num_pinned:
                 self.look_at_version()  # the evaluation pins the newest version there is
             self.num_pinned += len(group.cells) if group.is_eval else 0
@@ -155,12 +158,10 @@ class RolloutWorker:
         self.board.serving(self.engine.version, len(self.running))
 
     def sampling(self, request: Request) -> Sampling:
-        rollout, seed = self.config.rollout, request.group.seeds[request.index]
+        rollout = self.config.rollout
         if request.group.is_eval:
-            return Sampling(rollout.max_new_tokens, self.config.eval.temperature, seed=seed)
-        return Sampling(
-            rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, seed
-        )
+            return Sampling(rollout.max_new_tokens, self.config.eval.temperature)
+        return Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
 
     def step(self) -> None:
         finished = []

@@ -28,6 +28,9 @@ class State(IntEnum):
     GRADING = 9
 
 
+IDLE_STATES = (State.WAITING_FOR_PROMPTS, State.WAITING_FOR_BATCH, State.WAITING_FOR_ANSWERS)
+
+
 class Total(IntEnum):
     """Columns that only grow; the controller takes differences."""
 
@@ -62,7 +65,7 @@ class Board:
         self._rows = self._segment.array(np.float64, (self.num_workers, NUM_COLUMNS))
 
     def reset(self, worker: int) -> None:
-        """A new process takes this row over. Totals stay: they are the place's, not the process's."""
+        """A new process takes this row over. Totals stay: they are the place's, not its own."""
         row = self._rows[worker]
         row[STATE], row[RUNNING], row[VERSION] = State.STARTING, 0, -1
         row[SINCE] = row[BEAT] = time.monotonic()
@@ -78,7 +81,10 @@ class Board:
         )
 
     def total(self, worker: int, column: Total) -> float:
-        return float(self._rows[worker, TOTALS + column])
+        """Idle time counts up to now, also while the worker is still waiting."""
+        row = self._rows[worker]
+        is_waiting = column is Total.IDLE_S and row[STATE] in IDLE_STATES
+        return float(row[TOTALS + column]) + (time.monotonic() - row[BEAT] if is_waiting else 0.0)
 
     def writer(self, worker: int) -> "BoardWriter":
         return BoardWriter(self, worker)
@@ -94,8 +100,6 @@ class Board:
 class BoardWriter:
     """One worker's pen. Time in a waiting state adds to its idle total by itself."""
 
-    IDLE = (State.WAITING_FOR_PROMPTS, State.WAITING_FOR_BATCH, State.WAITING_FOR_ANSWERS)
-
     def __init__(self, board: Board, worker: int):
         self._row = board._rows[worker]
         self._board = board
@@ -103,7 +107,7 @@ class BoardWriter:
     def enter(self, state: State, anew: bool = False) -> None:
         """Also a beat. Called again in the same state it keeps `since`, unless it begins anew."""
         now = time.monotonic()
-        if self._row[STATE] in self.IDLE:
+        if self._row[STATE] in IDLE_STATES:
             self._row[TOTALS + Total.IDLE_S] += now - self._row[BEAT]
         if self._row[STATE] != state or anew:
             self._row[STATE] = state

@@ -1,4 +1,4 @@
-"""The trajectory ring. Takes finished trajectories from many writers, gives them to readers in place.
+"""The trajectory ring. Takes trajectories from many writers, gives them to readers in place.
 
 It is a ring of equal cells, each large enough for the longest trajectory that the recipe allows
 (so what cannot fit is known before the run starts). The controller owns which cell belongs to whom:

@@ -4,7 +4,7 @@ It is a memfd: it has no name, so nothing can stay behind in /dev/shm whoever is
 size of /dev/shm (64 MB in a default container) does not limit it. The kernel frees it with the last
 process that holds it. Pages are only taken when they are first written.
 
-Leaves out: any locking. Who may write which byte, and when, is the business of ring, weights, board.
+Leaves out: any locking. Who may write which byte is the business of ring, weights and board.
 """
 
 import mmap

@@ -1,7 +1,7 @@
 """From examples to token prompts, in an order that a resumed run can go on with.
 
-Takes a task and a tokenizer, gives prompts one by one. A finite task is shuffled anew each epoch, by
-the seed. What was *consumed* (trained, or dropped for good) is remembered by index, not as a
+Takes a task and a tokenizer, gives prompts one by one. A finite task is shuffled anew each epoch,
+by the seed. What was *consumed* (trained, or dropped for good) is remembered by index, not as a
 loader's offset: after a restart, what was in flight is given again and nothing else is.
 """
 

@@ -1,4 +1,4 @@
-"""From `tasks.kind` to a task. Takes the recipe, gives an instance; the classes are imported late, so
+"""From `tasks.kind` to a task. Takes the recipe, gives an instance; classes are imported late, so
 that a task's own dependencies are needed only where it is used.
 """
 
@@ -23,7 +23,9 @@ def make_task(config: Config) -> Task:
     target = BUILT_IN.get(config.tasks.kind, config.tasks.kind)
     place, _, name = target.rpartition(":")
     try:
-        module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = (
+            _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        )
         task_class = getattr(module, name)
     except (ImportError, AttributeError, OSError) as error:
         raise RecipeError(
@@ -53,9 +55,7 @@ def self_check(task: Task, kind: str) -> None:
             )
         wrong = task.reward(here, Answer(task.solution(there), StopReason.STOP, 1))
         if here.reference != there.reference and wrong >= 1.0:
-            raise RecipeError(
-                "tasks.kind", kind, f"a wrong answer scores {wrong:g}", _shown(here)
-            )
+            raise RecipeError("tasks.kind", kind, f"a wrong answer scores {wrong:g}", _shown(here))
 
 
 def _shown(example: object) -> str:

@@ -5,7 +5,7 @@
     unblocked by  Grade
     gives         Graded: a reward for each, or the reason why there is none
 
-A reward that raises is never a 0 (rule 7): the whole group is reported as failed. A reward that hangs
+A reward that raises is never a 0 (rule 7): the whole group is reported as failed. One that hangs
 is the controller's business: it sees how long this worker has been GRADING and replaces it.
 """
 

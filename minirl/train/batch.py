@@ -1,8 +1,8 @@
 """Stage 5, batch: from trajectories in shared memory to packed tensors.
 
-Takes a Batch of descriptors, gives micro-batches of tokens packed end to end, on the device. This is
-where the bound is enforced at the last place it can be (rule 1): a token staler than η is masked out
-here, whatever the buffer and the engines did.
+Takes a Batch of descriptors, gives micro-batches of tokens packed end to end, on the device. It is
+the last place where the bound can be enforced (rule 1): a token staler than η is masked out here,
+whatever the buffer and the engines did.
 
 Axes: T tokens of all sequences in a micro-batch, S1 sequences + 1.
 """

@@ -1,10 +1,10 @@
 """Checkpoints: ordinary Hugging Face folders that transformers and vLLM load as they are.
 
     step-000040/          config.json, model.safetensors, tokenizer and chat template
-    step-000040/trainer/  state.json (step, version, consumed prompts, …), optimizer.safetensors, and
+    step-000040/trainer/  state.json (step, version, consumed prompts, …), optimizer.safetensors,
                           master.safetensors where the model is saved in less than float32
 
-Written aside and renamed, so a folder with this name is whole. Safetensors only: nothing is pickled.
+Written aside and renamed, so a folder of this name is whole. Safetensors only: nothing is pickled.
 """
 
 import json
@@ -31,7 +31,11 @@ BESIDE_WEIGHTS = (
 
 
 def save(
-    folder: Path, policy: "Policy", optimizer: torch.optim.Optimizer, source: Path, state: dict[str, Any]
+    folder: Path,
+    policy: "Policy",
+    optimizer: torch.optim.Optimizer,
+    source: Path,
+    state: dict[str, Any],
 ) -> None:
     """`source` is the model folder whose tokenizer files go along."""
     aside = folder.with_name(f".{folder.name}.tmp")

@@ -1,4 +1,4 @@
-"""Stage 7, update: a trainer rank. A plain loop in its own process around one replica of the policy.
+"""Stage 7, update: a trainer rank. A plain loop in its own process around one replica.
 
     consumes      Train (the whole batch's descriptors) and Save from the controller
     waits for     a batch; inside a step, the other ranks
