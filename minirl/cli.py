@@ -27,7 +27,7 @@ Exit codes:
   1    the run failed (or doctor found something)
   2    wrong input: the one line on stderr names key, value, rule and remedy
   3    nothing moved for log.stall_s seconds; stacks are in the run directory
-  130  Ctrl-C twice
+  130  stopped by Ctrl-C or SIGTERM: saved after one, not after two
 """
 
 app = typer.Typer(

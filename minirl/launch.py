@@ -174,8 +174,7 @@ def _model_folder(config: Config, logs: Path, view: ConsoleView) -> Path:
     if folder.is_dir():
         return folder
     view.note(f"building the tiny model of seed {config.seed}, once: about a minute and a half")
-    cores = tuple(sorted(os.sched_getaffinity(0)))
-    place = devices.Placement("cpu", cores=cores, env={"OMP_NUM_THREADS": str(len(cores))})
+    place = devices.Placement("cpu", env={"OMP_NUM_THREADS": "1"})  # more threads are slower
     fleet = Fleet(logs, 1)
     try:
         builder = fleet.spawn(Role.WARMUP, 0, "minirl.train.warmup:run", config.seed, place)
