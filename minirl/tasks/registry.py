@@ -4,6 +4,7 @@ that a task's own dependencies are needed only where it is used.
 
 import importlib
 import importlib.util
+import sys
 from pathlib import Path
 
 from minirl.config import Config
@@ -35,10 +36,11 @@ def make_task(config: Config) -> Task:
 
 
 def _from_file(path: Path) -> object:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"minirl_task_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise OSError(f"no file {path}")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # as the import system does: dataclasses look themselves up
     spec.loader.exec_module(module)
     return module
 
