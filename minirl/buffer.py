@@ -5,8 +5,8 @@ It is a pure data structure: no processes, no torch, no clock, so that a test ca
 any history and the loop cannot disagree with the simulator.
 
     slots      (η+1)·B of them. A group holds one while it is running, ready or in training; it
-               comes back when the weights trained on it are *published*, or when the group is dropped.
-               So η = 0 is exactly synchronous.
+               comes back when the weights trained on it are *published*, or when the group is
+               dropped. So η = 0 is exactly synchronous.
     order      a batch takes ready groups oldest head version first.
     stragglers a group may still be too old when it is done:
                mask   train it; its tokens staler than η are masked out of the loss by the trainer.

@@ -1,8 +1,8 @@
 """Every metric, named and defined once, and the file they go to.
 
 Takes a step's numbers, gives `metrics.jsonl`: one line a step. A name that is not in the table is
-our own mistake and fails. A value that a step does not have (no evaluation, no token at equal version)
-is left out of its line. `docs/metrics.md` is printed from the table.
+our own mistake and fails. A value that a step does not have (no evaluation, no token at equal
+version) is left out of its line. `docs/metrics.md` is printed from the table.
 """
 
 import json

@@ -9,9 +9,7 @@ from multiprocessing.connection import Connection
 from minirl.shm.ring import TrajectoryRing
 
 
-def entry(
-    ticket: int, cell_tokens: int
-) -> tuple[list[int], list[int], list[float], list[int]]:
+def entry(ticket: int, cell_tokens: int) -> tuple[list[int], list[int], list[float], list[int]]:
     """Prompt, tokens, logprobs and versions; lengths differ from ticket to ticket."""
     start = 1 + ticket * 37 % (cell_tokens // 4)
     num_written = 1 + ticket * 101 % (cell_tokens - start)

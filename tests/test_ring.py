@@ -94,7 +94,7 @@ def test_what_cannot_fit_is_a_clear_error_and_writes_nothing(
     ring = TrajectoryRing(num_cells=2, cell_tokens=6)
     ring.write(0, 1, [1], [2], [-1.0], [0])
     ring.write(1, 2, [3], [4], [-2.0], [0])
-    with pytest.raises(MinirlError, match=r"does not fit a ring cell of 6 .*max_new_tokens"):
+    with pytest.raises(MinirlError, match=r"does not fit a ring cell of 6, .*max_new_tokens"):
         ring.write(
             0, 3, [0] * num_prompt, [0] * num_written, [0.0] * num_written, [0] * num_written
         )

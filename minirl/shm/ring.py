@@ -78,8 +78,9 @@ class TrajectoryRing:
         # Both by hand: numpy drops or repeats a single value without a word where lengths differ.
         if end > self.cell_tokens:
             raise MinirlError(
-                f"a trajectory of {start} prompt and {len(tokens)} written tokens does not fit a "
-                f"ring cell of {self.cell_tokens} (tasks.max_prompt_tokens + rollout.max_new_tokens)"
+                f"a trajectory of {start} prompt and {len(tokens)} written tokens does not fit "
+                f"a ring cell of {self.cell_tokens}, which is tasks.max_prompt_tokens + "
+                "rollout.max_new_tokens"
             )
         assert len(tokens) == len(logprobs) == len(versions) and ticket != NOTHING
         self._seals[cell] = NOTHING
