@@ -1,5 +1,7 @@
 """Each group goes to the engine with the least to do, and a dead engine's groups are known."""
 
+from random import Random
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,7 +62,7 @@ def test_the_groups_of_a_dead_worker_are_nobodys_and_the_others_stay() -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 4), st.randoms(use_true_random=False))
-def test_load_is_what_is_outstanding(num_workers: int, random) -> None:  # type: ignore[no-untyped-def]
+def test_load_is_what_is_outstanding(num_workers: int, random: Random) -> None:
     dispatcher = Dispatcher(num_workers)
     left: dict[int, tuple[int, int]] = {}  # group: (worker, trajectories to come)
     for group_id in range(60):

@@ -1,6 +1,7 @@
 """Prompts: each example once an epoch, and after a resume exactly what was not consumed."""
 
 from collections.abc import Sequence
+from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,7 +98,9 @@ def test_resume_gives_exactly_what_was_not_consumed() -> None:
 
 
 @given(st.integers(1, 9), st.integers(0, 40), st.randoms(use_true_random=False))
-def test_a_run_broken_anywhere_consumes_each_index_once(num_train: int, count: int, random) -> None:  # type: ignore[no-untyped-def]
+def test_a_run_broken_anywhere_consumes_each_index_once(
+    num_train: int, count: int, random: Random
+) -> None:
     prompts = stream(num_train)
     consumed: list[int] = []
     in_flight: list[int] = []

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from minirl.config import Config
-from minirl.errors import RecipeError
+from minirl.errors import RecipeError, one_line
 from minirl.records import Answer, StopReason
 from minirl.tasks import Task
 
@@ -28,9 +28,10 @@ def make_task(config: Config) -> Task:
             _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
         )
         task_class = getattr(module, name)
-    except (ImportError, AttributeError, OSError) as error:
+    except Exception as error:  # the user's code: whatever it raises, it is one wrong task
+        why = one_line(f"{type(error).__name__}: {error}")
         raise RecipeError(
-            "tasks.kind", config.tasks.kind, f"cannot be loaded ({error})", "check file and class"
+            "tasks.kind", config.tasks.kind, f"cannot be loaded ({why})", "check file and class"
         ) from None
     return task_class(config.tasks, config.seed)
 
