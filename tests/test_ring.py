@@ -22,7 +22,9 @@ def check_whole(ring: TrajectoryRing, cell: int, ticket: int) -> None:
     zeros, ones = [0] * len(prompt), [1] * len(tokens)
     np.testing.assert_array_equal(view.tokens, prompt + tokens)
     np.testing.assert_array_equal(view.mask, zeros + ones)
-    np.testing.assert_array_equal(view.logprobs, np.float32(zeros + logprobs))
+    np.testing.assert_array_equal(
+        view.logprobs, np.array([0.0] * len(prompt) + logprobs, np.float32)
+    )
     np.testing.assert_array_equal(view.versions, [NOTHING] * len(prompt) + versions)
 
 

@@ -1,5 +1,6 @@
 """A reader gets one whole version, whoever laps it, is killed, or starts again."""
 
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -23,6 +24,7 @@ from minirl.shm.weights import CANARY_TOKENS, Published, TensorSpec, WeightStore
 
 SPAWN = get_context("spawn")
 READ_S = 1.5
+LONG_S = 20.0  # far more than a read takes: only a hang comes to it
 
 
 def started(body: Callable[..., None], *args: Any) -> tuple[Any, Connection]:
@@ -39,7 +41,12 @@ def read(store: WeightStore) -> tuple[Published, dict[str, torch.Tensor]]:
     def load(slot: int) -> None:
         copies.update((name, tensor.clone()) for name, tensor in store.views(slot))
 
-    return store.read(load), copies
+    got: list[Published] = []
+    reader = threading.Thread(target=lambda: got.append(store.read(load)), daemon=True)
+    reader.start()
+    reader.join(LONG_S)
+    assert got, "the reader waits for a whole version, and none comes"
+    return got[0], copies
 
 
 def check_version(store: WeightStore, version: int) -> None:
