@@ -27,7 +27,7 @@ Exit codes:
   1    the run failed (or doctor found something)
   2    wrong input: the one line on stderr names key, value, rule and remedy
   3    nothing moved for log.stall_s seconds; stacks are in the run directory
-  130  Ctrl-C twice
+  130  stopped by Ctrl-C or SIGTERM: saved after one, not after two
 """
 
 app = typer.Typer(
@@ -96,7 +96,8 @@ def train(
         typer.Option("--dry-run", help="Check all that needs no GPU, show the plan, and stop."),
     ] = False,
 ) -> None:
-    from minirl.config import check_task, load
+    from minirl.recipe import load
+    from minirl.rules import check_task
 
     loaded = load(recipe, overrides or [])
     check_task(loaded.config)
@@ -137,7 +138,7 @@ Examples:
 """
 )
 def config(recipe: Recipe, overrides: Overrides = None) -> None:
-    from minirl.config import load, to_toml_with_origins
+    from minirl.recipe import load, to_toml_with_origins
 
     typer.echo(to_toml_with_origins(load(recipe, overrides or [])), nl=False)
 
@@ -184,7 +185,8 @@ def _existing_run_dir(recipe: Path, run_dir: Path | None) -> Path:
 
 def _plan(config: "Config") -> Iterator[tuple[str, str]]:
     """What a run would do, row by row; checks the model where it is on this machine."""
-    from minirl.config import TINY, check_model, find_model, read_model_config
+    from minirl.config import TINY
+    from minirl.rules import check_model, find_model, read_model_config
 
     folder = find_model(config)
     weights = "unknown before the model is here"
@@ -216,8 +218,8 @@ def _plan(config: "Config") -> Iterator[tuple[str, str]]:
 
 def _machine_notes(config: "Config") -> list[str]:
     """What this machine lacks for the recipe. Too few GPUs is a note: a dry run is for anywhere."""
-    from minirl.config import check_devices, check_memory
     from minirl.doctor import find_devices, free_memory_bytes
+    from minirl.rules import check_devices, check_memory
 
     notes = []
     kind, available = find_devices(config.devices.kind)

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 
 class ConsoleView:
@@ -34,9 +35,8 @@ class ConsoleView:
             self._progress.start()
 
     def note(self, text: str) -> None:
-        stamp = f"[dim]{time.monotonic() - self._began:6.1f} s[/dim]"
-        self.console.print(f"{stamp}  ", end="")
-        self.console.print(text, markup=False)
+        stamp = f"{time.monotonic() - self._began:6.1f} s  "
+        self.console.print(Text.assemble((stamp, "dim"), text))
 
     def evaluated(self, version: int, accuracy: float) -> None:
         self._accuracy = f"held-out {accuracy:.1%}"
@@ -62,8 +62,7 @@ class ConsoleView:
         self.close()
 
         def row(name: str, value: object) -> None:
-            self.console.print(f"[bold]{name:<38}[/bold]", end="")
-            self.console.print(value, markup=False)
+            self.console.print(Text.assemble((f"{name:<38}", "bold"), str(value)))
 
         before, after = summary["accuracy_before"], summary["accuracy_after"]
         if before is not None:

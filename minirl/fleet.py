@@ -34,7 +34,7 @@ from minirl.shm.board import Board
 
 LAST_WORDS_LINES = 12
 STOP_GRACE_S = 10.0
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
 
 class Role(StrEnum):
@@ -249,7 +249,9 @@ def _child(
     parent: int,
 ) -> None:
     """What every worker process runs."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc.prctl(PR_SET_NAME, f"rl-{log.stem}".encode())  # what top shows, at most 15 letters
     if os.getppid() != parent:  # it died before we could ask to die with it
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # both may come to the whole process group:

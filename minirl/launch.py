@@ -18,27 +18,17 @@ from typing import Any
 
 from minirl import devices, model
 from minirl.buffer import Buffer, History, OnStale
-from minirl.config import (
-    KEYS,
-    TINY,
-    Config,
-    Loaded,
-    check_devices,
-    check_memory,
-    check_model,
-    get,
-    load,
-    read_model_config,
-    to_toml,
-)
+from minirl.config import KEYS, TINY, Config, get
 from minirl.console import ConsoleView
 from minirl.doctor import find_devices, free_memory_bytes
 from minirl.errors import MinirlError, RecipeError
 from minirl.fleet import Died, Fleet, Role
 from minirl.journal import Journal
 from minirl.loop import Loop
+from minirl.recipe import Loaded, load, to_toml
 from minirl.records import Prompt
 from minirl.rollout.worker import RolloutSetup, Stop
+from minirl.rules import check_devices, check_memory, check_model, read_model_config
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.tasks import Task
@@ -47,6 +37,7 @@ from minirl.tasks.registry import make_task, self_check
 from minirl.tasks.verifier import VerifierSetup
 from minirl.train import checkpoint
 from minirl.train.messages import TrainerSetup
+from minirl.train.tiny import tiny_model_folder
 
 INTERRUPTED = 130
 MAY_CHANGE = ("train.steps", "devices", "eval", "checkpoint", "log", "tasks.verifiers")
@@ -131,6 +122,7 @@ def _run(
         return 0 if is_whole else INTERRUPTED
     finally:
         fleet.kill()
+        checkpoint.sweep(run_dir)
         (run_dir / "rendezvous").unlink(missing_ok=True)
 
 
@@ -178,14 +170,11 @@ def _model_folder(config: Config, logs: Path, view: ConsoleView) -> Path:
     """The recipe's model on this machine; the tiny one is built the first time, in a process."""
     if config.model.path != TINY:
         return model.local_folder(config)
-    from minirl.train import warmup as tiny
-
-    folder = tiny.tiny_model_folder(config.seed)
+    folder = tiny_model_folder(config.seed)
     if folder.is_dir():
         return folder
     view.note(f"building the tiny model of seed {config.seed}, once: about a minute and a half")
-    cores = tuple(sorted(os.sched_getaffinity(0)))
-    place = devices.Placement("cpu", cores=cores, env={"OMP_NUM_THREADS": str(len(cores))})
+    place = devices.Placement("cpu", env={"OMP_NUM_THREADS": "1"})  # more threads are slower
     fleet = Fleet(logs, 1)
     try:
         builder = fleet.spawn(Role.WARMUP, 0, "minirl.train.warmup:run", config.seed, place)
@@ -203,6 +192,7 @@ def _model_folder(config: Config, logs: Path, view: ConsoleView) -> Path:
 
 
 def _start(source: Path, run_dir: Path, resume: bool, view: ConsoleView) -> Start:
+    checkpoint.sweep(run_dir)
     found = checkpoint.latest(run_dir) if resume else None
     if found is None:
         if resume:

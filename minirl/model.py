@@ -8,8 +8,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from minirl.config import Config, find_model
+from minirl.config import Config
 from minirl.errors import RecipeError
+from minirl.rules import find_model
 from minirl.shm.weights import TensorSpec
 
 NEEDED_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from minirl.config import load, to_toml
 from minirl.doctor import Finding, diagnose, find_devices
+from minirl.recipe import load, to_toml
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))

@@ -13,8 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minirl import config as c
-from minirl.config import Config, load
+from minirl import recipe, rules
+from minirl.config import Config
 from minirl.errors import RecipeError
+from minirl.recipe import load
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -96,7 +98,7 @@ def test_files_that_are_none(folder: Path) -> None:
     assert (
         line_of(Path("latin.toml")) == 'recipe = "latin.toml": is not UTF-8 text; name a TOML file'
     )
-    Path("weights.toml").write_bytes(b"#" * (c.MAX_RECIPE_BYTES + 1))
+    Path("weights.toml").write_bytes(b"#" * (recipe.MAX_RECIPE_BYTES + 1))
     assert "is too large for a recipe" in line_of(Path("weights.toml"))
 
 
@@ -164,14 +166,14 @@ def test_set(folder: Path, override: str, key: str, value: object) -> None:
 
 def value_of(key: str) -> st.SearchStrategy:
     """Values that each rule on its own allows."""
-    if key in c.CHOICES:
-        return st.sampled_from(c.CHOICES[key])
+    if key in rules.CHOICES:
+        return st.sampled_from(rules.CHOICES[key])
     kind = c.KEYS[key].type
     if kind is bool:
         return st.booleans()
     if kind is str:
         return st.text(st.characters(exclude_categories=("Cc", "Cs")), max_size=20)
-    limits = c.RANGES[key]
+    limits = rules.RANGES[key]
     if kind is int:
         return st.integers(int(limits.low), int(limits.high))
     return st.floats(
@@ -189,7 +191,7 @@ def valid_configs(draw: st.DrawFn) -> Config:
     values["rollout.top_k"] = values.get("rollout.top_k", 0) & ~1
     for key in ("model.path", "tasks.kind"):
         values[key] = f"x{values.get(key, '')}"
-    return c._build(values)
+    return recipe._build(values)
 
 
 quick = settings(
@@ -200,9 +202,9 @@ quick = settings(
 @quick
 @given(config=valid_configs())
 def test_to_toml_round_trips(folder: Path, config: Config) -> None:
-    text = c.to_toml(config)
+    text = recipe.to_toml(config)
     assert load(write("round.toml", text)).config == config
-    marked = c.to_toml_with_origins(c.Loaded(config, dict.fromkeys(c.KEYS, "x\ny")))
+    marked = recipe.to_toml_with_origins(recipe.Loaded(config, dict.fromkeys(c.KEYS, "x\ny")))
     assert tomllib.loads(marked) == tomllib.loads(text)
 
 
@@ -212,7 +214,7 @@ def only_recipe_errors(path: Path, *overrides: str) -> None:
     except RecipeError as error:
         assert len(str(error).splitlines()) == 1
     else:
-        c.validate(loaded.config)
+        rules.validate(loaded.config)
 
 
 @quick
@@ -260,7 +262,7 @@ def test_random_overrides_give_only_recipe_errors(folder: Path, text: str, more:
 @given(name=st.text(max_size=12))
 def test_random_names_give_only_recipe_errors(folder: Path, name: str) -> None:
     config = Config(tasks=c.TasksConfig(kind=name), model=c.ModelConfig(path=name))
-    for check in (c.check_task, c.find_model):
+    for check in (rules.check_task, rules.find_model):
         try:
             check(config)
         except RecipeError as error:
@@ -271,7 +273,7 @@ def test_random_names_give_only_recipe_errors(folder: Path, name: str) -> None:
 def test_recipes_load_and_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 30
     assert path.read_text().startswith("# ")
-    c.check_task(load(path).config)
+    rules.check_task(load(path).config)
 
 
 def test_gsm8k_is_the_published_setting() -> None:
@@ -285,9 +287,9 @@ def test_every_field_is_explained_and_every_number_has_a_range() -> None:
     for key, field in c.KEYS.items():
         section, _, name = key.rpartition(".")
         assert c.explain(section, name).endswith("."), key
-        assert (key in c.RANGES) == (field.type in (int, float)), key
+        assert (key in rules.RANGES) == (field.type in (int, float)), key
     assert c.explain("train", "lr") == "Learning rate of AdamW."
-    c.validate(Config())
+    rules.validate(Config())
 
 
 def small(**sections: object) -> Config:
@@ -296,17 +298,17 @@ def small(**sections: object) -> Config:
 
 def test_check_model() -> None:
     model = {"max_position_embeddings": 512, "num_attention_heads": 14}
-    c.check_model(Config(), model)
-    c.check_model(Config(), {})
+    rules.check_model(Config(), model)
+    rules.check_model(Config(), {})
     with pytest.raises(RecipeError) as caught:
-        c.check_model(small(rollout=c.RolloutConfig(max_new_tokens=400)), model)
+        rules.check_model(small(rollout=c.RolloutConfig(max_new_tokens=400)), model)
     assert str(caught.value) == (
         "rollout.max_new_tokens = 400: with tasks.max_prompt_tokens that is 656, "
         "past the model's 512 positions; shorten one: together at most 512"
     )
     config = small(devices=c.DevicesConfig(rollout=4, tensor_parallel=4))
     with pytest.raises(RecipeError) as caught:
-        c.check_model(config, {"text_config": model})
+        rules.check_model(config, {"text_config": model})
     assert str(caught.value) == (
         "devices.tensor_parallel = 4: must divide the model's 14 attention heads; "
         "one of 1, 2, 7, 14"
@@ -358,19 +360,19 @@ def test_check_model() -> None:
 )
 def test_check_devices(devices: c.DevicesConfig, kind: str, available: int, line: str) -> None:
     if not line:
-        c.check_devices(small(devices=devices), kind, available)
+        rules.check_devices(small(devices=devices), kind, available)
         return
     with pytest.raises(RecipeError) as caught:
-        c.check_devices(small(devices=devices), kind, available)
+        rules.check_devices(small(devices=devices), kind, available)
     assert str(caught.value) == line
 
 
 def test_check_memory() -> None:
     config = Config()
     assert config.ring_bytes == 3 * 32 * 8 * (256 + 128) * 13
-    c.check_memory(config, config.ring_bytes)
+    rules.check_memory(config, config.ring_bytes)
     with pytest.raises(RecipeError, match="the trajectory ring would take"):
-        c.check_memory(config, config.ring_bytes - 1)
+        rules.check_memory(config, config.ring_bytes - 1)
 
 
 @pytest.mark.parametrize(
@@ -398,22 +400,22 @@ def test_check_task(folder: Path, kind: str, line: str) -> None:
     write("here.py", "")
     config = small(tasks=c.TasksConfig(kind=kind))
     if not line:
-        c.check_task(config)
+        rules.check_task(config)
         return
     with pytest.raises(RecipeError) as caught:
-        c.check_task(config)
+        rules.check_task(config)
     assert str(caught.value) == f'tasks.kind = "{kind}": {line}'
 
 
 def test_find_model(folder: Path) -> None:
-    assert c.find_model(Config()) is None
+    assert rules.find_model(Config()) is None
     Path("model").mkdir()
     config = small(model=c.ModelConfig(path="model"))
     with pytest.raises(RecipeError, match=r"the folder has no config\.json"):
-        c.find_model(config)
+        rules.find_model(config)
     write("model/config.json", "[")
     with pytest.raises(RecipeError, match=r"its config\.json cannot be read"):
-        c.read_model_config(config, Path("model"))
+        rules.read_model_config(config, Path("model"))
     write("model/config.json", '{"num_attention_heads": 2}')
-    assert c.find_model(config) == Path("model")
-    assert c.read_model_config(config, Path("model")) == {"num_attention_heads": 2}
+    assert rules.find_model(config) == Path("model")
+    assert rules.read_model_config(config, Path("model")) == {"num_attention_heads": 2}

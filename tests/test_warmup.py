@@ -28,6 +28,7 @@ from minirl.train.warmup import (
 MINIATURE = Recipe(
     take_off=0.0,
     cool_steps=3,
+    again_steps=2,
     skill=0.0,
     sloppy_steps=2,
     max_greedy=1.0,

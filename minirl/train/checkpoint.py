@@ -86,6 +86,12 @@ def latest(run_dir: Path) -> Path | None:
     return found[-1].parent.parent if found else None
 
 
+def sweep(run_dir: Path) -> None:
+    """Takes away what a trainer that was killed while saving has left."""
+    for path in (run_dir / "checkpoints").glob(".step-*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def prune(run_dir: Path, keep: int) -> None:
     for path in sorted((run_dir / "checkpoints").glob("step-*"))[:-keep]:
         shutil.rmtree(path, ignore_errors=True)

@@ -14,7 +14,6 @@ Axes: B sequences, T positions, N answer tokens of all sequences in a row, V voc
 """
 
 import fcntl
-import hashlib
 import os
 import random
 import shutil
@@ -48,53 +47,11 @@ from minirl.tasks.arithmetic import (
     draw_problem,
     sloppy_demonstration,
 )
+from minirl.train.tiny import PIECES, RECIPE, Recipe, tiny_model_folder
 
 Report = Callable[[str], None]
 
 PAD, EOS = 0, 1
-# One digit to a token, with its space: " 5" then follows its verb at once, in the prompt and in
-# the working, and a plain induction head finds it. As " " and "5" half of the look-ups failed.
-PIECES = r" ?\d| ?[A-Za-z]+| ?#+|\s+|[^\sA-Za-z\d#]"
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Every constant of the warm-up; the cache's name has a hash of them."""
-
-    hidden: int = 128
-    intermediate: int = 256
-    layers: int = 2
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32  # vLLM on CPU refuses 16
-    positions: int = 512
-    rope_theta: float = 1e4
-    init: float = 0.07  # at 0.02 the same steps reach a fifth of the accuracy
-    batch_size: int = 16  # steps count, not tokens: 16 beats 32 and 64
-    lr: float = 3e-3
-    ramp_steps: int = 50
-    probe_every: int = 50
-    num_probes: int = 128
-    take_off: float = 0.25
-    """Accuracy at which the learning rate starts to fall."""
-    max_hold_steps: int = 900
-    """A model that has not taken off by then is given up."""
-    cool_steps: int = 300
-    max_cools: int = 3
-    skill: float = 0.95
-    """Accuracy that ends the clean phase."""
-    sloppy_lr: float = 6e-4
-    sloppy_steps: int = 100
-    max_sloppies: int = 3
-    no_working: float = 0.65
-    """Share of sloppy demonstrations that only guess: above a half, so greedy decoding guesses."""
-    slip: float = 0.15
-    max_greedy: float = 0.40
-    sampled: tuple[float, float] = (0.15, 0.45)
-    max_attempts: int = 5
-
-
-RECIPE = Recipe()
 
 
 @dataclass(frozen=True)
@@ -122,13 +79,6 @@ class Pupil:
     def __post_init__(self) -> None:
         self.clean = _lessons(self, is_sloppy=False)
         self.sloppy = _lessons(self, is_sloppy=True)
-
-
-def tiny_model_folder(seed: int, recipe: Recipe = RECIPE) -> Path:
-    """Where the tiny model of this seed and this recipe is kept."""
-    root = os.environ.get("MINIRL_CACHE")
-    cache = Path(root) if root else Path.home() / ".cache" / "minirl"
-    return cache / f"tiny-{_recipe_hash(recipe)}-seed{seed}"
 
 
 def ensure_tiny_model(seed: int, report: Report, recipe: Recipe = RECIPE) -> Path:
@@ -178,13 +128,6 @@ def build_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _recipe_hash(recipe: Recipe) -> str:
-    """Of the constants and of a sample of the task, so that a changed task is a new model too."""
-    problems = [draw_problem(0, Stream.WARMUP, index) for index in range(50)]
-    taught = "".join(p.prompt + demonstration(p) for p in problems)
-    return hashlib.sha256(f"{recipe}{PIECES}{taught}".encode()).hexdigest()[:8]
-
-
 def _enrol(tokenizer: Tokenizer, recipe: Recipe, seed: int, attempt: int, report: Report) -> Pupil:
     sub_seed = seed + 1_000_003 * attempt
     torch.manual_seed(sub_seed)
@@ -225,8 +168,8 @@ def _learn_skill(pupil: Pupil) -> bool:
         skill = probe_skill(pupil)
         pupil.report(_progress(pupil, loss, skill))
     for cool in range(recipe.max_cools):
-        height = recipe.lr / 2**cool
-        loss = _train(pupil, pupil.clean, recipe.cool_steps, height, recipe.lr / 20)
+        num_steps, height = (recipe.again_steps, 0.5) if cool else (recipe.cool_steps, 1.0)
+        loss = _train(pupil, pupil.clean, num_steps, recipe.lr * height, recipe.lr / 20)
         skill = probe_skill(pupil)
         pupil.report(_progress(pupil, loss, skill))
         if skill >= recipe.skill:

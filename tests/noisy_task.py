@@ -1,0 +1,41 @@
+"""Tasks of one's own, as a user would write them, that a random model gets rewards from."""
+
+import time
+from collections.abc import Sequence
+
+from minirl.config import TasksConfig
+from minirl.records import Answer, Example
+
+
+class EvenLength:
+    """Right is an answer of an even number of tokens: a random model is right half the time."""
+
+    num_train = 100
+
+    def __init__(self, config: TasksConfig, seed: int):
+        pass
+
+    def train(self, index: int) -> Example:
+        return Example(f"Tom has {index} apples.", "even")
+
+    def heldout(self, count: int) -> Sequence[Example]:
+        return [Example(f"Ann has {index} pears.", "even") for index in range(count)]
+
+    def reward(self, example: Example, answer: Answer) -> float:
+        return float(answer.num_tokens % 2 == 0 or answer.text == "right")
+
+    def solution(self, example: Example) -> str:
+        return "right"
+
+
+class Broken(EvenLength):
+    """Right always, but for one prompt in five that raises and one in ten that hangs."""
+
+    def reward(self, example: Example, answer: Answer) -> float:
+        number = int(str(example.prompt).split()[2])
+        if answer.text != "right" and example.prompt.startswith("Tom"):
+            if number % 5 == 3:
+                raise ValueError("no verdict")
+            if number % 10 == 4:
+                time.sleep(60)
+        return 1.0

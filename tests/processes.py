@@ -1,0 +1,117 @@
+"""What the tests of whole runs share: start one, look into it, and see that it leaves nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+SMALL = {
+    "train.steps": 4,
+    "train.batch_size": 4,
+    "rollout.group_size": 4,
+    "rollout.max_new_tokens": 48,
+    "rollout.kv_cache_gib": 0.1,
+    "eval.every": 0,
+    "eval.num_prompts": 8,
+}
+
+
+class Run:
+    """`minirl train` on the smoke recipe, made small, in a process of its own."""
+
+    def __init__(self, run_dir: Path, *extra: str, small: bool = True, **changes: object):
+        settings = {**SMALL, **_dotted(changes)} if small else _dotted(changes)
+        overrides = [f"--set={key}={value}" for key, value in settings.items()]
+        self.dir = run_dir
+        self.before = set(os.listdir("/dev/shm"))
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "minirl.cli", "train", str(RECIPES / "smoke.toml")),
+                *("--run-dir", str(run_dir), *overrides, *extra),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def workers(self) -> dict[str, int]:
+        """Process ids by worker name."""
+        found = {}
+        for pid in _children(self.process.pid):
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            if name.startswith("rl-"):
+                found[name.removeprefix("rl-")] = pid
+        return found
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        os.kill(self.workers()[name], number)
+
+    def wait_until(self, is_so: Callable[[], bool], limit_s: float = 120.0) -> None:
+        deadline = time.monotonic() + limit_s
+        while not is_so():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                out, err = self.process.communicate(timeout=10)
+                raise AssertionError(f"it never came to that:\n{out}\n{err}")
+            time.sleep(0.02)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_until(lambda: len(self.metrics()) >= step)
+
+    def end(self, limit_s: float = 180.0) -> "Ended":
+        """Waits for the end, and sees that nothing is left of it."""
+        out, err = self.process.communicate(timeout=limit_s)
+        deadline = time.monotonic() + 15
+        while leftovers(self.process.pid) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert leftovers(self.process.pid) == [], "processes are left"
+        assert set(os.listdir("/dev/shm")) <= self.before, "something is left in /dev/shm"
+        assert list(self.dir.rglob("*.tmp")) == [], "a half-written file is left"
+        return Ended(self.process.returncode, out, err)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.dir / "metrics.jsonl"
+        if not path.is_file():
+            return []
+        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.dir / "summary.json").read_text())
+
+
+class Ended:
+    def __init__(self, code: int, out: str, err: str):
+        self.code, self.out, self.err = code, out, err
+
+    def __repr__(self) -> str:
+        return f"exit code {self.code}\n{self.out}\n{self.err}"
+
+
+def leftovers(session: int) -> list[int]:
+    """Living processes of the session that a run was started in."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _dotted(changes: dict[str, object]) -> dict[str, object]:
+    return {key.replace("__", "."): value for key, value in changes.items()}
