@@ -110,6 +110,14 @@ class Buffer:
     def num_ready(self) -> int:
         return len(self._ready)
 
+    def can_admit(self, head_bound: int) -> bool:
+        """Is there a slot, and under `wait` also the time? A group that begins under older weights
+        (an evaluation pins them) may find all the steps before its deadline taken."""
+        if self.on_stale is not OnStale.WAIT or not self._free:
+            return bool(self._free)
+        heads = [group.head_version for _, group in self._ready.values()]
+        return self._in_time([*heads, head_bound], self.version + bool(self._training))
+
     def admit(self, prompt_index: int, head_bound: int) -> Ticket:
         """Takes a slot. `head_bound` is the version that the chosen worker serves, or soon will."""
         ticket = Ticket(self._next_id, self._free.popleft(), prompt_index, head_bound)
@@ -174,19 +182,20 @@ class Buffer:
             return None
         oldest_first = sorted(trainable, key=lambda e: (e[1].head_version, e[1].id))
         chosen, left = oldest_first[: self.batch_size], oldest_first[self.batch_size :]
-        if self.on_stale is OnStale.WAIT and not self._can_leave([g for _, g in left]):
+        heads_left = [group.head_version for _, group in left]
+        if self.on_stale is OnStale.WAIT and not self._in_time(heads_left, self.version + 1):
             return None
         self._training = [ticket for ticket, _ in chosen]
         for ticket in self._training:
             del self._ready[ticket.group_id]
         return Batch(step, self.version, tuple(sorted((g for _, g in chosen), key=lambda g: g.id)))
 
-    def _can_leave(self, left: list[Group]) -> bool:
-        """After this batch, can all outstanding groups still be trained by their deadlines?"""
-        heads = [g.head_version for g in left] + [t.head_bound for t in self._running.values()]
+    def _in_time(self, heads: list[int], version: int) -> bool:
+        """Can these groups and all running ones be trained by their deadlines, B a step, from a
+        step that starts from `version` on?"""
+        heads = heads + [ticket.head_bound for ticket in self._running.values()]
         deadlines = sorted(head + self.max_staleness for head in heads)
-        next_version = self.version + 1
-        return all(d >= next_version + k // self.batch_size for k, d in enumerate(deadlines))
+        return all(d >= version + k // self.batch_size for k, d in enumerate(deadlines))
 
     def published(self) -> list[Ticket]:
         """The batch in training has become the next version: its slots come back."""

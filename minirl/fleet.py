@@ -137,7 +137,7 @@ class Fleet:
                     worker.failure = message
                 else:
                     yield message
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # OSError too: it was killed in the middle of a long message
             worker.process.join(STOP_GRACE_S)
             is_dead = True
         if is_dead:
@@ -167,8 +167,7 @@ class Fleet:
         worker.process = None
 
     def _end(self, worker: Worker) -> None:
-        worker.process.kill()
-        worker.process.join()
+        _kill_tree(worker.process)
         worker.pipe.close()
 
     def stacks(self) -> str:

@@ -115,7 +115,10 @@ class Loop:
         needed = (self.config.train.steps - self.step) * self.buffer.batch_size
         count = min(self.buffer.num_free, needed - self.buffer.ledger.in_flight)
         requests: dict[int, list[GroupRequest]] = defaultdict(list)
+        oldest_served = min(self.version_served_by(i) for i in range(len(self.engines)))
         for _ in range(count):
+            if not self.buffer.can_admit(oldest_served):
+                break
             prompt = self.stream.next()
             if len(prompt.tokens) <= self.config.tasks.max_prompt_tokens:
                 engine, request = self.admit(prompt)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from minirl.errors import MinirlError
 from minirl.shm.segment import Segment, aligned
 
 BYTES_PER_TOKEN = 4 + 1 + 4 + 4  # token, mask, logprob, version
@@ -74,6 +75,14 @@ class TrajectoryRing:
     ) -> None:
         """One prompt and one answer. Sealed last: x86 keeps the order of stores."""
         start, end = len(prompt), len(prompt) + len(tokens)
+        # Both by hand: numpy drops or repeats a single value without a word where lengths differ.
+        if end > self.cell_tokens:
+            raise MinirlError(
+                f"a trajectory of {start} prompt and {len(tokens)} written tokens does not fit "
+                f"a ring cell of {self.cell_tokens}, which is tasks.max_prompt_tokens + "
+                "rollout.max_new_tokens"
+            )
+        assert len(tokens) == len(logprobs) == len(versions) and ticket != NOTHING
         self._seals[cell] = NOTHING
         self._tokens[cell, :start] = prompt
         self._tokens[cell, start:end] = tokens

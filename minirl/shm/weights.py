@@ -126,7 +126,8 @@ class WeightStore:
             version = self.latest
             slot = version % NUM_SLOTS
             before = int(self._sequence[slot])
-            if version < 0 or before % 2:  # the writer is in this slot: it was two versions ahead
+            # Odd, or no longer the newest: the writer is or was in this slot, two versions ahead.
+            if version < 0 or before % 2 or self.latest != version:
                 time.sleep(0.0005)
                 continue
             load(slot)

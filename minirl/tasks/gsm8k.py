@@ -17,7 +17,10 @@ from minirl.records import Answer, Example, StopReason
 
 HUB_NAME = "openai/gsm8k"
 INSTRUCTION = "Please reason step by step, and put your final answer after ####."
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+# A dash after a digit or a word is no sign ("5-10"), and commas join only groups of three digits.
+SIGN = r"(?:(?<![\w)])[-−]\\?\$?)?"
+WHOLE = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
+NUMBER = re.compile(rf"{SIGN}(?:{WHOLE}(?:\.\d+)?|(?<![\w.])\.\d+)")
 
 
 class Gsm8k:
@@ -51,6 +54,7 @@ def _example(row: dict[str, str]) -> Example:
 
 def final_number(text: str) -> Decimal | None:
     """The number that an answer gives, or None."""
+    text = text.replace("{,}", ",")  # LaTeX's comma without a space
     if "####" in text:
         numbers = NUMBER.findall(text.rpartition("####")[2])
         return _decimal(numbers[0]) if numbers else None
@@ -61,7 +65,7 @@ def final_number(text: str) -> Decimal | None:
 
 def _decimal(text: str) -> Decimal | None:
     try:
-        return Decimal(text.replace(",", ""))
+        return Decimal(re.sub(r"[,$\\]", "", text).replace("−", "-"))
     except InvalidOperation:
         return None
 

@@ -4,10 +4,11 @@ that a task's own dependencies are needed only where it is used.
 
 import importlib
 import importlib.util
+import sys
 from pathlib import Path
 
 from minirl.config import Config
-from minirl.errors import RecipeError
+from minirl.errors import RecipeError, one_line
 from minirl.records import Answer, StopReason
 from minirl.tasks import Task
 
@@ -27,18 +28,20 @@ def make_task(config: Config) -> Task:
             _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
         )
         task_class = getattr(module, name)
-    except (ImportError, AttributeError, OSError) as error:
+    except Exception as error:  # the user's code: whatever it raises, it is one wrong task
+        why = one_line(f"{type(error).__name__}: {error}")
         raise RecipeError(
-            "tasks.kind", config.tasks.kind, f"cannot be loaded ({error})", "check file and class"
+            "tasks.kind", config.tasks.kind, f"cannot be loaded ({why})", "check file and class"
         ) from None
     return task_class(config.tasks, config.seed)
 
 
 def _from_file(path: Path) -> object:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"minirl_task_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise OSError(f"no file {path}")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # as the import system does: dataclasses look themselves up
     spec.loader.exec_module(module)
     return module
 

@@ -1,0 +1,113 @@
+"""Bodies of tiny workers for test_fleet.py, imported by name in the worker's process; and, run as a
+program, a controller that is there to be killed."""
+
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from minirl.devices import Placement
+from minirl.errors import MinirlError
+from minirl.fleet import Fleet, Role
+from minirl.shm.board import BoardWriter, State
+
+HERE = Path(__file__).parent
+
+
+def place(**env: str) -> Placement:
+    """The worker finds this module and minirl, however the tests were started."""
+    path = os.pathsep.join([str(HERE), str(HERE.parent)])
+    return Placement("cpu", env={"PYTHONPATH": path, **env})
+
+
+def echo(setup: Any, board: BoardWriter, pipe: Connection) -> None:
+    """Says its set-up and its process, then repeats what it hears until it hears None."""
+    board.enter(State.GENERATING)
+    pipe.send((setup, os.getpid(), os.environ.get("FLEET_TEST")))
+    while (message := pipe.recv()) is not None:
+        pipe.send(message)
+
+
+def die_by_signal(setup: int, board: BoardWriter, pipe: Connection) -> None:
+    for number in range(setup):
+        pipe.send(number)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_a_message(setup: Any, board: BoardWriter, pipe: Connection) -> None:
+    """Killed when a part of a long message is out: its length, and less than that of its bytes."""
+    pipe.send("before")
+    os.write(pipe.fileno(), struct.pack("!i", 100_000) + b"x" * 1000)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave(setup: int, board: BoardWriter, pipe: Connection) -> None:
+    pipe.send("leaving")
+    sys.exit(setup)
+
+
+def divide_by_zero(setup: Any, board: BoardWriter, pipe: Connection) -> None:
+    pipe.send("before")
+    print("some last words", flush=True)
+    raise ZeroDivisionError("nothing goes into this")
+
+
+def give_up(setup: str, board: BoardWriter, pipe: Connection) -> None:
+    raise MinirlError(setup)
+
+
+def print_lines(setup: int, board: BoardWriter, pipe: Connection) -> None:
+    for number in range(setup):
+        print(f"line {number}", flush=True)
+    print("to stderr", file=sys.stderr, flush=True)
+    pipe.send("printed")
+    pipe.recv()
+
+
+def stuck_in_a_reward(setup: Any, board: BoardWriter, pipe: Connection) -> None:
+    thread = threading.Thread(target=stuck_in_a_thread, daemon=True)
+    thread.start()
+    pipe.send("stuck")
+    time.sleep(600)
+
+
+def stuck_in_a_thread() -> None:
+    time.sleep(600)
+
+
+def with_children(setup: Any, board: BoardWriter, pipe: Connection) -> None:
+    """Like an engine with tensor parallelism: processes of its own, and theirs."""
+    nested = (
+        "import subprocess as s; p = s.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
+    )
+    child = subprocess.Popen([sys.executable, "-c", nested], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    pipe.send((child.pid, int(child.stdout.readline())))
+    time.sleep(600)
+
+
+def deaf(setup: Any, board: BoardWriter, pipe: Connection) -> None:
+    pipe.send("deaf")
+    time.sleep(600)
+
+
+def be_controller(log_dir: str) -> None:
+    fleet = Fleet(Path(log_dir), num_workers=3)
+    for rank, body in enumerate(("echo", "deaf", "stuck_in_a_reward")):
+        fleet.spawn(Role.VERIFY, rank, f"fleet_bodies:{body}", None, place())
+    waited_for = {worker.name for worker in fleet.workers}
+    while waited_for:
+        for worker, _ in fleet.hear(0.2):
+            waited_for.discard(worker.name)
+    print(*[worker.pid for worker in fleet.workers], flush=True)
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    be_controller(sys.argv[1])

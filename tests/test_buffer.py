@@ -1,0 +1,591 @@
+"""The buffer: no trained token staler than η, every group accounted for, no slot lost, no deadlock.
+
+First each rule by example; then `World` drives a buffer through long random histories, with engines
+that lag, pinned evaluations, deaths and resumes, and checks everything after every event.
+"""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from minirl.buffer import Buffer, Drop, History, Ledger, OnStale, Ticket
+from minirl.records import Batch, Group, StopReason, Trajectory
+
+# -- by example
+
+
+def trajectory(head: int, tail: int) -> Trajectory:
+    return Trajectory(0, 10, 5, StopReason.STOP, head, tail)
+
+
+def done(ticket: Ticket, head: int | None = None, tail: int | None = None) -> Group:
+    head = ticket.head_bound if head is None else head
+    tail = head if tail is None else tail
+    return Group(ticket.group_id, ticket.prompt_index, (trajectory(head, tail),), (1.0,))
+
+
+def fill(buffer: Buffer, count: int) -> list[Ticket]:
+    return [buffer.admit(i, buffer.version) for i in range(count)]
+
+
+def train(buffer: Buffer) -> list[int]:
+    """One step; the ids that it trained."""
+    batch = buffer.next_batch(1)
+    assert batch is not None
+    buffer.published()
+    return [group.id for group in batch.groups]
+
+
+@pytest.mark.parametrize("on_stale", OnStale)
+def test_slots_come_back_only_at_publication(on_stale: OnStale) -> None:
+    buffer = Buffer(2, 1, on_stale)
+    tickets = fill(buffer, 4)
+    assert buffer.num_free == 0 and {t.slot for t in tickets} == {0, 1, 2, 3}
+    for ticket in tickets[:2]:
+        buffer.finish(done(ticket))
+    assert (buffer.num_free, buffer.num_ready, buffer.num_running) == (0, 2, 2)
+    assert buffer.next_batch(1) is not None
+    assert (buffer.num_free, buffer.num_ready, buffer.num_running) == (0, 0, 2)
+    assert buffer.published() == tickets[:2]
+    assert buffer.num_free == 2 and buffer.version == 1
+
+
+@pytest.mark.parametrize("on_stale", OnStale)
+def test_at_eta_0_nothing_runs_beside_the_batch_in_training(on_stale: OnStale) -> None:
+    buffer = Buffer(3, 0, on_stale)
+    for version in range(4):
+        tickets = fill(buffer, buffer.num_free)
+        assert len(tickets) == 3
+        for ticket in tickets:
+            assert buffer.next_batch(1) is None
+            buffer.finish(done(ticket))
+        batch = buffer.next_batch(version + 1)
+        assert batch is not None and batch.version == version
+        assert (buffer.num_free, buffer.num_running, buffer.num_ready) == (0, 0, 0)
+        buffer.published()
+
+
+def test_a_batch_takes_the_oldest_heads_first_and_lists_them_by_id() -> None:
+    buffer = Buffer(2, 3)
+    tickets = fill(buffer, 5)
+    for ticket, head in zip(tickets, (3, 1, 2, 1, 0), strict=True):
+        buffer.finish(done(ticket, head, 3))
+    batch = buffer.next_batch(1)
+    assert batch is not None and [g.id for g in batch.groups] == [1, 4]
+    buffer.published()
+    assert train(buffer) == [2, 3]
+
+
+def test_one_batch_trains_at_a_time() -> None:
+    buffer = Buffer(1, 1)
+    for ticket in fill(buffer, 2):
+        buffer.finish(done(ticket))
+    assert buffer.next_batch(1) is not None
+    assert buffer.next_batch(2) is None
+    buffer.published()
+    assert buffer.next_batch(2) is not None
+
+
+def test_a_group_is_as_old_as_its_oldest_trajectory() -> None:
+    buffer = Buffer(1, 1, OnStale.DROP)
+    ticket = buffer.admit(0, 0)
+    buffer.version = 2
+    trajectories = (trajectory(2, 2), trajectory(0, 2), trajectory(1, 2))
+    buffer.finish(Group(ticket.group_id, 0, trajectories, (0.0, 1.0, 0.0)))
+    assert buffer.next_batch(1) is None
+    assert buffer.take_untrainable() == [ticket]
+
+
+def straggling(on_stale: OnStale) -> tuple[Buffer, Ticket]:
+    """B = 1, η = 1: one group has been running since version 0, at version 2 by now."""
+    buffer = Buffer(1, 1, on_stale)
+    straggler = buffer.admit(0, 0)
+    for _ in range(2):
+        buffer.finish(done(buffer.admit(1, buffer.version)))
+        train(buffer)
+    return buffer, straggler
+
+
+def test_mask_trains_a_straggler_that_ends_under_newer_weights() -> None:
+    buffer, straggler = straggling(OnStale.MASK)
+    assert buffer.expired() == []
+    buffer.finish(done(straggler, head=0, tail=1))  # 1 is within η of version 2
+    assert buffer.take_untrainable() == []
+    assert train(buffer) == [straggler.group_id]
+
+
+def test_mask_drops_a_group_with_no_token_left_to_train() -> None:
+    buffer, straggler = straggling(OnStale.MASK)
+    buffer.finish(done(straggler, head=0, tail=0))
+    assert buffer.next_batch(1) is None
+    assert buffer.take_untrainable() == [straggler]
+    assert buffer.drops == {Drop.STALE: 1}
+    assert buffer.num_free == 2
+
+
+def test_drop_gives_a_straggler_up_while_it_runs() -> None:
+    buffer, straggler = straggling(OnStale.DROP)
+    assert buffer.expired() == [straggler.group_id]
+    assert buffer.drop(straggler.group_id, Drop.STALE) == straggler
+    assert buffer.expired() == [] and buffer.drops == {Drop.STALE: 1}
+    assert buffer.num_free == 2
+
+
+def test_drop_leaves_a_straggler_out_that_is_done_too_late() -> None:
+    buffer, straggler = straggling(OnStale.DROP)
+    buffer.finish(done(straggler, head=0, tail=2))  # mask would train it
+    assert buffer.next_batch(1) is None
+    assert buffer.take_untrainable() == [straggler]
+
+
+def test_drop_keeps_a_group_that_began_later_than_it_might_have() -> None:
+    buffer, straggler = straggling(OnStale.DROP)
+    buffer.finish(done(straggler, head=1, tail=2))  # it had waited at its engine
+    assert buffer.take_untrainable() == []
+    assert train(buffer) == [straggler.group_id]
+
+
+def test_wait_holds_the_step_back_for_a_straggler() -> None:
+    buffer = Buffer(1, 1, OnStale.WAIT)
+    straggler = buffer.admit(0, 0)
+    buffer.finish(done(buffer.admit(1, 0)))
+    assert train(buffer) == [1]  # version 1: the straggler may still be trained from it
+    buffer.finish(done(buffer.admit(2, 1)))
+    assert buffer.next_batch(1) is None  # from version 2 it could not
+    buffer.finish(done(straggler, 0, 1))
+    assert train(buffer) == [straggler.group_id]
+    assert train(buffer) == [2]
+
+
+def test_wait_looks_ahead_further_than_the_next_step() -> None:
+    # B = 1, η = 2: all three began under version 0 and are due by version 2. Two were left by the
+    # first step; if both were still running at the second, one of them would be too late.
+    buffer = Buffer(1, 2, OnStale.WAIT)
+    slow, slower, quick = fill(buffer, 3)
+    buffer.finish(done(quick))
+    assert train(buffer) == [quick.group_id]
+    buffer.finish(done(buffer.admit(3, 1)))
+    assert buffer.next_batch(1) is None
+    buffer.finish(done(slow, 0, 1))
+    assert train(buffer) == [slow.group_id]
+    buffer.finish(done(slower, 0, 2))
+    assert train(buffer) == [slower.group_id]
+
+
+def test_wait_admits_no_group_that_could_not_be_trained_in_time() -> None:
+    # An evaluation pins version 0, so a group that begins now is due by version 1, as is the one
+    # that is left: only one of them could be trained. Admitted, it would block the run for good.
+    buffer = Buffer(1, 1, OnStale.WAIT)
+    first, second = fill(buffer, 2)
+    buffer.finish(done(first))
+    assert train(buffer) == [first.group_id]
+    assert buffer.num_free == 1
+    assert not buffer.can_admit(0) and buffer.can_admit(1)
+    buffer.finish(done(second))
+    assert not buffer.can_admit(0)
+    assert train(buffer) == [second.group_id]
+    assert not buffer.can_admit(0) and buffer.can_admit(1)
+
+
+@pytest.mark.parametrize("on_stale", [OnStale.MASK, OnStale.DROP])
+def test_without_wait_a_free_slot_admits_anything(on_stale: OnStale) -> None:
+    buffer = Buffer(1, 1, on_stale)
+    buffer.version = 10
+    assert buffer.can_admit(0)
+    fill(buffer, 2)
+    assert not buffer.can_admit(10)
+
+
+def test_the_ledger_balances_with_every_event() -> None:
+    buffer = Buffer(1, 2)
+    a, b, c = fill(buffer, 3)
+    assert buffer.ledger == Ledger(submitted=3, trained=0, dropped=0, in_flight=3)
+    buffer.finish(done(a))
+    buffer.drop(b.group_id, Drop.REWARD_TIMEOUT)
+    assert buffer.ledger == Ledger(3, 0, 1, 2)
+    assert buffer.next_batch(1) is not None
+    assert buffer.ledger == Ledger(3, 0, 1, 2)
+    buffer.published()
+    assert buffer.ledger == Ledger(3, 1, 1, 1)
+    buffer.drop(c.group_id, Drop.WORKER_DIED)
+    assert buffer.ledger == Ledger(3, 1, 2, 0)
+    assert buffer.drops == {Drop.REWARD_TIMEOUT: 1, Drop.WORKER_DIED: 1}
+    assert buffer.ledger.is_balanced
+    assert not Ledger(3, 1, 1, 0).is_balanced
+
+
+def test_a_lost_batch_is_counted_and_its_slots_come_back() -> None:
+    buffer = Buffer(2, 0)
+    tickets = fill(buffer, 2)
+    for ticket in tickets:
+        buffer.finish(done(ticket))
+    assert buffer.next_batch(1) is not None
+    assert buffer.training_failed() == tickets
+    assert buffer.ledger == Ledger(2, 0, 2, 0)
+    assert (buffer.num_free, buffer.version) == (2, 0)
+    for ticket in fill(buffer, 2):
+        buffer.finish(done(ticket))
+    assert train(buffer) == [2, 3]
+
+
+def test_a_group_cannot_end_twice() -> None:
+    buffer = Buffer(1, 1)
+    ticket = buffer.admit(0, 0)
+    buffer.drop(ticket.group_id, Drop.STALE)
+    with pytest.raises(KeyError):
+        buffer.drop(ticket.group_id, Drop.STALE)
+    with pytest.raises(KeyError):
+        buffer.finish(done(ticket))
+    assert buffer.num_free == 2
+
+
+def test_history_goes_on_with_ids_counts_and_version_and_forgets_what_was_in_flight() -> None:
+    buffer = Buffer(1, 2)
+    a, b, _ = fill(buffer, 3)
+    buffer.finish(done(a))
+    train(buffer)
+    buffer.drop(b.group_id, Drop.REFUSED)
+    history = buffer.history
+    assert history == History(version=1, next_group_id=3, trained=1, drops={"refused": 1})
+    resumed = Buffer(1, 2, history=history)
+    assert resumed.ledger == Ledger(submitted=2, trained=1, dropped=1, in_flight=0)
+    assert (resumed.num_free, resumed.version, resumed.next_id) == (3, 1, 3)
+    assert resumed.admit(7, 1).group_id == 3
+
+
+# -- by random histories
+
+
+@dataclass
+class Engine:
+    """Serves a version that may lag behind the newest; an evaluation pins it where it is."""
+
+    version: int
+    is_pinned: bool = False
+
+
+@dataclass
+class Running:
+    ticket: Ticket
+    engine: Engine
+    tokens: list[list[int]]  # of each trajectory, the versions of its tokens so far
+    is_ready: bool = False
+
+
+@dataclass
+class Checkpoint:
+    history: History
+    consumed: set[int]
+    trained_ids: set[int]
+    num_submitted: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_submitted = self.history.trained + sum(self.history.drops.values())
+
+
+class World:
+    """Engines, verifiers and a trainer around a buffer, and what must be true of it."""
+
+    def __init__(self, batch_size: int, max_staleness: int, on_stale: OnStale, seed: int):
+        self.random = random.Random(seed)
+        self.buffer = Buffer(batch_size, max_staleness, on_stale)
+        self.engines = [Engine(0) for _ in range(self.random.randint(1, 3))]
+        self.group_size = self.random.randint(1, 3)
+        self.groups: dict[int, Running] = {}  # running and ready
+        self.training: list[Ticket] = []
+        self.batch: Batch | None = None
+        self.again: list[int] = []
+        self.next_prompt = 0
+        self.consumed: set[int] = set()
+        self.trained_ids: set[int] = set()
+        self.num_submitted = self.num_trained = 0
+        self.drops: Counter[Drop] = Counter()
+        self.saved = self.checkpoint()
+        self.seen: Counter[str] = Counter()  # what this history really went through
+        self.events = [
+            (self.admit, 8),
+            (self.write_tokens, 8),
+            (self.finish_one, 8),
+            (self.learn, 8),
+            (self.publish, 6),
+            (self.drop_one, 1),
+            (self.pin_or_unpin, 1),
+            (self.kill_engine, 0.3),
+            (self.fail_training, 0.3),
+            (self.save, 0.5),
+            (self.resume, 0.15),
+            (self.finish_all_and_train, 0.3),
+        ]
+
+    def run(self, num_events: int) -> None:
+        names, weights = zip(*self.events, strict=True)
+        for event in self.random.choices(names, weights, k=num_events):
+            event()
+            self.check()
+        self.finish_all_and_train()
+        self.check()
+
+    # -- what happens
+
+    def admit(self) -> None:
+        for _ in range(self.random.randint(1, self.buffer.num_slots)):
+            engine = self.random.choice(self.engines)
+            newest = self.buffer.version
+            bound = min(engine.version, newest) if engine.is_pinned else newest
+            if not self.buffer.can_admit(bound):
+                assert not self.buffer.num_free or bound < newest
+                return
+            index = self.again.pop() if self.again else self.next_prompt
+            self.next_prompt = max(self.next_prompt, index + 1)
+            group_id = self.buffer.next_id
+            ticket = self.buffer.admit(index, bound)
+            assert ticket.group_id == group_id and group_id not in self.groups
+            self.groups[group_id] = Running(ticket, engine, [[] for _ in range(self.group_size)])
+            self.num_submitted += 1
+            self.seen["old head bound"] += bound < newest
+
+    def write_tokens(self) -> None:
+        """Engines step; some load the newest weights first. A group is never begun under older
+        weights than those that were newest at its dispatch."""
+        for engine in self.engines:
+            is_due = any(g.ticket.head_bound > engine.version for g in self.running(engine))
+            if is_due or (not engine.is_pinned and self.random.random() < 0.5):
+                engine.version = self.buffer.version
+            for group in self.running(engine):
+                for versions in group.tokens:
+                    if self.random.random() < 0.6:  # some wait, some are slow
+                        versions.append(engine.version)
+
+    def running(self, engine: Engine | None = None) -> list[Running]:
+        groups = [g for g in self.groups.values() if not g.is_ready]
+        return [g for g in groups if engine is None or g.engine is engine]
+
+    def finish_one(self) -> None:
+        running = self.running()
+        if running:
+            # Mostly the newest: so that old ones straggle.
+            place = int(len(running) * self.random.random() ** 0.4)
+            self.finish(running[place])
+
+    def finish(self, group: Running) -> None:
+        engine = group.engine
+        if engine.version < group.ticket.head_bound:
+            engine.version = self.buffer.version
+        for versions in group.tokens:
+            if not versions:
+                versions.append(engine.version)
+        trajectories = tuple(trajectory(v[0], v[-1]) for v in group.tokens)
+        ticket = group.ticket
+        rewards = (1.0,) * self.group_size
+        self.buffer.finish(Group(ticket.group_id, ticket.prompt_index, trajectories, rewards))
+        group.is_ready = True
+
+    def drop_one(self) -> None:
+        if self.groups:
+            self.drop(self.random.choice(list(self.groups)), self.random.choice(list(Drop)))
+
+    def drop(self, group_id: int, reason: Drop) -> None:
+        ticket = self.buffer.drop(group_id, reason)
+        self.dropped(ticket, reason)
+
+    def dropped(self, ticket: Ticket, reason: Drop) -> None:
+        assert self.groups.pop(ticket.group_id).ticket == ticket
+        self.drops[reason] += 1
+        self.settle(ticket, is_lost=reason is Drop.WORKER_DIED)
+
+    def settle(self, ticket: Ticket, is_lost: bool) -> None:
+        assert ticket.prompt_index not in self.consumed
+        if is_lost:
+            self.again.append(ticket.prompt_index)
+        else:
+            self.consumed.add(ticket.prompt_index)
+
+    def pin_or_unpin(self) -> None:
+        engine = self.random.choice(self.engines)
+        engine.is_pinned = not engine.is_pinned
+        if engine.is_pinned:  # an evaluation begins under the newest weights
+            engine.version = self.buffer.version
+
+    def kill_engine(self) -> None:
+        place = self.random.randrange(len(self.engines))
+        for group in self.running(self.engines[place]):
+            self.drop(group.ticket.group_id, Drop.WORKER_DIED)
+            self.seen["lost with its engine"] += 1
+        fresh = Engine(self.buffer.version)
+        for group in self.groups.values():
+            if group.engine is self.engines[place]:
+                group.engine = fresh
+        self.engines[place] = fresh
+
+    def learn(self) -> None:
+        buffer, eta = self.buffer, self.buffer.max_staleness
+        for group_id in buffer.expired():
+            assert buffer.on_stale is OnStale.DROP
+            assert self.groups[group_id].ticket.head_bound < buffer.version - eta
+            if self.random.random() < 0.7:  # an abort takes a while; it may still finish
+                self.drop(group_id, Drop.STALE)
+                self.seen["aborted"] += 1
+        for ticket in buffer.take_untrainable():
+            assert buffer.on_stale is not OnStale.WAIT, "wait lost a group"
+            self.dropped(ticket, Drop.STALE)
+            self.seen["untrainable"] += 1
+        batch = buffer.next_batch(0)
+        if batch is not None:
+            self.check_batch(batch)
+            self.batch = batch
+            self.training = [self.groups.pop(g.id).ticket for g in batch.groups]
+
+    def check_batch(self, batch: Batch) -> None:
+        buffer, oldest = self.buffer, self.buffer.version - self.buffer.max_staleness
+        assert self.batch is None and batch.version == buffer.version
+        assert len({g.id for g in batch.groups}) == buffer.batch_size
+        for group in batch.groups:
+            assert self.groups[group.id].is_ready
+            assert group.id not in self.trained_ids
+            tokens = [v for versions in self.groups[group.id].tokens for v in versions]
+            if buffer.on_stale is OnStale.MASK:
+                tokens = [v for v in tokens if v >= oldest]  # the trainer's rule (batch.py)
+                assert tokens, "nothing to train"
+            assert all(oldest <= v <= buffer.version for v in tokens)
+            if buffer.on_stale is not OnStale.MASK:
+                assert batch.version - group.head_version <= buffer.max_staleness
+            self.seen["several versions"] += len(set(tokens)) > 1
+        chosen = {group.id for group in batch.groups}
+        left = [g for i, g in self.groups.items() if g.is_ready and i not in chosen]
+        youngest = max(group.head_version for group in batch.groups)
+        assert all(min(v[0] for v in g.tokens) >= youngest for g in left), "not oldest first"
+
+    def publish(self) -> None:
+        if self.batch is None:
+            return
+        before = self.buffer.num_free
+        assert self.sorted(self.buffer.published()) == self.sorted(self.training)
+        assert self.buffer.num_free == before + self.buffer.batch_size
+        for ticket in self.training:
+            self.trained_ids.add(ticket.group_id)
+            self.settle(ticket, is_lost=False)
+        self.num_trained += len(self.training)
+        self.batch, self.training = None, []
+
+    @staticmethod
+    def sorted(tickets: list[Ticket]) -> list[Ticket]:
+        return sorted(tickets, key=lambda ticket: ticket.group_id)
+
+    def fail_training(self) -> None:
+        if self.batch is None:
+            return
+        assert self.sorted(self.buffer.training_failed()) == self.sorted(self.training)
+        for ticket in self.training:
+            self.settle(ticket, is_lost=True)
+        self.drops[Drop.WORKER_DIED] += len(self.training)
+        self.batch, self.training = None, []
+        self.seen["lost with its trainer"] += 1
+
+    def checkpoint(self) -> Checkpoint:
+        return Checkpoint(self.buffer.history, set(self.consumed), set(self.trained_ids))
+
+    def save(self) -> None:
+        if self.batch is None:  # as the loop does: between two steps
+            self.saved = self.checkpoint()
+
+    def resume(self) -> None:
+        """A new process goes on from the last checkpoint: nothing is in flight."""
+        saved, old = self.saved, self.buffer
+        self.buffer = Buffer(old.batch_size, old.max_staleness, old.on_stale, saved.history)
+        self.groups, self.training, self.batch = {}, [], None
+        self.consumed, self.trained_ids = set(saved.consumed), set(saved.trained_ids)
+        self.again = [i for i in range(self.next_prompt) if i not in self.consumed]
+        self.num_submitted = saved.num_submitted
+        self.num_trained = saved.history.trained
+        self.drops = Counter({Drop(k): n for k, n in saved.history.drops.items()})
+        self.engines = [Engine(self.buffer.version) for _ in self.engines]
+        self.seen["resumed"] += 1
+
+    def finish_all_and_train(self) -> None:
+        """No deadlock: when whatever runs has finished, there is a batch; and then again."""
+        for _ in range(2):
+            self.publish()
+            for engine in self.engines:
+                engine.is_pinned = False  # evaluations end
+            for _ in range(2):  # the second round makes up for what was too old
+                while self.buffer.num_free:
+                    self.admit()
+                for group in self.running():
+                    self.finish(group)
+                if self.batch is None:
+                    self.learn()
+                self.check()
+            assert self.batch is not None, "all have finished, and there is no batch"
+
+    # -- what must be true
+
+    def check(self) -> None:
+        buffer = self.buffer
+        assert buffer.num_running == len(self.running())
+        assert buffer.num_ready == len(self.groups) - len(self.running())
+        in_flight = len(self.groups) + len(self.training)
+        num_dropped = sum(self.drops.values())
+        expected = Ledger(self.num_submitted, self.num_trained, num_dropped, in_flight)
+        assert buffer.ledger == expected and expected.is_balanced
+        assert {r: n for r, n in buffer.drops.items() if n} == {
+            r: n for r, n in self.drops.items() if n
+        }
+        tickets = [g.ticket for g in self.groups.values()] + self.training
+        slots = {ticket.slot for ticket in tickets}
+        assert len(slots) == len(tickets), "a slot was given twice"
+        assert slots <= set(range(buffer.num_slots))
+        assert buffer.num_free == buffer.num_slots - in_flight, "a slot was lost"
+        in_hand = [t.prompt_index for t in tickets] + self.again
+        assert len(set(in_hand)) == len(in_hand)
+        assert set(in_hand) | self.consumed == set(range(self.next_prompt))
+        assert not set(in_hand) & self.consumed, "a prompt is both consumed and to come"
+
+
+batch_sizes, bounds, seeds = st.integers(1, 8), st.integers(0, 5), st.integers(0, 2**32)
+
+
+@pytest.mark.parametrize("on_stale", OnStale)
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(batch_sizes, bounds, seeds, st.integers(1, 400))
+def test_any_history(
+    on_stale: OnStale, batch_size: int, max_staleness: int, seed: int, num_events: int
+) -> None:
+    World(batch_size, max_staleness, on_stale, seed).run(num_events)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_stale", OnStale)
+@settings(max_examples=4000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(batch_sizes, bounds, seeds, st.integers(1, 1500))
+def test_any_long_history(
+    on_stale: OnStale, batch_size: int, max_staleness: int, seed: int, num_events: int
+) -> None:
+    World(batch_size, max_staleness, on_stale, seed).run(num_events)
+
+
+@pytest.mark.parametrize("on_stale", OnStale)
+def test_the_random_histories_go_through_what_they_claim(on_stale: OnStale) -> None:
+    seen: Counter[str] = Counter()
+    num_steps = 0
+    for seed in range(12):
+        world = World(1 + seed % 4, 1 + seed % 3, on_stale, seed)
+        world.run(600)
+        seen += world.seen
+        num_steps += world.num_trained // world.buffer.batch_size
+    expected = {
+        "several versions",
+        "lost with its engine",
+        "lost with its trainer",
+        "resumed",
+        "old head bound",
+    }
+    if on_stale is OnStale.DROP:
+        expected |= {"aborted"}
+    if on_stale is not OnStale.WAIT:
+        expected |= {"untrainable"}
+    assert expected <= {name for name, count in seen.items() if count}
+    assert num_steps > 200

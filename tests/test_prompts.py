@@ -1,0 +1,143 @@
+"""Prompts: each example once an epoch, and after a resume exactly what was not consumed."""
+
+from collections.abc import Sequence
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minirl.records import Answer, Example
+from minirl.tasks.prompts import SHUFFLED_UP_TO, Consumed, PromptStream, encode
+
+
+class Counting:
+    """A task whose examples are their numbers."""
+
+    def __init__(self, num_train: int):
+        self.num_train = num_train
+
+    def train(self, index: int) -> Example:
+        assert 0 <= index < self.num_train
+        return Example(str(index), str(index))
+
+    def heldout(self, count: int) -> Sequence[Example]:
+        return []
+
+    def reward(self, example: Example, answer: Answer) -> float:
+        return 0.0
+
+    def solution(self, example: Example) -> str:
+        return example.reference
+
+
+class Letters:
+    """A tokenizer: one token a letter, and a begin token where special tokens are wanted."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [1] * add_special_tokens + [ord(letter) for letter in text]
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        assert not tokenize and add_generation_prompt
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+
+
+def stream(num_train: int = 10, seed: int = 0, consumed: Consumed | None = None) -> PromptStream:
+    return PromptStream(Counting(num_train), Letters(), seed, consumed)
+
+
+def take(prompts: PromptStream, count: int) -> list[tuple[int, str]]:
+    return [(p.index, p.example.reference) for p in (prompts.next() for _ in range(count))]
+
+
+def examples(prompts: PromptStream, count: int) -> list[int]:
+    return [int(reference) for _, reference in take(prompts, count)]
+
+
+def test_text_is_encoded_as_it_is_and_chat_by_the_models_template() -> None:
+    assert encode(Example("ab", ""), Letters()) == (1, ord("a"), ord("b"))
+    chat = Example(({"role": "user", "content": "x"},), "")
+    assert bytes(encode(chat, Letters())).decode() == "<user>x<assistant>"  # no second begin token
+
+
+def test_every_epoch_is_another_permutation() -> None:
+    prompts = stream(50)
+    epochs = [examples(prompts, 50) for _ in range(3)]
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in [*epochs, list(range(50))]}) == 4
+
+
+def test_the_order_is_the_seeds() -> None:
+    assert take(stream(50, seed=3), 120) == take(stream(50, seed=3), 120)
+    assert examples(stream(50, seed=3), 50) != examples(stream(50, seed=4), 50)
+
+
+def test_an_endless_task_is_taken_in_its_own_order() -> None:
+    assert examples(stream(SHUFFLED_UP_TO + 1), 5) == [0, 1, 2, 3, 4]
+
+
+def test_a_prompt_that_was_put_back_comes_next_under_its_index() -> None:
+    prompts = stream()
+    taken = take(prompts, 4)
+    prompts.put_back(taken[2][0])
+    prompts.put_back(taken[0][0])
+    assert take(prompts, 3) == [taken[2], taken[0], take(stream(), 5)[4]]
+
+
+def test_resume_gives_exactly_what_was_not_consumed() -> None:
+    whole = take(stream(7), 20)  # nearly three epochs
+    prompts = stream(7)
+    taken = take(prompts, 12)
+    for index, _ in taken:
+        if index not in (3, 8, 9):  # in flight at the checkpoint
+            prompts.consumed.add(index)
+    saved = prompts.consumed
+    resumed = stream(7, consumed=Consumed(saved.below, sorted(saved.above)))
+    assert take(resumed, 11) == [whole[i] for i in (3, 8, 9, *range(12, 20))]
+
+
+@given(st.integers(1, 9), st.integers(0, 40), st.randoms(use_true_random=False))
+def test_a_run_broken_anywhere_consumes_each_index_once(
+    num_train: int, count: int, random: Random
+) -> None:
+    prompts = stream(num_train)
+    consumed: list[int] = []
+    in_flight: list[int] = []
+    for _ in range(count):
+        in_flight.append(prompts.next().index)
+        random.shuffle(in_flight)
+        while in_flight and random.random() < 0.45:
+            index = in_flight.pop()
+            if random.random() < 0.2:
+                prompts.put_back(index)
+            else:
+                consumed.append(index)
+                prompts.consumed.add(index)
+        if random.random() < 0.1:
+            saved = prompts.consumed
+            prompts = stream(num_train, consumed=Consumed(saved.below, sorted(saved.above)))
+            in_flight = []
+    assert len(set(consumed)) == len(consumed) == len(prompts.consumed)
+    missing = set(range(max(consumed, default=-1) + 1)) - set(consumed)
+    resumed = stream(num_train, consumed=prompts.consumed)
+    assert {resumed.next().index for _ in missing} == missing
+
+
+@given(st.permutations(range(30)), st.integers(0, 30))
+def test_consumed_is_a_set_that_forgets_its_dense_part(order: list[int], count: int) -> None:
+    consumed = Consumed()
+    for index in order[:count]:
+        consumed.add(index)
+    members = set(order[:count])
+    assert {index for index in range(40) if index in consumed} == members
+    assert len(consumed) == len(members)
+    assert consumed.below == min(set(range(31)) - members)
+    assert consumed.above == {index for index in members if index > consumed.below}
+
+
+def test_consumed_once_more_is_once() -> None:
+    consumed = Consumed()
+    for index in (0, 2, 2, 1, 3):
+        consumed.add(index)
+    assert (consumed.below, consumed.above, len(consumed)) == (4, set(), 4)

@@ -1,0 +1,170 @@
+"""The verifier, as the real process it is: a reward that fails is never a 0."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from minirl.config import Config
+from minirl.devices import Placement
+from minirl.fleet import Died, Fleet, Role, Worker
+from minirl.records import Example, StopReason, Trajectory
+from minirl.shm.board import State
+from minirl.shm.ring import TrajectoryRing
+from minirl.tasks.verifier import Grade, Graded, VerifierSetup
+
+WORDS = ["<end>", "question", "right", "wrong", "raise", "nan", "inf", "hang", "exit", "text"]
+LONG_S = 60.0
+TASK = """
+import os, time
+
+class Moody:
+    num_train = 1
+
+    def __init__(self, config, seed):
+        pass
+
+    def reward(self, example, answer):
+        if "raise" in answer.text:
+            raise ValueError("no idea")
+        if "hang" in answer.text:
+            time.sleep(600)
+        if "exit" in answer.text:
+            os._exit(5)
+        if "nan" in answer.text or "inf" in answer.text:
+            return float(answer.text.split()[0])
+        if "text" in answer.text:
+            return "not a number"
+        return answer.text == example.reference
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verifier")
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<end>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "moody.py").write_text(TASK)
+    return folder
+
+
+class Bench:
+    """One verifier and a ring to put answers into."""
+
+    def __init__(self, folder: Path, log_dir: Path, task: str = "Moody"):
+        self.ring = TrajectoryRing(num_cells=8, cell_tokens=8)
+        self.fleet = Fleet(log_dir, num_workers=1)
+        config = Config()
+        kind = f"{folder / 'moody.py'}:{task}"
+        config = replace(config, tasks=replace(config.tasks, kind=kind))
+        setup = VerifierSetup(config, str(folder), self.ring)
+        self.worker: Worker = self.fleet.spawn(
+            Role.VERIFY, 0, "minirl.tasks.verifier:run", setup, Placement("cpu")
+        )
+
+    def answer(self, cell: int, group_id: int, text: str) -> Trajectory:
+        tokens = [WORDS.index(word) for word in text.split()]
+        n = len(tokens)
+        self.ring.write(cell, group_id, [1, 1], tokens, [-1.0] * n, [0] * n)
+        return Trajectory(cell, 2 + n, n, StopReason.STOP, 0, 0)
+
+    def ask(self, group_id: int, *texts: str) -> None:
+        answers = tuple(self.answer(i, group_id, text) for i, text in enumerate(texts))
+        self.worker.send(Grade(group_id, Example("question", "right"), answers))
+
+    def hear(self) -> Any:
+        deadline = time.monotonic() + LONG_S
+        while time.monotonic() < deadline:
+            for _, message in self.fleet.hear(1.0):
+                return message
+        raise AssertionError("the verifier said nothing")
+
+
+@pytest.fixture
+def bench(folder: Path, tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(folder, tmp_path)
+    yield bench
+    bench.fleet.kill()
+
+
+def test_rewards_and_texts_come_in_the_order_of_the_group(bench: Bench) -> None:
+    bench.ask(4, "right <end>", "wrong", "right", "wrong right")
+    texts = ("right", "wrong", "right", "wrong right")  # no prompt, no special token
+    assert bench.hear() == Graded(4, (1.0, 0.0, 1.0, 0.0), texts)
+    bench.ask(5, "wrong")
+    assert bench.hear() == Graded(5, (0.0,), ("wrong",))
+
+
+def test_a_reward_that_fails_is_an_error_for_the_whole_group_and_never_a_0(bench: Bench) -> None:
+    failures = {
+        "raise": "ValueError: no idea",
+        "nan": "reward is nan",
+        "inf": "reward is inf",
+        "text": "ValueError: could not convert string to float: 'not a number'",
+    }
+    for group_id, (text, error) in enumerate(failures.items()):
+        bench.ask(group_id, "right", text)
+        assert bench.hear() == Graded(group_id, (), (), error)
+    bench.ask(9, "right")  # and it goes on
+    assert bench.hear() == Graded(9, (1.0,), ("right",))
+
+
+def test_a_reward_that_hangs_is_seen_on_the_board_and_its_verifier_can_be_replaced(
+    bench: Bench,
+) -> None:
+    bench.ask(1, "right", "hang")
+    deadline = time.monotonic() + LONG_S
+    while True:
+        row = bench.fleet.board.row(bench.worker.row)
+        if row.state is State.GRADING and row.since_s > 0.3:
+            break
+        assert time.monotonic() < deadline, row
+        assert list(bench.fleet.hear(0.02)) == []
+    bench.fleet.replace(bench.worker)
+    bench.ask(2, "right")
+    assert bench.hear() == Graded(2, (1.0,), ("right",))
+
+
+def test_a_verifier_that_waits_is_not_grading(bench: Bench) -> None:
+    bench.ask(1, "right")
+    bench.hear()
+    deadline = time.monotonic() + LONG_S
+    while bench.fleet.board.row(0).state is not State.WAITING_FOR_ANSWERS:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_reward_that_takes_its_process_down_is_a_death(bench: Bench) -> None:
+    bench.ask(1, "exit")
+    assert bench.hear() == Died("ended with exit code 5", is_final=False)
+
+
+def test_an_answer_of_another_group_is_not_graded(bench: Bench) -> None:
+    trajectory = bench.answer(0, 1, "right")
+    bench.worker.send(Grade(2, Example("question", "right"), (trajectory,)))
+    died = bench.hear()
+    assert isinstance(died, Died) and "sealed for 1, not for 2" in died.how
+
+
+def test_a_task_that_cannot_be_loaded_is_final(folder: Path, tmp_path: Path) -> None:
+    bench = Bench(folder, tmp_path, task="Missing")
+    died = bench.hear()
+    bench.fleet.kill()
+    assert isinstance(died, Died) and died.is_final
+    assert "tasks.kind" in died.how and "Missing" in died.how
+
+
+def test_goodbye_ends_it(bench: Bench) -> None:
+    bench.ask(1, "right")
+    bench.hear()
+    process = bench.worker.process
+    bench.fleet.stop(goodbye="anything else")
+    assert process.exitcode == 0
