@@ -176,7 +176,8 @@ class Fleet:
         for worker in self.workers:
             log = self.log_dir / f"{worker.name}.log"
             sizes[log] = log.stat().st_size if log.is_file() else 0
-            if worker.process is not None and worker.process.is_alive():
+            is_listening = log.is_file()  # before it has a log, the signal would end it
+            if is_listening and worker.process is not None and worker.process.is_alive():
                 os.kill(worker.pid, signal.SIGUSR1)
         time.sleep(1.0)  # the handlers write on their own
         parts = []

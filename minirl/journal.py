@@ -212,7 +212,7 @@ class Journal:
         summary = {
             "finished": is_whole,
             "steps": len(lines),
-            "seconds": round(self.seconds, 1),
+            "seconds": lines[-1]["seconds"] if lines else 0.0,
             "accuracy_before": self.accuracies[0][1] if self.accuracies else None,
             "accuracy_after": self.accuracies[-1][1] if self.accuracies else None,
             "accuracies": self.accuracies,

@@ -50,6 +50,7 @@ MAX_STARTS = 4  # of one worker; then it ends the run
 class Sampling:
     """A group at an engine: the trajectories that are done, by their place in the group."""
 
+    engine: int
     prompt: Prompt
     done: dict[int, Trajectory]
     is_aborting: bool = False
@@ -144,7 +145,7 @@ class Loop:
         engine = self.dispatcher.assign(self.buffer.next_id, size)
         ticket = self.buffer.admit(prompt.index, self.version_served_by(engine))
         self.prompts[ticket.group_id] = prompt
-        self.sampling[ticket.group_id] = Sampling(prompt, {})
+        self.sampling[ticket.group_id] = Sampling(engine, prompt, {})
         cells = tuple(range(ticket.slot * size, (ticket.slot + 1) * size))
         return engine, GroupRequest(ticket.group_id, prompt.tokens, cells)
 
@@ -248,10 +249,9 @@ class Loop:
     def learn(self) -> None:
         for group_id in self.buffer.expired():
             group = self.sampling.get(group_id)  # none: it is being graded and will be ready soon
-            engine = self.dispatcher.worker_of(group_id)
-            if group is not None and not group.is_aborting and engine is not None:
+            if group is not None and not group.is_aborting:
                 group.is_aborting = True
-                self.engines[engine].send(Abort(group_id))
+                self.engines[group.engine].send(Abort(group_id))
         if self.batch is not None or self.is_saving or self.step >= self.config.train.steps:
             return
         dead = self.buffer.take_untrainable()
@@ -330,13 +330,11 @@ class Loop:
             if request is not None:
                 self.no_reward(request, Drop.REWARD_ERROR, f"its verifier {death.how}")
             return
-        again = []
-        for group_id in self.dispatcher.lost(worker.rank):
-            if is_evaluation(group_id):
-                again.append(group_id)
-            else:
-                del self.sampling[group_id]
-                self.drop(group_id, Drop.WORKER_DIED)
+        again = [id for id in self.dispatcher.lost(worker.rank) if is_evaluation(id)]
+        # Not by the dispatcher: it no longer knows of a group that was done but being aborted.
+        for group_id in [id for id, g in self.sampling.items() if g.engine == worker.rank]:
+            del self.sampling[group_id]
+            self.drop(group_id, Drop.WORKER_DIED)
         if again:
             self.submit_evaluation(again)
 
