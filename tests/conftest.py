@@ -1,0 +1,19 @@
+"""What several test files share: the tiny random models, made once a session."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import tiny_qwen3  # not at the top: tests that need no model load no torch
+
+    return tiny_qwen3.write(tmp_path_factory.mktemp("qwen3-tied"), tied=True)
+
+
+@pytest.fixture(scope="session")
+def untied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import tiny_qwen3
+
+    return tiny_qwen3.write(tmp_path_factory.mktemp("qwen3-untied"), tied=False)
