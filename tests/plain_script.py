@@ -37,9 +37,12 @@ def distributions(model: torch.nn.Module, tokens: list[int], temperature: float 
 
 def logprobs(model: torch.nn.Module, tokens: list[int], temperature: float = 1.0) -> Tensor:
     """Of each token; the first has none and is 0."""
-    all_TV = distributions(model, tokens, temperature)
-    own_T = all_TV.gather(1, torch.tensor(tokens)[1:, None])[:, 0]
-    return torch.cat([torch.zeros(1), own_T])
+    return own(distributions(model, tokens, temperature), tokens)
+
+
+def own(all_TV: Tensor, tokens: list[int]) -> Tensor:
+    chosen_T = all_TV.gather(1, torch.tensor(tokens)[1:, None])[:, 0]
+    return torch.cat([torch.zeros(1), chosen_T])
 
 
 @torch.no_grad()
@@ -57,6 +60,15 @@ class Sequence:
     prox_T: Tensor
 
 
+@dataclass
+class Sums:
+    """Over the trained tokens of a step."""
+
+    loss: float = 0.0
+    entropy: float = 0.0
+    num_clipped: int = 0
+
+
 class PlainScript:
     def __init__(self, folder: Path, config: Config):
         self.model, self.config = load(folder), config
@@ -67,30 +79,38 @@ class PlainScript:
     def weights(self) -> Weights:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
+    def momentum(self) -> Weights:
+        """Adam's running mean of the gradient. Unlike an update it has its size, and no part of it
+        is a rounding error that was divided by itself."""
+        return {
+            name: self.optimizer.state[p]["exp_avg"].clone()
+            for name, p in self.model.named_parameters()
+        }
+
     def train(self, batch: Batch, ring: TrajectoryRing) -> dict[str, float]:
         """One step, in place. Gives what the trainer's metrics must say."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.train.lr
         by_group = [self.read(group, batch.version, ring) for group in batch.groups]
         size = len(by_group) // self.config.train.num_minibatches
-        norms, losses = [], []
+        norms, sums = [], Sums()
         for start in range(0, len(by_group), size):
             part = [s for sequences in by_group[start : start + size] for s in sequences]
-            loss = self.loss(part)
             self.optimizer.zero_grad()
-            loss.backward()
+            (self.loss(part, sums) / max(1, count(part))).backward()
             parameters = self.model.parameters()
             norms.append(
                 torch.nn.utils.clip_grad_norm_(parameters, self.config.train.grad_clip).item()
             )
-            losses.append(loss.item() * count(part))
             self.optimizer.step()
         everything = [s for sequences in by_group for s in sequences]
         w_N = torch.cat([(s.prox_T - s.behav_T)[s.trains_T].exp() for s in everything])
         gap_N = torch.cat([(s.prox_T - s.behav_T)[s.is_fresh_T].abs() for s in everything])
         num_tokens = count(everything)
         values = {
-            "train/loss": sum(losses) / max(1, num_tokens),
+            "train/loss": sums.loss / max(1, num_tokens),
+            "train/entropy": sums.entropy / max(1, num_tokens),
+            "train/clip_frac": sums.num_clipped / max(1, num_tokens),
             "train/grad_norm": fmean(norms),
             "train/tokens": num_tokens,
         }
@@ -123,18 +143,23 @@ class PlainScript:
             )
         return sequences
 
-    def loss(self, sequences: list[Sequence]) -> Tensor:
-        """Minus eq. 5, over the trained tokens of a whole minibatch."""
+    def loss(self, sequences: list[Sequence], sums: Sums) -> Tensor:
+        """Minus eq. 5, summed over the trained tokens."""
         train = self.config.train
         total = torch.zeros(())
         for s in sequences:
-            logprobs_T = logprobs(self.model, s.tokens, self.config.rollout.temperature)
+            all_TV = distributions(self.model, s.tokens, self.config.rollout.temperature)
+            logprobs_T = own(all_TV, s.tokens)
             w_T = (s.prox_T - s.behav_T).exp()
             u_T = (logprobs_T - s.prox_T).exp()
-            clipped_T = u_T.clamp(1 - train.clip_low, 1 + train.clip_high)
-            objective_T = w_T * torch.minimum(u_T * s.advantage, clipped_T * s.advantage)
-            total = total - objective_T[s.trains_T & (w_T <= train.behav_cap)].sum()
-        return total / max(1, count(sequences))
+            bound_T = u_T.clamp(1 - train.clip_low, 1 + train.clip_high) * s.advantage
+            kept_T = s.trains_T & (w_T <= train.behav_cap)
+            total = total - (w_T * torch.minimum(u_T * s.advantage, bound_T))[kept_T].sum()
+            entropy_T = -(all_TV.exp() * all_TV).sum(-1).detach()
+            sums.entropy += entropy_T[s.trains_T[1:]].sum().item()
+            sums.num_clipped += int((bound_T < u_T * s.advantage)[kept_T].sum())
+        sums.loss += total.item()
+        return total
 
 
 def count(sequences: list[Sequence]) -> int:
