@@ -232,11 +232,6 @@ def test_the_update_is_a_plain_scripts_however_it_is_split(
             assert relative_error(momentum(folder), plain.momentum()) < 1e-4
             # Looser: Adam turns a rounding error of a gradient near 0 into a part of the step.
             assert relative_error(trainer.weights(), plain.weights(), before) < 1e-3
-            print(
-                relative_error(momentum(folder), plain.momentum()),
-                relative_error(trainer.weights(), plain.weights(), before),
-                trained.values["train/clip_frac"],
-            )
             if recipe is FRESH:  # sampled by the very weights that the step starts from
                 assert trained.values["train/behav_ratio_mean"] == pytest.approx(1, abs=1e-5)
                 assert trained.values["train/logprob_gap"] == pytest.approx(0, abs=1e-5)

@@ -135,6 +135,7 @@ class Engine:
     def add(self, key: int, prompt: Sequence[int], sampling: Sampling, priority: int) -> None:
         """Raises ValueError where vLLM refuses the request."""
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
@@ -146,7 +147,10 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        self._add(str(key), prompt, params, priority)
+        try:
+            self._add(str(key), prompt, params, priority)
+        except VLLMClientError as refusal:  # not a ValueError of its own
+            raise ValueError(str(refusal)) from refusal
 
     def _add(self, request_id: str, prompt: Sequence[int], params: object, priority: int) -> None:
         inputs = {
