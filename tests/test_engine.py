@@ -1,8 +1,4 @@
-"""A real vLLM engine whose weights change while it samples, against plain forwards of each version.
-
-Versions differ by far more than an update would make them, so that a token under the wrong weights,
-a stale prefix or a tensor left behind is off by whole nats, not by a rounding error.
-"""
+"""A real vLLM engine whose weights change as it samples, against plain forwards of each version."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -17,55 +13,24 @@ import pytest
 import torch
 from crew import ENGINE_PLACE, Inbox, crew
 from engine_child import Call, Result
-from torch import Tensor
+from versions import EXACT, Versions
 
 from minirl.config import Config, RolloutConfig, TasksConfig
 from minirl.errors import StaleWeights
 from minirl.fleet import Role, Worker
-from minirl.model import weight_table
 from minirl.records import StopReason
 from minirl.rollout.engine import Sampling
 from minirl.rollout.worker import RolloutSetup
 from minirl.shm.ring import TrajectoryRing
-from minirl.shm.weights import WeightStore
 
 pytestmark = pytest.mark.vllm
 
-EXACT = 1e-4  # nats; measured: 4e-6
 PROMPT = [(5 + 37 * i) % 380 + 2 for i in range(70)]  # more than two blocks of the prefix cache
 CONFIG = Config(
     tasks=TasksConfig(max_prompt_tokens=128),
     rollout=RolloutConfig(max_new_tokens=128, max_num_seqs=16, kv_cache_gib=0.125),
 )
 FREE = Sampling(max_new_tokens=100, temperature=1.0)
-
-
-class Versions:
-    """Weights of any version, in a plain model and in a store."""
-
-    def __init__(self, folder: Path):
-        self.model = plain_script.load(folder)
-        self.base = {name: w.clone() for name, w in self.model.state_dict().items()}
-        self.store = WeightStore(weight_table(folder), "float32")
-
-    def load(self, version: int) -> torch.nn.Module:
-        noise = torch.Generator().manual_seed(version)
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                away = 0.05 * torch.randn(parameter.shape, generator=noise)
-                parameter.copy_(self.base[name] + away)
-        return self.model
-
-    def publish(self, version: int, canary: np.ndarray | None = None) -> None:
-        model = self.load(version)
-        weights = model.state_dict()
-        right = plain_script.canary(model)
-        in_order = [weights[spec.name] for spec in self.store.table]
-        self.store.publish(version, in_order, right if canary is None else canary)
-
-    @torch.no_grad()
-    def distributions(self, version: int, tokens: list[int], temperature: float = 1.0) -> Tensor:
-        return plain_script.distributions(self.load(version), tokens, temperature)
 
 
 @dataclass
@@ -113,16 +78,12 @@ class Remote:
             written.versions += [version] * len(chunk.tokens)
             written.stop = chunk.stop
 
-    def errors(self, prompt: list[int], written: Written, temperature: float = 1.0) -> np.ndarray:
-        """|logprob - that of a plain forward, over the whole prefix, of the version it came from|"""
+    def errors(self, prompt: list[int], written: Written) -> np.ndarray:
+        """How far each logprob is off a plain forward of the version that wrote the token."""
         assert written.tokens
-        exact = np.zeros(len(written.tokens))
-        for version in set(written.versions):
-            all_TV = self.versions.distributions(version, prompt + written.tokens, temperature)
-            own_T = plain_script.own(all_TV, prompt + written.tokens)[len(prompt) :].numpy()
-            is_own = np.array(written.versions) == version
-            exact[is_own] = own_T[is_own]
-        return np.abs(exact - np.array(written.logprobs))
+        versions = [-1] * len(prompt) + written.versions
+        exact = self.versions.exact(prompt + written.tokens, versions, temperature=1.0)
+        return np.abs(exact[len(prompt) :] - np.array(written.logprobs))
 
 
 ENGINES = {"tied": "recompute", "untied": "recompute", "keep": "keep"}
