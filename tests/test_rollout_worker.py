@@ -277,11 +277,11 @@ def test_killed_it_leaves_nothing_and_its_successor_serves_the_newest_version(
     fleet, worker = station.inbox.fleet, station.worker
     station.submit(station.request(size=8))
     station.wait_tokens(8)
-    named = named_shared_memory(worker.pid)
+    held = held_in_dev_shm(worker.pid)
     os.kill(worker.pid, signal.SIGKILL)
     died = station.inbox.take(worker, Died)
     assert died == Died("was killed by SIGKILL", is_final=False)
-    assert not [path for path in named if path.exists()]
+    assert not [entry.name for entry in os.scandir("/dev/shm") if entry.inode() in held]
     newest = station.versions.publish_next()
     fleet.replace(worker)
     station.inbox.take(worker, Started)
@@ -294,14 +294,14 @@ def test_killed_it_leaves_nothing_and_its_successor_serves_the_newest_version(
         station.check_logprobs(view)
 
 
-def named_shared_memory(pid: int) -> set[Path]:
-    """What the process holds that has a name in /dev/shm and would outlive it."""
-    held = re.findall(r"/dev/shm/\S+$", Path(f"/proc/{pid}/maps").read_text(), re.M)
+def held_in_dev_shm(pid: int) -> set[int]:
+    """Inodes of what the process has there: a semaphore is mapped under a name that is not its."""
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    held = {int(line.split()[4]) for line in maps if "/dev/shm/" in line}
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        target = os.readlink(link)
-        if target.startswith("/dev/shm/") and not target.endswith("(deleted)"):
-            held.append(target)
-    return {Path(path) for path in held}
+        if os.readlink(link).startswith("/dev/shm/"):
+            held.add(link.stat().st_ino)
+    return held
 
 
 def test_stop_ends_it(station: Station) -> None:
