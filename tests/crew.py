@@ -1,5 +1,6 @@
 """Real worker processes for tests: a Fleet, and an inbox that waits for what a worker must say."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,10 @@ LIMIT_S = 120.0  # a hang is a failure, however slow the machine
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 TRAINER_PLACE = Placement("cpu", env=ONE_THREAD)
 ENGINE_PLACE = Placement("cpu", env={**ONE_THREAD, **vllm_environment("cpu")})
+FIRST_GPU = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+ON_GPU = {"CUDA_VISIBLE_DEVICES": FIRST_GPU}
+CUDA_TRAINER_PLACE = Placement("cuda", gpus=(FIRST_GPU,), env=ON_GPU)
+CUDA_ENGINE_PLACE = Placement("cuda", gpus=(FIRST_GPU,), env={**ON_GPU, **vllm_environment("cuda")})
 
 Message = TypeVar("Message")
 

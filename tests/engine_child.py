@@ -83,7 +83,7 @@ def lose_tensors(engine: Engine, names: list[str] | None) -> None:
     """From now on these never arrive; None: nothing does. An empty list: all is well again."""
 
     def patch(model: torch.nn.Module) -> None:
-        whole = type(model).load_weights
+        whole = type(model).load_weights  # type: ignore[attr-defined]
 
         def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> object:
             kept = [(n, w) for n, w in weights if names is not None and n not in names]

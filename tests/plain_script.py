@@ -18,24 +18,24 @@ from minirl.shm.weights import canary_tokens
 
 hide_broken_torchvision()
 
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 
 Weights = dict[str, Tensor]
 
 
-def load(folder: Path) -> torch.nn.Module:
+def load(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa"
     ).eval()
 
 
-def distributions(model: torch.nn.Module, tokens: list[int], temperature: float = 1.0) -> Tensor:
+def distributions(model: PreTrainedModel, tokens: list[int], temperature: float = 1.0) -> Tensor:
     """Log-probabilities over the vocabulary that each token but the first was drawn from."""
     logits_TV = model(torch.tensor([tokens])).logits[0, :-1].float()
     return (logits_TV / temperature).log_softmax(-1)
 
 
-def logprobs(model: torch.nn.Module, tokens: list[int], temperature: float = 1.0) -> Tensor:
+def logprobs(model: PreTrainedModel, tokens: list[int], temperature: float = 1.0) -> Tensor:
     """Of each token; the first has none and is 0."""
     return own(distributions(model, tokens, temperature), tokens)
 
@@ -46,7 +46,7 @@ def own(all_TV: Tensor, tokens: list[int]) -> Tensor:
 
 
 @torch.no_grad()
-def canary(model: torch.nn.Module) -> np.ndarray:
+def canary(model: PreTrainedModel) -> np.ndarray:
     return logprobs(model, canary_tokens(model.config.vocab_size)).numpy()
 
 

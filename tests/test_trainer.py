@@ -12,7 +12,7 @@ import numpy as np
 import plain_script
 import pytest
 import torch
-from crew import TRAINER_PLACE, Inbox, crew
+from crew import CUDA_TRAINER_PLACE, TRAINER_PLACE, Inbox, crew
 from plain_script import PlainScript, Weights
 from safetensors.torch import load_file
 
@@ -318,3 +318,37 @@ def masters(checkpoint: Path) -> Weights:
     weights = load_file(path if path.is_file() else checkpoint / "model.safetensors")
     assert {w.dtype for w in weights.values()} == {torch.float32}
     return weights
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 0.02), ("bfloat16", 0.1)])
+def test_a_rank_on_cuda_learns_the_same_and_goes_on_from_its_checkpoint(
+    dtype: str, bound: float, data: Data, tied_folder: Path, tmp_path: Path
+) -> None:
+    """In float32 the bound is that of TF32 products."""
+    config = replace(CONFIG, model=ModelConfig(dtype=dtype))
+    first, second = (replace(data.batches[i], step=i - 1) for i in (2, 3))
+    folders = [tmp_path / "one" / "checkpoints" / f"step-00000{i}" for i in (1, 2)]
+    plain = PlainScript(tied_folder, config)
+    with ranks(tmp_path / "one", tied_folder, config, data.ring, place=CUDA_TRAINER_PLACE) as one:
+        trained, expected = one.train(first), plain.train(first, data.ring)
+        for name in ("train/grad_norm", "train/entropy"):
+            assert trained.values[name] == pytest.approx(expected[name], rel=bound), name
+        one.save(folders[0], {})
+        assert relative_error(momentum(folders[0]), plain.momentum()) < bound
+        one.train(second)
+        one.save(folders[1], {})
+    again = tmp_path / "two" / "checkpoints" / "step-000002"
+    with ranks(
+        tmp_path / "two",
+        folders[0],
+        config,
+        data.ring,
+        resumed_at=second.version,
+        place=CUDA_TRAINER_PLACE,
+    ) as two:
+        two.train(second)
+        two.save(again, {})
+    assert relative_error(momentum(again), momentum(folders[1])) < 1e-3
+    assert relative_error(masters(again), masters(folders[1]), masters(folders[0])) < 1e-2

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import plain_script
 import torch
+from plain_script import PreTrainedModel
 from tiny_qwen3 import EOS
 from torch import Tensor
 
@@ -27,12 +28,12 @@ class Versions:
         # By version: the row of the token that ends an answer is multiplied by it.
         self.eos_scale: dict[int, float] = defaultdict(lambda: 1.0)
 
-    def load(self, version: int) -> torch.nn.Module:
+    def load(self, version: int) -> PreTrainedModel:
         noise = torch.Generator().manual_seed(version)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 away = 0.05 * torch.randn(parameter.shape, generator=noise)
-                parameter.copy_(self.base[name] + away)
+                parameter.copy_((self.base[name] + away).to(self.store.torch_dtype))
             self.model.get_output_embeddings().weight[EOS] *= self.eos_scale[version]
         return self.model
 
