@@ -86,19 +86,24 @@ class Remote:
         return np.abs(exact[len(prompt) :] - np.array(written.logprobs))
 
 
-ENGINES = {"tied": "recompute", "untied": "recompute", "keep": "keep"}
+KEEP = replace(CONFIG, rollout=replace(CONFIG.rollout, on_update="keep"))
+SHORT = replace(
+    CONFIG,
+    tasks=TasksConfig(max_prompt_tokens=8),
+    rollout=replace(CONFIG.rollout, max_new_tokens=4),
+)
+ENGINES = {"tied": CONFIG, "untied": CONFIG, "keep": KEEP, "short": SHORT}
 
 
 @pytest.fixture(scope="module")
 def engines(
     tied_folder: Path, untied_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Remote]]:
-    """Three engines in one process: most of a start is imports."""
+    """All in one process: most of a start is imports."""
     ring = TrajectoryRing(1, 1)
     versions, setups = {}, {}
-    for name, on_update in ENGINES.items():
+    for name, config in ENGINES.items():
         folder = untied_folder if name == "untied" else tied_folder
-        config = replace(CONFIG, rollout=replace(CONFIG.rollout, on_update=on_update))
         versions[name] = Versions(folder)
         versions[name].publish(0)
         setups[name] = RolloutSetup(config, str(folder), "cpu", 1, ring, versions[name].store)
@@ -111,7 +116,7 @@ def engines(
         yield remotes
 
 
-@pytest.fixture(params=list(ENGINES))
+@pytest.fixture(params=["tied", "untied", "keep"])
 def engine(request: pytest.FixtureRequest, engines: dict[str, Remote]) -> Remote:
     return engines[request.param]
 
@@ -300,6 +305,16 @@ def test_a_prompt_that_is_too_long_is_refused_and_the_engine_goes_on(engine: Rem
     engine.step()
     assert running.stop is not None
     assert engine.errors(PROMPT, running).max() < EXACT
+
+
+def test_trajectories_shorter_than_the_canary_are_sampled_too(engines: dict[str, Remote]) -> None:
+    engine = engines["short"]
+    answer = engine.add(PROMPT[:8], Sampling(4, 1.0))
+    engine.step(2)
+    engine.update()
+    engine.step()
+    assert engine.errors(PROMPT[:8], answer).max() < EXACT
+    assert engine.call(engine_child.canary_gap) < EXACT
 
 
 @pytest.mark.gpu
