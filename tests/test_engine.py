@@ -248,6 +248,17 @@ def test_a_wrong_canary_is_noticed_under_running_sequences_too(tied: Remote) -> 
     tied.step()
 
 
+def test_a_canary_that_newer_weights_overtake_says_nothing(tied: Remote) -> None:
+    running = tied.add(PROMPT)
+    tied.step(3)
+    version = tied.versions.store.latest + 1
+    tied.update(plain_script.canary(tied.versions.load(version)) + 0.01)
+    tied.update()
+    tied.step()
+    assert set(running.versions) == {version - 1, version + 1}
+    assert tied.errors(PROMPT, running).max() < EXACT
+
+
 # Sampling -------------------------------------------------------------------------------------
 
 
