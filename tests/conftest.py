@@ -1,19 +1,19 @@
+"""What several test files share: the tiny random models, made once a session."""
+
+from pathlib import Path
+
 import pytest
 
 
 @pytest.fixture(scope="session")
-def random_model(tmp_path_factory):
-    import torch
-    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import tiny_qwen3  # not at the top: tests that need no model load no torch
 
-    from minirl.train.warmup import RECIPE, _model_config, build_tokenizer
+    return tiny_qwen3.write(tmp_path_factory.mktemp("qwen3-tied"), tied=True)
 
-    folder = tmp_path_factory.mktemp("model")
-    tok = build_tokenizer()
-    torch.manual_seed(0)
-    m = Qwen3ForCausalLM(_model_config(RECIPE, tok.get_vocab_size()))
-    m.save_pretrained(folder)
-    PreTrainedTokenizerFast(
-        tokenizer_object=tok, eos_token="<eos>", pad_token="<pad>"
-    ).save_pretrained(folder)
-    return folder
+
+@pytest.fixture(scope="session")
+def untied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import tiny_qwen3
+
+    return tiny_qwen3.write(tmp_path_factory.mktemp("qwen3-untied"), tied=False)

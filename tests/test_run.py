@@ -23,11 +23,11 @@ def assert_accounted(lines: list[dict[str, Any]], max_staleness: int) -> None:
 
 
 def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
-    tmp_path: Path, random_model: Path
+    tmp_path: Path, tied_folder: Path
 ) -> None:
     run = Run(
         tmp_path / "run",
-        model__path=random_model,
+        model__path=tied_folder,
         devices__rollout=2,
         devices__train=2,
         train__num_minibatches=2,
@@ -49,14 +49,12 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
     assert AutoTokenizer.from_pretrained(folder).encode("Tom has 7 apples.")
 
 
-def test_eta_0_is_synchronous_and_one_seed_gives_one_run(
-    tmp_path: Path, random_model: Path
-) -> None:
+def test_eta_0_is_synchronous_and_one_seed_gives_one_run(tmp_path: Path, tied_folder: Path) -> None:
     lines = []
     for name in ("a", "b"):
         run = Run(
             tmp_path / name,
-            model__path=random_model,
+            model__path=tied_folder,
             buffer__max_staleness=0,
             devices__train=2,
             train__steps=3,
@@ -74,9 +72,9 @@ def test_eta_0_is_synchronous_and_one_seed_gives_one_run(
 
 
 def test_killed_engine_and_verifier_are_replaced_and_every_group_is_accounted_for(
-    tmp_path: Path, random_model: Path
+    tmp_path: Path, tied_folder: Path
 ) -> None:
-    run = Run(tmp_path / "run", model__path=random_model, train__steps=6)
+    run = Run(tmp_path / "run", model__path=tied_folder, train__steps=6)
     run.wait_for_step(1)
     first = run.workers()
     run.kill("rollout-0")
@@ -93,9 +91,9 @@ def test_killed_engine_and_verifier_are_replaced_and_every_group_is_accounted_fo
 
 
 def test_killed_trainer_ends_the_run_in_one_line_and_resume_goes_on(
-    tmp_path: Path, random_model: Path
+    tmp_path: Path, tied_folder: Path
 ) -> None:
-    changes = {"model__path": random_model, "checkpoint__every": 1, "train__steps": 5}
+    changes = {"model__path": tied_folder, "checkpoint__every": 1, "train__steps": 5}
     run = Run(tmp_path / "run", devices__train=2, **changes)
     run.wait_for_step(2)
     run.wait_until(lambda: any((run.dir / "checkpoints").glob("step-*")))
@@ -118,9 +116,9 @@ def test_killed_trainer_ends_the_run_in_one_line_and_resume_goes_on(
 
 
 def test_ctrl_c_finishes_the_step_and_saves_and_resume_completes(
-    tmp_path: Path, random_model: Path
+    tmp_path: Path, tied_folder: Path
 ) -> None:
-    changes = {"model__path": random_model, "train__steps": 200}
+    changes = {"model__path": tied_folder, "train__steps": 200}
     run = Run(tmp_path / "run", **changes)
     run.wait_for_step(2)
     os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to everybody
@@ -136,21 +134,19 @@ def test_ctrl_c_finishes_the_step_and_saves_and_resume_completes(
     assert len(again.metrics()) == saved + 2
 
 
-def test_killed_controller_takes_all_its_workers_with_it(
-    tmp_path: Path, random_model: Path
-) -> None:
-    run = Run(tmp_path / "run", model__path=random_model, train__steps=200)
+def test_killed_controller_takes_all_its_workers_with_it(tmp_path: Path, tied_folder: Path) -> None:
+    run = Run(tmp_path / "run", model__path=tied_folder, train__steps=200)
     run.wait_for_step(1)
     run.process.send_signal(signal.SIGKILL)
     assert run.end().code == -signal.SIGKILL
 
 
 def test_reward_that_fails_or_hangs_is_a_dropped_group_never_a_zero(
-    tmp_path: Path, random_model: Path
+    tmp_path: Path, tied_folder: Path
 ) -> None:
     run = Run(
         tmp_path / "run",
-        model__path=random_model,
+        model__path=tied_folder,
         tasks__timeout_s=0.5,
         tasks__kind=f'"{Path(__file__).parent / "noisy_task.py"}:Broken"',
         train__steps=3,
@@ -164,11 +160,11 @@ def test_reward_that_fails_or_hangs_is_a_dropped_group_never_a_zero(
 
 
 def test_stalled_worker_ends_the_run_with_stacks_and_exit_code_3(
-    tmp_path: Path, random_model: Path
+    tmp_path: Path, tied_folder: Path
 ) -> None:
     run = Run(
         tmp_path / "run",
-        model__path=random_model,
+        model__path=tied_folder,
         train__steps=200,
         log__stall_s=4,
         tasks__timeout_s=3,

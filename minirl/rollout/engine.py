@@ -23,7 +23,7 @@ from minirl import devices
 from minirl.config import Config
 from minirl.errors import StaleWeights
 from minirl.records import StopReason
-from minirl.shm.weights import Published, WeightStore, canary_tokens
+from minirl.shm.weights import CANARY_TOKENS, Published, WeightStore, canary_tokens
 
 CANARY_PRIORITY = -2  # before evaluation (-1) and training groups (their id)
 CANARY_LIMIT = {"float32": 1e-3, "bfloat16": 0.25}  # mean |engine - trainer| logprob
@@ -63,7 +63,7 @@ class Engine:
                 model=folder,
                 dtype=config.model.dtype,
                 trust_remote_code=config.model.trust_remote_code,
-                max_model_len=config.max_tokens_per_trajectory,
+                max_model_len=max(config.max_tokens_per_trajectory, CANARY_TOKENS + 1),
                 max_num_seqs=config.rollout.max_num_seqs + 1,  # one for the canary
                 tensor_parallel_size=config.devices.tensor_parallel,
                 worker_extension_cls="minirl.rollout.extension.Reloader",
@@ -135,6 +135,7 @@ class Engine:
     def add(self, key: int, prompt: Sequence[int], sampling: Sampling, priority: int) -> None:
         """Raises ValueError where vLLM refuses the request."""
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
@@ -146,7 +147,10 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        self._add(str(key), prompt, params, priority)
+        try:
+            self._add(str(key), prompt, params, priority)
+        except VLLMClientError as refusal:  # not a ValueError of its own
+            raise ValueError(str(refusal)) from refusal
 
     def _add(self, request_id: str, prompt: Sequence[int], params: object, priority: int) -> None:
         inputs = {

@@ -151,6 +151,7 @@ class RolloutWorker:
             try:
                 self.engine.add(key, request.group.prompt, self.sampling(request), priority)
             except ValueError as refusal:
+                self.num_pinned -= request.group.is_eval  # it neither waits nor runs any more
                 self.forget(request.group.group_id)
                 self.pipe.send(Gone(request.group.group_id, str(refusal).splitlines()[0]))
                 continue

@@ -72,8 +72,8 @@ def load(folder: Path, policy: "Policy", optimizer: torch.optim.Optimizer) -> No
                 parameters[name].copy_(tensor)
     for key, tensor in load_file(folder / "trainer" / "optimizer.safetensors").items():
         name, _, field = key.rpartition("/")
-        device = "cpu" if field == "step" else parameters[name].device
-        optimizer.state[parameters[name]][field] = tensor.to(device)
+        # `step` too: a fused AdamW keeps it where the weights are.
+        optimizer.state[parameters[name]][field] = tensor.to(parameters[name].device)
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -27,15 +27,9 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
-from transformers import (
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from minirl.config import TasksConfig
+from minirl.devices import hide_broken_torchvision
 from minirl.errors import MinirlError
 from minirl.records import Answer, Example, StopReason
 from minirl.shm.board import BoardWriter
@@ -48,6 +42,16 @@ from minirl.tasks.arithmetic import (
     sloppy_demonstration,
 )
 from minirl.train.tiny import PIECES, RECIPE, Recipe, tiny_model_folder
+
+hide_broken_torchvision()
+
+from transformers import (  # noqa: E402
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar  # noqa: E402
 
 Report = Callable[[str], None]
 

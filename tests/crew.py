@@ -1,0 +1,64 @@
+"""Real worker processes for tests: a Fleet, and an inbox that waits for what a worker must say."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from minirl.devices import Placement, vllm_environment
+from minirl.fleet import Died, Fleet, Worker
+
+LIMIT_S = 120.0  # a hang is a failure, however slow the machine
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+TRAINER_PLACE = Placement("cpu", env=ONE_THREAD)
+ENGINE_PLACE = Placement("cpu", env={**ONE_THREAD, **vllm_environment("cpu")})
+FIRST_GPU = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+ON_GPU = {"CUDA_VISIBLE_DEVICES": FIRST_GPU}
+CUDA_TRAINER_PLACE = Placement("cuda", gpus=(FIRST_GPU,), env=ON_GPU)
+CUDA_ENGINE_PLACE = Placement("cuda", gpus=(FIRST_GPU,), env={**ON_GPU, **vllm_environment("cuda")})
+
+Message = TypeVar("Message")
+
+
+class Inbox:
+    """Everything that workers said and nobody has taken yet."""
+
+    def __init__(self, fleet: Fleet):
+        self.fleet = fleet
+        self.messages: list[tuple[Worker, object]] = []
+
+    def take(self, worker: Worker, kind: type[Message]) -> Message:
+        """The worker's next message of this kind; a death that was not asked for is a failure."""
+        found: list[int] = []
+
+        def is_there() -> bool:
+            found[:] = [
+                i
+                for i, (sender, message) in enumerate(self.messages)
+                if sender is worker and isinstance(message, (kind, Died))
+            ]
+            return bool(found)
+
+        self.wait_until(is_there)
+        message = self.messages.pop(found[0])[1]
+        if not isinstance(message, kind):
+            raise AssertionError(f"{message}\n{self.fleet.last_words(worker)}")
+        return message
+
+    def wait_until(self, is_there: Callable[[], bool], listen_s: float = 0.2) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not is_there():
+            assert time.monotonic() < deadline, f"waited in vain; heard {self.messages}"
+            self.messages += self.fleet.hear(listen_s)
+
+
+@contextmanager
+def crew(log_dir: Path, num_workers: int) -> Iterator[Inbox]:
+    log_dir.mkdir(parents=True, exist_ok=True)
+    fleet = Fleet(log_dir, num_workers)
+    try:
+        yield Inbox(fleet)
+    finally:
+        fleet.kill()

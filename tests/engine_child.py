@@ -1,0 +1,94 @@
+"""The part of test_engine.py that runs beside vLLM, in a process of its own: it holds the engines
+and calls what it is sent. vLLM needs its environment before torch is imported, hence a process.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from minirl.errors import StaleWeights
+from minirl.rollout.engine import Chunk, Engine, Sampling
+from minirl.rollout.worker import RolloutSetup
+from minirl.shm.board import BoardWriter
+
+CALLS_ALLOWED_TO_FAIL = (StaleWeights, ValueError)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Of a function of this module, on one of the engines."""
+
+    engine: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    value: Any = None
+    error: Exception | None = None
+
+
+def run(setups: dict[str, RolloutSetup], board: BoardWriter, pipe: Connection) -> None:
+    """The body of the process. A call that is not a Call ends it."""
+    engines = {
+        name: Engine(s.config, s.folder, s.kind, s.store, s.seed) for name, s in setups.items()
+    }
+    pipe.send(Result())
+    while isinstance(call := pipe.recv(), Call):
+        try:
+            pipe.send(Result(call.function(engines[call.engine], *call.arguments)))
+        except CALLS_ALLOWED_TO_FAIL as error:
+            pipe.send(Result(error=error))
+
+
+def reload(engine: Engine) -> int:
+    engine.reload()
+    return engine.version
+
+
+def canary_gap(engine: Engine) -> float:
+    return engine.canary_gap
+
+
+def reseed(engine: Engine, seed: int) -> None:
+    engine.reseed(seed)
+
+
+def add(engine: Engine, key: int, prompt: list[int], sampling: Sampling) -> None:
+    engine.add(key, prompt, sampling, priority=key)
+
+
+def steps(engine: Engine, count: int) -> list[tuple[int, Chunk]]:
+    """So many steps at most; each chunk with the version that the engine says it serves."""
+    found = []
+    for _ in range(count):
+        if not engine.is_busy:
+            break
+        version = engine.version
+        found += [
+            (version, Chunk(c.key, list(c.tokens), list(c.logprobs), c.stop)) for c in engine.step()
+        ]
+    return found
+
+
+def abort(engine: Engine, keys: list[int]) -> None:
+    engine.abort(keys)
+
+
+def lose_tensors(engine: Engine, names: list[str] | None) -> None:
+    """From now on these never arrive; None: nothing does. An empty list: all is well again."""
+
+    def patch(model: torch.nn.Module) -> None:
+        whole = type(model).load_weights  # type: ignore[attr-defined]
+
+        def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+            kept = [(n, w) for n, w in weights if names is not None and n not in names]
+            return whole(model, kept)
+
+        model.load_weights = load_weights  # type: ignore[assignment]
+
+    engine._engine.apply_model(patch)

@@ -1,0 +1,166 @@
+"""What minirl must agree with, written the plain way: one sequence at a time through Hugging Face's
+own forward, eq. 5 as it stands in the paper, torch's AdamW. No packing, no ranks, no micro-batches.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, pstdev
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minirl.config import Config
+from minirl.devices import hide_broken_torchvision
+from minirl.records import Batch, Group
+from minirl.shm.ring import TrajectoryRing
+from minirl.shm.weights import canary_tokens
+
+hide_broken_torchvision()
+
+from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
+
+Weights = dict[str, Tensor]
+
+
+def load(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
+
+
+def distributions(model: PreTrainedModel, tokens: list[int], temperature: float = 1.0) -> Tensor:
+    """Log-probabilities over the vocabulary that each token but the first was drawn from."""
+    logits_TV = model(torch.tensor([tokens])).logits[0, :-1].float()
+    return (logits_TV / temperature).log_softmax(-1)
+
+
+def logprobs(model: PreTrainedModel, tokens: list[int], temperature: float = 1.0) -> Tensor:
+    """Of each token; the first has none and is 0."""
+    return own(distributions(model, tokens, temperature), tokens)
+
+
+def own(all_TV: Tensor, tokens: list[int]) -> Tensor:
+    chosen_T = all_TV.gather(1, torch.tensor(tokens)[1:, None])[:, 0]
+    return torch.cat([torch.zeros(1), chosen_T])
+
+
+@torch.no_grad()
+def canary(model: PreTrainedModel) -> np.ndarray:
+    return logprobs(model, canary_tokens(model.config.vocab_size)).numpy()
+
+
+@dataclass
+class Sequence:
+    tokens: list[int]
+    advantage: float
+    behav_T: Tensor
+    trains_T: Tensor
+    is_fresh_T: Tensor
+    prox_T: Tensor
+
+
+@dataclass
+class Sums:
+    """Over the trained tokens of a step."""
+
+    loss: float = 0.0
+    entropy: float = 0.0
+    num_clipped: int = 0
+
+
+class PlainScript:
+    def __init__(self, folder: Path, config: Config):
+        self.model, self.config = load(folder), config
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+        )
+
+    def weights(self) -> Weights:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def momentum(self) -> Weights:
+        """Adam's running mean of the gradient. Unlike an update it has its size, and no part of it
+        is a rounding error that was divided by itself."""
+        return {
+            name: self.optimizer.state[p]["exp_avg"].clone()
+            for name, p in self.model.named_parameters()
+        }
+
+    def train(self, batch: Batch, ring: TrajectoryRing) -> dict[str, float]:
+        """One step, in place. Gives what the trainer's metrics must say."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.train.lr
+        by_group = [self.read(group, batch.version, ring) for group in batch.groups]
+        size = len(by_group) // self.config.train.num_minibatches
+        norms, sums = [], Sums()
+        for start in range(0, len(by_group), size):
+            part = [s for sequences in by_group[start : start + size] for s in sequences]
+            self.optimizer.zero_grad()
+            (self.loss(part, sums) / max(1, count(part))).backward()
+            parameters = self.model.parameters()
+            norms.append(
+                torch.nn.utils.clip_grad_norm_(parameters, self.config.train.grad_clip).item()
+            )
+            self.optimizer.step()
+        everything = [s for sequences in by_group for s in sequences]
+        w_N = torch.cat([(s.prox_T - s.behav_T)[s.trains_T].exp() for s in everything])
+        gap_N = torch.cat([(s.prox_T - s.behav_T)[s.is_fresh_T].abs() for s in everything])
+        num_tokens = count(everything)
+        values = {
+            "train/loss": sums.loss / max(1, num_tokens),
+            "train/entropy": sums.entropy / max(1, num_tokens),
+            "train/clip_frac": sums.num_clipped / max(1, num_tokens),
+            "train/grad_norm": fmean(norms),
+            "train/tokens": num_tokens,
+        }
+        if num_tokens:
+            cap = self.config.train.behav_cap
+            values["train/behav_ratio_mean"] = w_N.mean().item()
+            values["train/capped_frac"] = (w_N > cap).float().mean().item()
+        if len(gap_N):
+            values["train/logprob_gap"] = gap_N.mean().item()
+        return values
+
+    def read(self, group: Group, version: int, ring: TrajectoryRing) -> list[Sequence]:
+        sequences = []
+        oldest = version - self.config.buffer.max_staleness
+        for trajectory, reward in zip(group.trajectories, group.rewards, strict=True):
+            view = ring.read(trajectory.cell, group.id)
+            tokens, versions = view.tokens.tolist(), torch.tensor(view.versions)
+            written_T = torch.tensor(view.mask) == 1
+            with torch.no_grad():
+                prox_T = logprobs(self.model, tokens, self.config.rollout.temperature)
+            sequences.append(
+                Sequence(
+                    tokens=tokens,
+                    advantage=(reward - fmean(group.rewards)) / (pstdev(group.rewards) + 1e-4),
+                    behav_T=torch.tensor(view.logprobs),
+                    trains_T=written_T & (versions >= oldest),
+                    is_fresh_T=written_T & (versions == version),
+                    prox_T=prox_T,
+                )
+            )
+        return sequences
+
+    def loss(self, sequences: list[Sequence], sums: Sums) -> Tensor:
+        """Minus eq. 5, summed over the trained tokens."""
+        train = self.config.train
+        total = torch.zeros(())
+        for s in sequences:
+            all_TV = distributions(self.model, s.tokens, self.config.rollout.temperature)
+            logprobs_T = own(all_TV, s.tokens)
+            w_T = (s.prox_T - s.behav_T).exp()
+            u_T = (logprobs_T - s.prox_T).exp()
+            bound_T = u_T.clamp(1 - train.clip_low, 1 + train.clip_high) * s.advantage
+            kept_T = s.trains_T & (w_T <= train.behav_cap)
+            total = total - (w_T * torch.minimum(u_T * s.advantage, bound_T))[kept_T].sum()
+            entropy_T = -(all_TV.exp() * all_TV).sum(-1).detach()
+            sums.entropy += entropy_T[s.trains_T[1:]].sum().item()
+            sums.num_clipped += int((bound_T < u_T * s.advantage)[kept_T].sum())
+        sums.loss += total.item()
+        return total
+
+
+def count(sequences: list[Sequence]) -> int:
+    return sum(int(s.trains_T.sum()) for s in sequences)

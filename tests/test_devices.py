@@ -1,0 +1,125 @@
+"""Who runs where: on CPU by cores, on CUDA by GPUs; and the few tests that only a GPU can run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from minirl.config import Config, DevicesConfig
+from minirl.devices import Placement, place
+
+# Placement ------------------------------------------------------------------------------------
+
+
+def placed(
+    monkeypatch: pytest.MonkeyPatch, num_cores: int, rollout: int, train: int
+) -> tuple[list[Placement], list[Placement]]:
+    cores = set(range(10, 10 + num_cores))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
+    config = Config(devices=DevicesConfig(kind="cpu", rollout=rollout, train=train))
+    return place(config, "cpu", num_cores)
+
+
+@pytest.mark.parametrize("num_cores", [1, 2, 3, 4, 7, 16, 64])
+@pytest.mark.parametrize(("rollout", "train"), [(1, 1), (2, 1), (1, 3), (3, 2), (8, 8)])
+def test_every_process_has_cores_and_as_many_threads(
+    num_cores: int, rollout: int, train: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines, trainers = placed(monkeypatch, num_cores, rollout, train)
+    assert (len(engines), len(trainers)) == (rollout, train)
+    for placement in engines + trainers:
+        assert placement.kind == "cpu" and placement.torch_device == "cpu"
+        assert placement.process_group_backend == "gloo"
+        assert placement.cores and set(placement.cores) <= set(range(10, 10 + num_cores))
+        assert placement.env["OMP_NUM_THREADS"] == str(len(placement.cores))
+        assert placement.env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize("num_cores", [2, 3, 4, 7, 16, 64])
+@pytest.mark.parametrize(("rollout", "train"), [(1, 1), (2, 1), (1, 3), (3, 2), (8, 8)])
+def test_the_two_pools_share_no_core(
+    num_cores: int, rollout: int, train: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines, trainers = placed(monkeypatch, num_cores, rollout, train)
+    by_engines, by_trainers = (
+        {core for placement in pool for core in placement.cores} for pool in (engines, trainers)
+    )
+    assert by_engines.isdisjoint(by_trainers)
+    for pool, count in ((engines, rollout), (trainers, train)):
+        taken = [core for placement in pool for core in placement.cores]
+        if len(set(taken)) >= count:  # enough for all: nobody shares
+            assert len(taken) == len(set(taken))
+
+
+def test_only_engines_get_what_vllm_needs_before_it_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engines, trainers = placed(monkeypatch, 4, 2, 2)
+    for placement in engines:
+        assert placement.env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+        assert placement.env["TORCH_COMPILE_DISABLE"] == "1"
+    for placement in trainers:
+        assert not [name for name in placement.env if name.startswith(("VLLM", "TORCH"))]
+
+
+def test_on_cuda_each_engine_sees_its_own_gpus_and_each_rank_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,GPU-a1,7,0,2")
+    config = Config(devices=DevicesConfig(rollout=4, train=2, tensor_parallel=2))
+    engines, trainers = place(config, "cuda", 6)
+    assert [p.gpus for p in engines] == [("3", "5"), ("GPU-a1", "7")]
+    assert [p.gpus for p in trainers] == [("0",), ("2",)]
+    for placement in engines + trainers:
+        assert placement.env["CUDA_VISIBLE_DEVICES"] == ",".join(placement.gpus)
+        assert placement.torch_device == "cuda:0"  # the first of those it sees
+        assert placement.process_group_backend == "nccl"
+        assert "TORCH_COMPILE_DISABLE" not in placement.env
+    assert engines[0].env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+def test_on_cuda_without_a_choice_gpus_are_counted_from_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = Config(devices=DevicesConfig(rollout=2, train=1))
+    engines, trainers = place(config, "cuda", 4)
+    assert [p.gpus for p in engines + trainers] == [("0",), ("1",), ("2",)]
+
+
+# A broken torchvision -------------------------------------------------------------------------
+
+needs_cpu_torch = pytest.mark.skipif(
+    torch.version.cuda is not None, reason="a CUDA torch has a torchvision that works"
+)
+
+
+def run_beside_broken_torchvision(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """As pip leaves it beside a CPU torch: it is there, and importing it raises."""
+    for name in ("torchvision", "torchaudio"):
+        (tmp_path / name).mkdir()
+        broken = f"raise RuntimeError('operator {name}::nms does not exist')\n"
+        (tmp_path / name / "__init__.py").write_text(broken)
+        metadata = tmp_path / f"{name}-0.28.0.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.28.0\n")
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent)])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+
+
+@needs_cpu_torch
+@pytest.mark.parametrize("module", ["minirl.train.policy", "minirl.train.warmup"])
+def test_a_broken_torchvision_does_not_stop_us(module: str, tmp_path: Path) -> None:
+    code = f"import {module}; from transformers import Qwen3ForCausalLM"
+    result = run_beside_broken_torchvision(code, tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+@needs_cpu_torch
+def test_it_would_stop_transformers(tmp_path: Path) -> None:
+    """The day this fails, transformers looks no more, and nothing needs to be hidden."""
+    code = "from transformers import Qwen3ForCausalLM"
+    result = run_beside_broken_torchvision(code, tmp_path)
+    assert result.returncode != 0 and "nms does not exist" in result.stderr
