@@ -87,8 +87,8 @@ def _shared_out(place: Placement, num_shards: int) -> Placement:
 
 
 def with_own_temp(place: Placement, folder: Path) -> Placement:
-    """vLLM on CPU leaves a file in the temp folder and, under tensor parallelism, shared memory that
-    is named after it: with a folder of its own both can be found again (`sweep_temp`).
+    """vLLM on CPU leaves files in the temp folder and, under tensor parallelism, named shared
+    memory. With a temp folder of its own all of it can be found again (`sweep_temp`).
     """
     if place.kind != "cpu":
         return place
@@ -96,10 +96,16 @@ def with_own_temp(place: Placement, folder: Path) -> Placement:
     return replace(place, env={**place.env, **sockets, "TMPDIR": str(folder.absolute())})
 
 
+def remember_segments() -> None:
+    """In a tensor-parallel process: what its shared memory is called, for `sweep_temp`."""
+    if name := os.environ.get("VLLM_DIST_IDENT"):
+        (Path(tempfile.gettempdir()) / f"segment-{name}").touch()
+
+
 def sweep_temp(folder: Path) -> None:
     """When all engines have ended, however they did."""
-    for path in folder.glob("vllm_dist_*"):
-        for segment in Path("/dev/shm").glob(f"{path.name}*"):
+    for path in folder.glob("segment-*"):
+        for segment in Path("/dev/shm").glob(f"{path.name.removeprefix('segment-')}*"):
             segment.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 

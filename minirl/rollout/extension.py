@@ -21,6 +21,7 @@ class Reloader:
     """Mixed into vLLM's worker class by name (`worker_extension_cls`)."""
 
     def open_store(self, table: list[tuple[str, tuple[int, ...]]], dtype: str, path: str) -> None:
+        devices.remember_segments()
         specs = tuple(TensorSpec(name, tuple(shape)) for name, shape in table)
         self._store = WeightStore.open(specs, dtype, path)
 
