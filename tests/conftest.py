@@ -7,13 +7,20 @@ import pytest
 
 @pytest.fixture(scope="session")
 def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import tiny_qwen3  # not at the top: tests that need no model load no torch
+    import tiny_models  # not at the top: tests that need no model load no torch
 
-    return tiny_qwen3.write(tmp_path_factory.mktemp("qwen3-tied"), tied=True)
+    return tiny_models.write(tmp_path_factory.mktemp("qwen3-tied"), tied=True)
 
 
 @pytest.fixture(scope="session")
 def untied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import tiny_qwen3
+    import tiny_models
 
-    return tiny_qwen3.write(tmp_path_factory.mktemp("qwen3-untied"), tied=False)
+    return tiny_models.write(tmp_path_factory.mktemp("qwen3-untied"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import tiny_models
+
+    return tiny_models.write(tmp_path_factory.mktemp("llama"), tied=False, is_llama=True)

@@ -5,6 +5,7 @@ and calls what it is sent. vLLM needs its environment before torch is imported, 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from types import MethodType
 from typing import Any
 
 import torch
@@ -90,5 +91,21 @@ def lose_tensors(engine: Engine, names: list[str] | None) -> None:
             return whole(model, kept)
 
         model.load_weights = load_weights  # type: ignore[assignment]
+
+    engine._engine.apply_model(patch)
+
+
+def tear(engine: Engine, is_torn: bool) -> None:
+    """From now on every other tensor is loaded from the slot of the version before."""
+
+    def patch(model: torch.nn.Module) -> None:
+        whole = type(model).load_weights  # type: ignore[attr-defined]
+        store = engine._store
+
+        def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+            other = dict(store.views(1 - store.latest % 2))
+            return whole(model, [(n, other[n] if i % 2 else w) for i, (n, w) in enumerate(weights)])
+
+        model.load_weights = load_weights if is_torn else MethodType(whole, model)  # type: ignore[assignment]
 
     engine._engine.apply_model(patch)

@@ -25,20 +25,28 @@ SMALL = {
 class Run:
     """`minirl train` on the smoke recipe, made small, in a process of its own."""
 
-    def __init__(self, run_dir: Path, *extra: str, small: bool = True, **changes: object):
+    def __init__(
+        self,
+        run_dir: Path,
+        *extra: str,
+        small: bool = True,
+        program: tuple[str, ...] = ("-m", "minirl.cli"),
+        **changes: object,
+    ):
         settings = {**SMALL, **_dotted(changes)} if small else _dotted(changes)
         overrides = [f"--set={key}={value}" for key, value in settings.items()]
         self.dir = run_dir
         self.before = set(os.listdir("/dev/shm"))
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "minirl.cli", "train", str(RECIPES / "smoke.toml")),
+                *(sys.executable, *program, "train", str(RECIPES / "smoke.toml")),
                 *("--run-dir", str(run_dir), *overrides, *extra),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
         )
 
     def workers(self) -> dict[str, int]:

@@ -178,6 +178,46 @@ def test_stalled_worker_ends_the_run_with_stacks_and_exit_code_3(
     assert "--- rollout-0" in report and "worker.py" in report
 
 
+@pytest.mark.parametrize("how", ["not_applied", "one_missing", "torn"])
+def test_broken_reload_stops_the_run_and_names_the_tensor(
+    how: str, tmp_path: Path, tied_folder: Path
+) -> None:
+    run = Run(
+        tmp_path / "run",
+        program=(str(Path(__file__).parent / "broken_run.py"), how),
+        model__path=tied_folder,
+        tasks__kind=f'"{Path(__file__).parent / "noisy_task.py"}:EvenLength"',
+        train__lr=1e-2,
+    )
+    ended = run.end()
+    assert ended.code == 1, ended
+    names = {
+        "not_applied": "model.embed_tokens.weight",
+        "one_missing": "model.layers.1.mlp.up_proj.weight (and 0 more)",
+        "torn": "model.layers.",
+    }
+    start = "minirl: rollout-0: version "
+    assert ended.err.startswith(start) and "did not reach the engine" in ended.err, ended
+    assert f"tensor {names[how]}" in ended.err
+    assert len(ended.err.splitlines()) == 1
+
+
+def test_tensor_parallel_engine_trains_and_leaves_nothing(
+    tmp_path: Path, tied_folder: Path
+) -> None:
+    run = Run(
+        tmp_path / "run",
+        model__path=tied_folder,
+        devices__rollout=2,
+        devices__tensor_parallel=2,
+        train__steps=2,
+    )
+    ended = run.end()
+    assert ended.code == 0, ended
+    assert run.summary()["logprob_gap_max"] < 1e-3
+    assert_accounted(run.metrics(), max_staleness=2)
+
+
 def test_smoke_recipe_learns(tmp_path: Path) -> None:
     """The promise on the README's first screen, in full."""
     run = Run(tmp_path / "run", small=False)
