@@ -2,7 +2,7 @@
 and calls what it is sent. vLLM needs its environment before torch is imported, hence a process.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 
 from minirl.errors import StaleWeights
 from minirl.rollout.engine import Chunk, Engine, Sampling
+from minirl.rollout.extension import Landing
 from minirl.rollout.worker import RolloutSetup
 from minirl.shm.board import BoardWriter
 
@@ -82,13 +83,14 @@ def abort(engine: Engine, keys: list[int]) -> None:
 def lose_tensors(engine: Engine, names: list[str] | None) -> None:
     """From now on these never arrive; None: nothing does. An empty list: all is well again."""
 
-    def patch(model: torch.nn.Module) -> None:
-        whole = type(model).load_weights  # type: ignore[attr-defined]
+    def patch(wrapper: Any) -> None:
+        worker = wrapper.worker
+        whole = type(worker).copy
 
-        def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> object:
-            kept = [(n, w) for n, w in weights if names is not None and n not in names]
-            return whole(model, kept)
+        def copy(landing: Landing, weights: dict[str, torch.Tensor]) -> None:
+            kept = {n: w for n, w in weights.items() if names is not None and n not in names}
+            whole(worker, landing, kept)
 
-        model.load_weights = load_weights  # type: ignore[assignment]
+        worker.copy = copy
 
-    engine._engine.apply_model(patch)
+    engine._engine.collective_rpc(patch)
