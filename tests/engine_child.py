@@ -11,10 +11,10 @@ import torch
 
 from minirl.errors import StaleWeights
 from minirl.rollout.engine import Chunk, Engine, Sampling
-from minirl.rollout.extension import Landing
 from minirl.rollout.worker import RolloutSetup
 from minirl.shm.board import BoardWriter
 
+Weights = dict[str, torch.Tensor]
 CALLS_ALLOWED_TO_FAIL = (StaleWeights, ValueError)
 
 
@@ -83,14 +83,25 @@ def abort(engine: Engine, keys: list[int]) -> None:
 def lose_tensors(engine: Engine, names: list[str] | None) -> None:
     """From now on these never arrive; None: nothing does. An empty list: all is well again."""
 
+    def lose(weights: Weights) -> Weights:
+        return {n: w for n, w in weights.items() if names is not None and n not in names}
+
+    _copy_instead(engine, lose)
+
+
+def tear(engine: Engine, is_torn: bool) -> None:
+    """From now on every other tensor is loaded from the slot of the version before."""
+
+    def tear_apart(weights: Weights) -> Weights:
+        other = dict(engine._store.views(1 - engine._store.latest % 2))
+        return {n: other[n] if i % 2 else w for i, (n, w) in enumerate(weights.items())}
+
+    _copy_instead(engine, tear_apart if is_torn else lambda weights: weights)
+
+
+def _copy_instead(engine: Engine, change: Callable[[Weights], Weights]) -> None:
     def patch(wrapper: Any) -> None:
         worker = wrapper.worker
-        whole = type(worker).copy
-
-        def copy(landing: Landing, weights: dict[str, torch.Tensor]) -> None:
-            kept = {n: w for n, w in weights.items() if names is not None and n not in names}
-            whole(worker, landing, kept)
-
-        worker.copy = copy
+        worker.copy = lambda weights: type(worker).copy(worker, change(weights))
 
     engine._engine.collective_rpc(patch)

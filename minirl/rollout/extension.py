@@ -27,16 +27,20 @@ class Reloader:
 
     def load_slot(self, slot: int) -> list[str]:
         """Loads a slot in place, so that captured graphs stay valid."""
-        model: torch.nn.Module = self.model_runner.model  # type: ignore[attr-defined]
-        if self._landing is None or self._landing.is_outdated:
-            model.load_weights(self._store.views(slot))  # type: ignore[operator]
-            self._landing = Landing(model, dict(self._store.views(slot)))
-        else:
-            self.copy(self._landing, dict(self._store.views(slot)))
-        return self._landing.absent(dict(self._store.views(slot)))
+        weights = dict(self._store.views(slot))
+        if self._landing is not None and self._landing.is_outdated:
+            self._landing = None
+        self.copy(weights)
+        if self._landing is None:
+            self._landing = Landing(self.model_runner.model, weights)  # type: ignore[attr-defined]
+        return self._landing.absent(weights)
 
-    def copy(self, landing: "Landing", weights: dict[str, torch.Tensor]) -> None:
-        landing.load(self.model_runner.model, weights)  # type: ignore[attr-defined]
+    def copy(self, weights: dict[str, torch.Tensor]) -> None:
+        model: torch.nn.Module = self.model_runner.model  # type: ignore[attr-defined]
+        if self._landing is None:
+            model.load_weights(weights.items())  # type: ignore[operator]
+        else:
+            self._landing.load(model, weights)
 
     def reseed(self, seed: int) -> None:
         torch.manual_seed(seed)
