@@ -179,7 +179,11 @@ def bench(
 ) -> None:
     from minirl.bench import Options, run
 
-    _show(run(name, Options(model), json_file).rows())
+    rows = run(name, Options(model), json_file).rows()
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:  # not through rich, which would cut figures' names to a narrow terminal
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        typer.echo("  ".join(cells).rstrip())
 
 
 def main() -> None:
