@@ -40,19 +40,13 @@ def torn(setup: worker.RolloutSetup, board: BoardWriter, pipe: Connection) -> No
 
 def _run(views, setup, board, pipe) -> None:  # type: ignore[no-untyped-def]
     """The first version arrives as it should; those after it do not."""
-    load_slot = extension.Reloader.load_slot
-    whole = extension.WeightStore.views
+    copy = extension.Reloader.copy
 
-    def load_first_then_break(self, slot: int) -> list[str]:  # type: ignore[no-untyped-def]
-        if self._store.latest == 0:
-            return load_slot(self, slot)
-        model = self.model_runner.model
-        extension.WeightStore.views = views
-        model.load_weights(self._store.views(slot))
-        extension.WeightStore.views = whole
-        return list(extension.absent(model, dict(self._store.views(slot))))
+    def break_later(self, weights: dict[str, object]) -> None:  # type: ignore[no-untyped-def]
+        latest = self._store.latest
+        copy(self, dict(views(self._store, latest % 2)) if latest > 0 else weights)
 
-    extension.Reloader.load_slot = load_first_then_break
+    extension.Reloader.copy = break_later
     worker.run(setup, board, pipe)
 
 

@@ -107,8 +107,9 @@ class WeightStore:
         slot = version % NUM_SLOTS
         # Odd: being written. It is odd already where an earlier writer died in this slot.
         self._sequence[slot] += 2 if self._sequence[slot] % 2 else 1
-        for (_, destination), source in zip(self._slots[slot], weights, strict=True):
-            destination.copy_(source)
+        pairs = [(t, source) for (_, t), source in zip(self._slots[slot], weights, strict=True)]
+        # One call: in a small model the calls cost more than the bytes.
+        torch._foreach_copy_([tensor for tensor, _ in pairs], [source for _, source in pairs])
         self._canaries[slot][:] = canary
         self._sequence[slot] += 1
         self._latest[0] = version
