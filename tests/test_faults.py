@@ -105,8 +105,7 @@ def test_stalled_worker_ends_the_run_with_stacks_and_exit_code_3(
         tmp_path / "run",
         model__path=tied_folder,
         train__steps=200,
-        log__stall_s=4,
-        tasks__timeout_s=3,
+        log__stall_s=15,
     )
     run.wait_for_step(1)
     run.kill("train-0", signal.SIGSTOP)
