@@ -25,6 +25,7 @@ from minirl.errors import MinirlError, RecipeError
 from minirl.fleet import Died, Fleet, Role
 from minirl.journal import Journal
 from minirl.loop import Loop
+from minirl.pace import Pace
 from minirl.recipe import Loaded, load, to_toml
 from minirl.records import Prompt
 from minirl.rollout.worker import RolloutSetup, Stop
@@ -104,10 +105,7 @@ def _run(
         stream = PromptStream(task, tokenizer, config.seed, start.consumed)
         heldout = _heldout(config, task, tokenizer)
         _check_prompt_lengths(config, task, tokenizer)
-        on_stale = OnStale(config.buffer.on_stale)
-        buffer = Buffer(
-            config.train.batch_size, config.buffer.max_staleness, on_stale, start.history
-        )
+        buffer = make_buffer(config, start.history)
         journal_state = start.state["journal"] if start.state else None
         journal = Journal(config, run_dir, fleet, view, start.step, journal_state)
         loop = Loop(config, fleet, stream, heldout, buffer, journal)
@@ -124,6 +122,14 @@ def _run(
         fleet.kill()
         checkpoint.sweep(run_dir)
         (run_dir / "rendezvous").unlink(missing_ok=True)
+
+
+def make_buffer(config: Config, history: History | None = None) -> Buffer:
+    size, eta = config.train.batch_size, config.buffer.max_staleness
+    pace = None
+    if not config.is_synchronous:
+        pace = Pace(size, config.num_slots, config.buffer.target_staleness)
+    return Buffer(size, eta, OnStale(config.buffer.on_stale), history, pace)
 
 
 def _spawn(

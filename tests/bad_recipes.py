@@ -104,6 +104,12 @@ BAD_FILES = [
     ('[rollout]\nmax_new_tokens = 20000', 'train.max_tokens = 16384: must hold one trajectory of 20256 tokens (tasks.max_prompt_tokens + rollout.max_new_tokens); raise it to 20256 or more, or shorten prompt or answer'),
     ('[devices]\nrollout = 3\ntensor_parallel = 2', 'devices.rollout = 3: must be a multiple of devices.tensor_parallel = 2; make it 2 or 4 (bad.toml:2)'),
     ('[devices]\nkind = "cpu"\nrollout = 2\ntensor_parallel = 2', 'devices.tensor_parallel = 2: must be 1 on CPU, where all processes share the same cores; set it to 1, or use CUDA (bad.toml:4)'),
+    ('[tasks]\nmax_failures = -1', 'tasks.max_failures = -1: must be at least 0; 0 drops a group with its first failed reward (bad.toml:2)'),
+    ('[tasks]\nmax_failures = 7', 'tasks.max_failures = 7: must leave two of rollout.group_size = 8 to compare; at most 6 (bad.toml:2)'),
+    ('[tasks]\noverlong_tokens = -1', 'tasks.overlong_tokens = -1: must be at least 0; 0 is off; DAPO takes a fifth of the limit (bad.toml:2)'),
+    ('[tasks]\noverlong_tokens = 129', 'tasks.overlong_tokens = 129: must be at most rollout.max_new_tokens = 128; a fifth of it is usual: 25 (bad.toml:2)'),
+    ('[buffer]\ntarget_staleness = -2.0', 'buffer.target_staleness = -2.0: must be at least -1; -1 is as few as keep the trainer fed (bad.toml:2)'),
+    ('[buffer]\ntarget_staleness = -0.5', 'buffer.target_staleness = -0.5: must be -1, or 0 or more; -1 is as few as keep the trainer fed; 0 waits for every batch (bad.toml:2)'),
     ('[tasks]\ntimeout_s = 600', 'log.stall_s = 300.0: must be above tasks.timeout_s = 600.0; raise it, or a slow reward looks like a stall'),
 ]
 

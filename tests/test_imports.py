@@ -15,7 +15,7 @@ ROOT = Path(minirl.__file__).parent
 # of it. `rollout` and `train` meet only in lower rooms.
 LEVELS = (
     {"records", "config", "rules", "recipe", "errors", "devices"},
-    {"metrics", "shm", "pace", "buffer", "tasks", "fleet", "evaluate", "model"},
+    {"metrics", "shm", "pace", "buffer", "filters", "tasks", "fleet", "evaluate", "model"},
     {"rollout", "train"},
     {"journal", "loop"},
     {"launch", "console", "doctor"},

@@ -61,9 +61,12 @@ def test_eta_0_is_synchronous_and_one_seed_gives_one_run(tmp_path: Path, tied_fo
             train__lr=1e-3,
             eval__every=1,
             tasks__kind=f'"{Path(__file__).parent / "noisy_task.py"}:EvenLength"',
+            buffer__drop_equal_rewards="true",  # one group in eight: made up for in rounds
         )
         assert run.end().code == 0
         lines.append(run.metrics())
+        assert_accounted(lines[-1], max_staleness=0)
+        assert lines[-1][-1]["buffer/dropped_equal_rewards"] >= 1
     for a, b in zip(*lines, strict=True):
         assert a["buffer/staleness_max"] == b["buffer/staleness_max"] == 0
         timeless = {name for name in a if not name.endswith(LOGGED_TIMES)}
@@ -157,6 +160,32 @@ def test_reward_that_fails_or_hangs_is_a_dropped_group_never_a_zero(
     assert all(line["reward/mean"] == 1.0 for line in run.metrics())
     drops = run.summary()["drops"]
     assert drops["reward_error"] >= 1 and drops["reward_timeout"] >= 1
+
+
+def test_some_rewards_of_a_group_may_fail_and_every_filter_counts(
+    tmp_path: Path, tied_folder: Path
+) -> None:
+    run = Run(
+        tmp_path / "run",
+        model__path=tied_folder,
+        tasks__timeout_s=0.5,
+        tasks__max_failures=2,
+        tasks__overlong_tokens=20,
+        buffer__mask_truncated="true",
+        buffer__drop_equal_rewards="true",
+        tasks__kind=f'"{Path(__file__).parent / "noisy_task.py"}:Unsure"',
+    )
+    ended = run.end()
+    assert ended.code == 0, ended
+    lines = run.metrics()
+    assert_accounted(lines, max_staleness=2)
+    assert lines[-1]["buffer/groups_trained"] == 4 * 4, "batches are full"
+    assert all(0 <= line["reward/failures"] <= 2 * 4 for line in lines)
+    assert sum(line["reward/failures"] for line in lines) > 0
+    assert sum(line["buffer/truncated_masked"] for line in lines) > 0
+    assert any(line["reward/penalty_mean"] > 0 for line in lines)
+    reasons = {name for name in lines[-1] if name.startswith("buffer/dropped_")}
+    assert sum(lines[-1][name] for name in reasons) == lines[-1]["buffer/groups_dropped"]
 
 
 def test_stalled_worker_ends_the_run_with_stacks_and_exit_code_3(
