@@ -104,12 +104,15 @@ class RolloutWorker:
 
     def loop(self) -> None:
         while not self.stopped:
-            self.read_inbox()
-            self.look_at_version()
-            self.admit()
-            if self.engine.is_busy:
-                self.board.enter(State.GENERATING)
-                self.step()
+            self.turn()
+
+    def turn(self) -> None:
+        self.read_inbox()
+        self.look_at_version()
+        self.admit()
+        if self.engine.is_busy:
+            self.board.enter(State.GENERATING)
+            self.step()
 
     def read_inbox(self) -> None:
         is_idle = not self.engine.is_busy and not self.waiting
