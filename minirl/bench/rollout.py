@@ -79,7 +79,7 @@ class Rivals:
         self.bare: dict[str, Any] = {}
         if kind == "cpu":
             self.bare["onednn"] = bare_engine(config, folder, kind)
-        devices.keep_weights_writable(kind)
+        devices.keep_weights_writable()
         self.bare["bare"] = bare_engine(config, folder, kind)
         self.line = Line(pipe, config, folder, kind, store)
         self.waiting = Line(pipe, config, folder, kind, store, Waiting, self.line.engine)
