@@ -4,6 +4,7 @@ Takes a name and Options, gives a Report: figures, some of them with a goal, and
 were measured on. Goals are ratios, so that they mean the same on any machine.
 
 __init__.py   the figures, the registry and the report; loads no torch
+clock.py      seconds, less those that other programs took
 stage.py      the processes that a bench plays on, each pinned to its own cores
 models.py     the models: random weights, no download, and a publisher that plays the trainer
 line.py       a real rollout worker and the prompts that keep it busy

@@ -11,13 +11,13 @@ which cannot be changed in place, so that no trainer can use them.
 """
 
 import random
-import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 from minirl import devices
 from minirl.bench import Figure, Options, at_least, median
+from minirl.bench.clock import now
 from minirl.bench.line import Line, Waiting, config_of, random_prompt
 from minirl.bench.models import SHAPES, Publisher, publish, publish_every
 from minirl.bench.stage import Stage, stage
@@ -122,20 +122,20 @@ def run_bare(rivals: Rivals, name: str, logprobs: int | None) -> float:
     prompts = [
         {"prompt_token_ids": prompt} for prompt in rivals.prompts() for _ in range(size.group_size)
     ]
-    start = time.perf_counter()
+    start = now()
     outputs = rivals.bare[name].generate(prompts, params, use_tqdm=False)
-    spent = time.perf_counter() - start
+    spent = now() - start
     return sum(len(output.outputs[0].token_ids) for output in outputs) / spent
 
 
 def run_worker(rivals: Rivals) -> float:
     line, size = rivals.line, rivals.size
     before, prompts = line.num_tokens, rivals.prompts()
-    start = time.perf_counter()
+    start = now()
     for prompt in prompts:
         line.submit(prompt, size.new_tokens, size.group_size)
     line.run_until(lambda: line.is_idle)
-    return (line.num_tokens - before) / (time.perf_counter() - start)
+    return (line.num_tokens - before) / (now() - start)
 
 
 def _against_bare(here: Stage, rivals: Worker, publisher: Worker, size: Size) -> list[Figure]:
@@ -188,9 +188,9 @@ def run_long_tail(rivals: Rivals, name: str) -> tuple[float, float, float]:
         line.submit(prompt, max(2, min(length, size.tail_tokens)))
 
     tokens, reloads = line.num_tokens, line.num_reloads
-    start = time.perf_counter()
+    start = now()
     line.run_until(lambda: line.num_reloads - reloads >= size.num_updates, feed)
-    spent = time.perf_counter() - start
+    spent = now() - start
     sampled = line.num_tokens - tokens
     line.clear()
     return sampled, spent, line.num_reloads - reloads

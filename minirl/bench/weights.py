@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from minirl.bench import Figure, Options, at_most, median
+from minirl.bench.clock import now
 from minirl.bench.line import Line, config_of, random_prompt
 from minirl.bench.models import SHAPES, Publisher, publish, publish_every
 from minirl.bench.stage import Stage, stage
@@ -81,12 +82,12 @@ def time_publishing(publisher: Publisher, repeats: int) -> tuple[list[float], li
     sources = [torch.ones(num_bytes, dtype=torch.uint8) for _ in slots]
     publications, copies = [], []
     for i in range(repeats + 2):
-        start = time.perf_counter()
+        start = now()
         publisher.publish()
-        middle = time.perf_counter()
+        middle = now()
         slots[i % 2].copy_(sources[i % 2])
         publications.append(middle - start)
-        copies.append(time.perf_counter() - middle)
+        copies.append(now() - middle)
     return publications[2:], copies[2:], num_bytes  # the first two take the pages
 
 
@@ -149,35 +150,35 @@ def time_pause(lines: Lines, mode: str) -> Pause:
         engine.add(key, prompt, Sampling(size.new_tokens, 1.0), priority=key)
     while min(len(tokens) for tokens in written.values()) < size.prompt_tokens + size.steps_before:
         step_s = _step(engine, written)
-    start = time.perf_counter()
-    reload_s = engine.reload()
-    next_token = dict.fromkeys(written, 0)
-    lengths = [len(tokens) for tokens in written.values()]
-    while any(len(written[key]) == n for key, n in zip(next_token, lengths, strict=True)):
+    lengths = {key: len(tokens) for key, tokens in written.items()}
+    start = now()
+    engine.reload()
+    reload_s = now() - start
+    while any(len(written[key]) == n for key, n in lengths.items()):
         _step(engine, written)
-    until_next_token_s = time.perf_counter() - start
+    until_next_token_s = now() - start
     engine.abort(list(written))
     while engine.is_busy:  # the canary, where the weights changed again
         engine.step()
     copy_s = bare_copy(engine, lines.store)
-    prefill_s = bare_prefill(engine, [lines.prompt()[:1] * n for n in lengths])
+    prefill_s = bare_prefill(engine, [lines.prompt()[:1] * n for n in lengths.values()])
     return Pause(reload_s, until_next_token_s, copy_s, prefill_s, step_s)
 
 
 def _step(engine: Engine, written: dict[int, list[int]]) -> float:
-    start = time.perf_counter()
+    start = now()
     for chunk in engine.step():
         written[chunk.key] += chunk.tokens
-    return time.perf_counter() - start
+    return now() - start
 
 
 def bare_copy(engine: Engine, store: WeightStore) -> float:
     """The same tensors into the same model by vLLM's own loader, with nothing around it."""
 
     def load(model: torch.nn.Module) -> float:
-        start = time.perf_counter()
+        start = now()
         model.load_weights(store.views(store.latest % 2))  # type: ignore[operator]
-        return time.perf_counter() - start
+        return now() - start
 
     return engine._engine.apply_model(load)[0]
 
@@ -191,10 +192,10 @@ def bare_prefill(engine: Engine, prompts: list[list[int]]) -> float:
         salt = f"bare-{time.monotonic_ns()}-{i}"  # nothing of it is in the prefix cache
         inputs = {"type": "token", "prompt_token_ids": prompt, "cache_salt": salt}
         engine._engine.add_request(f"bare-{i}", inputs, params)
-    start = time.perf_counter()
+    start = now()
     while engine._engine.has_unfinished_requests():
         engine._engine.step()
-    return time.perf_counter() - start
+    return now() - start
 
 
 def _pauses(here: Stage, lines: Worker, publisher: Worker, size: Size) -> list[Figure]:
@@ -232,18 +233,38 @@ def _pauses(here: Stage, lines: Worker, publisher: Worker, size: Size) -> list[F
 # -- what updates cost
 
 
-def generate(lines: Lines, mode: str, seconds: float) -> tuple[float, float]:
-    """Tokens per second and reloads in a window of steady generation."""
+@dataclass(frozen=True)
+class Window:
+    """Of steady generation."""
+
+    num_tokens: float
+    num_reloads: float
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+    def cost_of_updates(self, tokens_per_s: float) -> float:
+        """Share of throughput lost at one update in UPDATE_S, where without updates it is this.
+
+        By the seconds that one reload cost, since the window may hold more or fewer."""
+        lost_s = self.seconds - self.num_tokens / tokens_per_s
+        return lost_s / max(1.0, self.num_reloads) / UPDATE_S
+
+
+def generate(lines: Lines, mode: str, seconds: float) -> Window:
     line, size = lines.lines[mode], lines.size
 
     def feed() -> None:
         line.submit(lines.prompt(), lines.rng.randrange(size.new_tokens // 4, size.new_tokens + 1))
 
     before_tokens, before_reloads = line.num_tokens, line.num_reloads
-    start = time.perf_counter()
-    line.run_until(lambda: time.perf_counter() >= start + seconds, feed)
-    spent = time.perf_counter() - start
-    return (line.num_tokens - before_tokens) / spent, line.num_reloads - before_reloads
+    start, end = now(), time.monotonic() + seconds
+    line.run_until(lambda: time.monotonic() >= end, feed)
+    return Window(
+        line.num_tokens - before_tokens, line.num_reloads - before_reloads, now() - start
+    )
 
 
 def clear(lines: Lines, mode: str) -> None:
@@ -257,13 +278,14 @@ def _throughput(
     here.ask(lines, generate, mode, window_s)  # fills the engine; also warms it up
     without, costs = [], []
     for _ in range(size.num_windows):
-        before, _ = here.ask(lines, generate, mode, window_s)
+        before: Window = here.ask(lines, generate, mode, window_s)
         here.begin(lines, generate, mode, window_s)
         here.ask(publisher, publish_every, UPDATE_S, size.updates_per_window)
-        during, _ = here.result(lines)
-        after, _ = here.ask(lines, generate, mode, window_s)
-        without += [before, after]
-        costs.append(1 - during / ((before + after) / 2))  # a machine that drifts cancels out
+        during: Window = here.result(lines)
+        after: Window = here.ask(lines, generate, mode, window_s)
+        rate = (before.tokens_per_s + after.tokens_per_s) / 2  # a machine that drifts cancels out
+        without.append(rate)
+        costs.append(during.cost_of_updates(rate))
     here.ask(lines, clear, mode)
     return [
         at_most(
