@@ -83,6 +83,13 @@ class History:
     drops: dict[str, int] = field(default_factory=dict)
 
 
+class Ready(NamedTuple):
+    ticket: Ticket
+    group: Group
+    head: int
+    newest: int
+
+
 class ByVersion:
     """Group ids by a version of theirs; of one version, in the order in which they came."""
 
@@ -129,7 +136,7 @@ class Buffer:
         self._free = deque(range(self.num_slots))
         self._running: dict[int, Ticket] = {}
         self._running_bounds = ByVersion()
-        self._ready: dict[int, tuple[Ticket, Group]] = {}
+        self._ready: dict[int, Ready] = {}
         self._ready_heads, self._ready_tails = ByVersion(), ByVersion()
         self._training: list[Ticket] = []
         self._took_batch_s = 0.0
@@ -163,6 +170,13 @@ class Buffer:
             return len(self._free)
         return max(0, min(len(self._free), self.pace.limit - self.num_in_flight))
 
+    def num_to_begin(self, num_needed: int) -> int:
+        """The same, of groups that the run still needs, those in flight among them. At η = 0 a
+        round begins when the last has ended: what filters dropped is made up for in rounds."""
+        if not self.max_staleness and (self._running or self._training):
+            return 0
+        return max(0, min(self.room, num_needed - self.num_in_flight))
+
     def can_admit(self, head_bound: int) -> bool:
         """Is there a slot, and under `wait` also the time? A group that begins under older weights
         (an evaluation pins them) may find all the steps before its deadline taken."""
@@ -190,9 +204,10 @@ class Buffer:
     def finish(self, group: Group, now: float = 0.0) -> None:
         """A running group is done and graded."""
         ticket = self._stop_running(group.id)
-        self._ready[group.id] = (ticket, group)
-        self._ready_heads.add(group.head_version, group.id)
-        self._ready_tails.add(group.newest_version, group.id)
+        entry = Ready(ticket, group, group.head_version, group.newest_version)
+        self._ready[group.id] = entry
+        self._ready_heads.add(entry.head, group.id)
+        self._ready_tails.add(entry.newest, group.id)
         if self.pace is not None:
             self.pace.group_took(now - ticket.admitted_s)
 
@@ -201,16 +216,16 @@ class Buffer:
         self._running_bounds.remove(ticket.head_bound, group_id)
         return ticket
 
-    def _take_ready(self, group_id: int) -> tuple[Ticket, Group]:
+    def _take_ready(self, group_id: int) -> Ready:
         entry = self._ready.pop(group_id)
-        self._ready_heads.remove(entry[1].head_version, group_id)
-        self._ready_tails.remove(entry[1].newest_version, group_id)
+        self._ready_heads.remove(entry.head, group_id)
+        self._ready_tails.remove(entry.newest, group_id)
         return entry
 
     def drop(self, group_id: int, reason: Drop) -> Ticket:
         """Frees the slot of a running or ready group and counts why."""
         is_running = group_id in self._running
-        ticket = self._stop_running(group_id) if is_running else self._take_ready(group_id)[0]
+        ticket = self._stop_running(group_id) if is_running else self._take_ready(group_id).ticket
         self._free.append(ticket.slot)
         self.drops[reason] += 1
         return ticket
@@ -249,12 +264,12 @@ class Buffer:
                 self._starving_since_s = now
             return None
         entries = [self._take_ready(group_id) for group_id in chosen]
-        self._training = [ticket for ticket, _ in entries]
+        self._training = [entry.ticket for entry in entries]
         if self.pace is not None:
             since = now if self._starving_since_s is None else self._starving_since_s
             self.pace.batch_taken(now - since, len(self._ready))
         self._starving_since_s, self._took_batch_s = None, now
-        groups = sorted((group for _, group in entries), key=lambda group: group.id)
+        groups = sorted((entry.group for entry in entries), key=lambda group: group.id)
         return Batch(step, self.version, tuple(groups))
 
     def _oldest_ready(self) -> list[int]:
@@ -271,7 +286,7 @@ class Buffer:
         if self.on_stale is not OnStale.WAIT:
             return True
         heads = self._ready_heads.counts()
-        heads.subtract(self._ready[group_id][1].head_version for group_id in chosen)
+        heads.subtract(self._ready[group_id].head for group_id in chosen)
         return self._in_time(+heads, self.version + 1)
 
     def _in_time(self, heads: Counter[int], version: int) -> bool:

@@ -54,6 +54,8 @@ class DevicesConfig:
     """Devices that run vLLM (on CPU: processes)."""
     train: int = 1
     """Devices that train, one DDP rank each (on CPU: processes)."""
+    split: str = "manual"
+    """"auto" shares rollout + train devices out anew: as planned, on --resume as measured."""
     tensor_parallel: int = 1
     """Rollout devices to one vLLM engine."""
 

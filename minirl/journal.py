@@ -3,6 +3,7 @@
     recipe.toml      the resolved recipe                 (written by launch.py)
     metrics.jsonl    one line a step, names and formulas in metrics.py
     samples.jsonl    a few readable trajectories a step
+    lengths.jsonl    how many tokens each trained trajectory has, for `minirl plan --run`
     checkpoints/     Hugging Face folders, step-000040
     logs/            what each worker printed
     summary.json     the result, when the run has ended
@@ -25,6 +26,7 @@ from minirl.fleet import Fleet, Role
 from minirl.metrics import DROPPED, MetricsLog
 from minirl.records import Batch, Prompt, StopReason
 from minirl.shm.board import Total
+from minirl.simulate.lengths import line_of
 
 
 class View(Protocol):
@@ -85,6 +87,7 @@ class Journal:
         self._fleet = fleet
         self.log = MetricsLog(run_dir / "metrics.jsonl", last_step=step)
         self._samples = (run_dir / "samples.jsonl").open("a", buffering=1)
+        self._lengths = (run_dir / "lengths.jsonl").open("a", buffering=1)
         self._texts: dict[int, tuple[Prompt, tuple[str, ...]]] = {}
         self._last_line: dict[str, float | None] | None = None  # waits for the last evaluation
         self._news: dict[str, float | None] = {}  # of an evaluation that ended in this step
@@ -165,6 +168,9 @@ class Journal:
             **values,
         }
         self._write_samples(step, batch)
+        written = [t.num_written for t in trajectories]
+        prompts = [g.trajectories[0].length - g.trajectories[0].num_written for g in batch.groups]
+        self._lengths.write(line_of(step, written, prompts))
         if is_last:
             self._last_line = line
         else:
@@ -240,3 +246,4 @@ class Journal:
     def close(self) -> None:
         self.log.close()
         self._samples.close()
+        self._lengths.close()

@@ -130,17 +130,13 @@ class Loop:
     # -- feed
 
     def feed(self) -> None:
-        """Fills the buffer's room, but never with more groups than the rest of the run needs. At
-        η = 0 what filters dropped is made up for in rounds: each begins when the last has ended."""
-        if self.config.is_synchronous and (
-            self.buffer.num_running or self.batch or self.evaluation or self.is_saving
-        ):
+        """Begins as many groups as the buffer says, of those that the rest of the run needs."""
+        if self.config.is_synchronous and (self.evaluation or self.is_saving):
             return
         needed = (self.config.train.steps - self.step) * self.buffer.batch_size
-        count = min(self.buffer.room, needed - self.buffer.num_in_flight)
         requests: dict[int, list[GroupRequest]] = defaultdict(list)
         oldest_served = min(self.version_served_by(i) for i in range(len(self.engines)))
-        for _ in range(count):
+        for _ in range(self.buffer.num_to_begin(needed)):
             if not self.buffer.can_admit(oldest_served):
                 break
             prompt = self.stream.next()

@@ -16,7 +16,6 @@ Glossary
 
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
 
 
 class StopReason(IntEnum):
@@ -80,11 +79,11 @@ class Group:
             return self.trajectories
         return tuple(t for i, t in enumerate(self.trajectories) if i not in self.masked)
 
-    @cached_property
+    @property
     def head_version(self) -> int:
         return min(t.head_version for t in self.trained)
 
-    @cached_property
+    @property
     def newest_version(self) -> int:
         return max(t.tail_version for t in self.trained)
 

@@ -49,6 +49,7 @@ class Range:
 CHOICES = {
     "model.dtype": ("float32", "bfloat16"),
     "devices.kind": ("auto", "cuda", "cpu"),
+    "devices.split": ("manual", "auto"),
     "rollout.on_update": ("recompute", "keep"),
     "buffer.on_stale": ("mask", "drop", "wait"),
     "train.objective": ("decoupled", "naive"),

@@ -103,6 +103,7 @@ BAD_FILES = [
     ('[train]\nmax_tokens = 300', 'train.max_tokens = 300: must hold one trajectory of 384 tokens (tasks.max_prompt_tokens + rollout.max_new_tokens); raise it to 384 or more, or shorten prompt or answer (bad.toml:2)'),
     ('[rollout]\nmax_new_tokens = 20000', 'train.max_tokens = 16384: must hold one trajectory of 20256 tokens (tasks.max_prompt_tokens + rollout.max_new_tokens); raise it to 20256 or more, or shorten prompt or answer'),
     ('[devices]\nrollout = 3\ntensor_parallel = 2', 'devices.rollout = 3: must be a multiple of devices.tensor_parallel = 2; make it 2 or 4 (bad.toml:2)'),
+    ('[devices]\nsplit = "automatic"', 'devices.split = "automatic": must be one of manual, auto; did you mean "auto"? (bad.toml:2)'),
     ('[tasks]\nmax_failures = -1', 'tasks.max_failures = -1: must be at least 0; 0 drops a group with its first failed reward (bad.toml:2)'),
     ('[tasks]\nmax_failures = 7', 'tasks.max_failures = 7: must leave two of rollout.group_size = 8 to compare; at most 6 (bad.toml:2)'),
     ('[tasks]\noverlong_tokens = -1', 'tasks.overlong_tokens = -1: must be at least 0; 0 is off; DAPO takes a fifth of the limit (bad.toml:2)'),

@@ -17,6 +17,8 @@ LEVELS = (
     {"records", "config", "rules", "recipe", "errors", "devices"},
     {"metrics", "shm", "pace", "buffer", "filters", "tasks", "fleet", "evaluate", "model"},
     {"rollout", "train"},
+    {"simulate"},
+    {"plan"},
     {"journal", "loop"},
     {"launch", "console", "doctor"},
     {"bench"},

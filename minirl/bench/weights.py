@@ -262,9 +262,7 @@ def generate(lines: Lines, mode: str, seconds: float) -> Window:
     before_tokens, before_reloads = line.num_tokens, line.num_reloads
     start, end = now(), time.monotonic() + seconds
     line.run_until(lambda: time.monotonic() >= end, feed)
-    return Window(
-        line.num_tokens - before_tokens, line.num_reloads - before_reloads, now() - start
-    )
+    return Window(line.num_tokens - before_tokens, line.num_reloads - before_reloads, now() - start)
 
 
 def clear(lines: Lines, mode: str) -> None:
