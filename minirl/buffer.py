@@ -1,12 +1,14 @@
 """The buffer: which groups may run, and which are trained next (stage 4).
 
 Takes group tickets and finished groups, gives batches in which no trained token is staler than η.
-It is a pure data structure: no processes, no torch, no clock, so that a test can drive it through
-any history and the loop cannot disagree with the simulator.
+It is a pure data structure: no processes, no torch, and the time is handed in, so that a test can
+drive it through any history and the loop cannot disagree with the simulator. Every call costs the
+same however many groups there are: groups are kept by version, and few versions are alive.
 
     slots      (η+1)·B of them. A group holds one while it is running, ready or in training; it
                comes back when the weights trained on it are *published*, or when the group is
                dropped. So η = 0 is exactly synchronous.
+    pace       of the free slots only as many are given out as keep the trainer fed (pace.py).
     order      a batch takes ready groups oldest head version first.
     stragglers a group may still be too old when it is done:
                mask   train it; its tokens staler than η are masked out of the loss by the trainer.
@@ -20,9 +22,13 @@ Leaves out: who runs a group (rollout/dispatch.py) and what a reward is (tasks/)
 """
 
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
+from typing import NamedTuple
 
+from minirl.pace import Pace
 from minirl.records import Batch, Group
 
 
@@ -33,24 +39,26 @@ class OnStale(StrEnum):
 
 
 class Drop(StrEnum):
-    """Why a group was dropped; each has a count."""
+    """Why a group was dropped; each has a count, and a metric of its own."""
 
     STALE = "stale"
     REWARD_ERROR = "reward_error"
     REWARD_TIMEOUT = "reward_timeout"
     TOO_LONG = "too_long"  # the prompt is longer than tasks.max_prompt_tokens
     REFUSED = "refused"  # the engine would not take the prompt
+    EQUAL_REWARDS = "equal_rewards"  # nothing to learn from it (DAPO's dynamic sampling)
+    TRUNCATED = "truncated"  # all its answers were cut, and cut answers are not trained
     WORKER_DIED = "worker_died"  # its prompt is queued again under a new group id
 
 
-@dataclass(frozen=True)
-class Ticket:
+class Ticket(NamedTuple):
     """A group's right to run. `head_bound`: no token of it can be older than this version."""
 
     group_id: int
     slot: int
     prompt_index: int
     head_bound: int
+    admitted_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,23 +83,64 @@ class History:
     drops: dict[str, int] = field(default_factory=dict)
 
 
+class Ready(NamedTuple):
+    ticket: Ticket
+    group: Group
+    head: int
+    newest: int
+
+
+class ByVersion:
+    """Group ids by a version of theirs; of one version, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._ids: dict[int, dict[int, None]] = {}
+
+    def add(self, version: int, group_id: int) -> None:
+        self._ids.setdefault(version, {})[group_id] = None
+
+    def remove(self, version: int, group_id: int) -> None:
+        ids = self._ids[version]
+        del ids[group_id]
+        if not ids:
+            del self._ids[version]
+
+    def older_than(self, version: int) -> list[int]:
+        return [i for v in sorted(self._ids) if v < version for i in self._ids[v]]
+
+    def oldest_first(self) -> Iterator[int]:
+        for version in sorted(self._ids):
+            yield from self._ids[version]
+
+    def counts(self) -> Counter[int]:
+        return Counter({version: len(ids) for version, ids in self._ids.items()})
+
+
 class Buffer:
+    """`now` is any clock's seconds; only differences count, and only for the pace."""
+
     def __init__(
         self,
         batch_size: int,
         max_staleness: int,
         on_stale: OnStale = OnStale.MASK,
         history: History | None = None,
+        pace: Pace | None = None,
     ):
         self.batch_size, self.max_staleness, self.on_stale = batch_size, max_staleness, on_stale
+        self.pace = pace
         history = history or History()
         self.version = history.version
         self.num_slots = (max_staleness + 1) * batch_size
         self.drops: Counter[Drop] = Counter({Drop(k): n for k, n in history.drops.items()})
         self._free = deque(range(self.num_slots))
         self._running: dict[int, Ticket] = {}
-        self._ready: dict[int, tuple[Ticket, Group]] = {}
+        self._running_bounds = ByVersion()
+        self._ready: dict[int, Ready] = {}
+        self._ready_heads, self._ready_tails = ByVersion(), ByVersion()
         self._training: list[Ticket] = []
+        self._took_batch_s = 0.0
+        self._starving_since_s: float | None = None
         self._next_id = history.next_group_id
         self._trained = history.trained
         self._submitted = history.trained + sum(history.drops.values())
@@ -110,20 +159,39 @@ class Buffer:
     def num_ready(self) -> int:
         return len(self._ready)
 
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._running) + len(self._ready) + len(self._training)
+
+    @property
+    def room(self) -> int:
+        """Groups that may begin now: free slots, as far as the pace allows."""
+        if self.pace is None:
+            return len(self._free)
+        return max(0, min(len(self._free), self.pace.limit - self.num_in_flight))
+
+    def num_to_begin(self, num_needed: int) -> int:
+        """The same, of groups that the run still needs, those in flight among them. At η = 0 a
+        round begins when the last has ended: what filters dropped is made up for in rounds."""
+        if not self.max_staleness and (self._running or self._training):
+            return 0
+        return max(0, min(self.room, num_needed - self.num_in_flight))
+
     def can_admit(self, head_bound: int) -> bool:
         """Is there a slot, and under `wait` also the time? A group that begins under older weights
         (an evaluation pins them) may find all the steps before its deadline taken."""
         if self.on_stale is not OnStale.WAIT or not self._free:
             return bool(self._free)
-        heads = [group.head_version for _, group in self._ready.values()]
-        return self._in_time([*heads, head_bound], self.version + bool(self._training))
+        heads = self._ready_heads.counts() + Counter([head_bound])
+        return self._in_time(heads, self.version + bool(self._training))
 
-    def admit(self, prompt_index: int, head_bound: int) -> Ticket:
+    def admit(self, prompt_index: int, head_bound: int, now: float = 0.0) -> Ticket:
         """Takes a slot. `head_bound` is the version that the chosen worker serves, or soon will."""
-        ticket = Ticket(self._next_id, self._free.popleft(), prompt_index, head_bound)
+        ticket = Ticket(self._next_id, self._free.popleft(), prompt_index, head_bound, now)
         self._next_id += 1
         self._submitted += 1
         self._running[ticket.group_id] = ticket
+        self._running_bounds.add(head_bound, ticket.group_id)
         return ticket
 
     @property
@@ -133,13 +201,31 @@ class Buffer:
 
     # -- what becomes of a group
 
-    def finish(self, group: Group) -> None:
+    def finish(self, group: Group, now: float = 0.0) -> None:
         """A running group is done and graded."""
-        self._ready[group.id] = (self._running.pop(group.id), group)
+        ticket = self._stop_running(group.id)
+        entry = Ready(ticket, group, group.head_version, group.newest_version)
+        self._ready[group.id] = entry
+        self._ready_heads.add(entry.head, group.id)
+        self._ready_tails.add(entry.newest, group.id)
+        if self.pace is not None:
+            self.pace.group_took(now - ticket.admitted_s)
+
+    def _stop_running(self, group_id: int) -> Ticket:
+        ticket = self._running.pop(group_id)
+        self._running_bounds.remove(ticket.head_bound, group_id)
+        return ticket
+
+    def _take_ready(self, group_id: int) -> Ready:
+        entry = self._ready.pop(group_id)
+        self._ready_heads.remove(entry.head, group_id)
+        self._ready_tails.remove(entry.newest, group_id)
+        return entry
 
     def drop(self, group_id: int, reason: Drop) -> Ticket:
         """Frees the slot of a running or ready group and counts why."""
-        ticket = self._running.pop(group_id, None) or self._ready.pop(group_id)[0]
+        is_running = group_id in self._running
+        ticket = self._stop_running(group_id) if is_running else self._take_ready(group_id).ticket
         self._free.append(ticket.slot)
         self.drops[reason] += 1
         return ticket
@@ -148,7 +234,7 @@ class Buffer:
         """Running groups that `drop` gives up: their first token may be too old by now."""
         if self.on_stale is not OnStale.DROP:
             return []
-        return [t.group_id for t in self._running.values() if t.head_bound < self._oldest_trainable]
+        return self._running_bounds.older_than(self._oldest_trainable)
 
     # -- batches
 
@@ -158,51 +244,69 @@ class Buffer:
 
     def take_untrainable(self) -> list[Ticket]:
         """Drops the ready groups that can no longer be trained under the rule in force."""
-        return [
-            self.drop(group_id, Drop.STALE)
-            for group_id, (_, group) in list(self._ready.items())
-            if self._is_dead(group)
-        ]
+        return [self.drop(group_id, Drop.STALE) for group_id in self._dead()]
 
-    def _is_dead(self, group: Group) -> bool:
-        if self.on_stale is OnStale.DROP:
-            return group.head_version < self._oldest_trainable
-        newest = max(t.tail_version for t in group.trajectories)
-        return newest < self._oldest_trainable
+    def _dead(self) -> list[int]:
+        is_by_head = self.on_stale is OnStale.DROP
+        ready = self._ready_heads if is_by_head else self._ready_tails
+        return ready.older_than(self._oldest_trainable)
 
-    def next_batch(self, step: int) -> Batch | None:
+    def next_batch(self, step: int, now: float = 0.0) -> Batch | None:
         """The B oldest ready groups, or None while there are too few or a straggler is due.
 
         Groups that cannot be trained any more are passed over: `take_untrainable` drops them.
         """
         if self._training:
             return None
-        trainable = [entry for entry in self._ready.values() if not self._is_dead(entry[1])]
-        if len(trainable) < self.batch_size:
+        chosen = self._oldest_ready()
+        if len(chosen) < self.batch_size or not self._may_leave_the_rest(chosen):
+            if self._starving_since_s is None:
+                self._starving_since_s = now
             return None
-        oldest_first = sorted(trainable, key=lambda e: (e[1].head_version, e[1].id))
-        chosen, left = oldest_first[: self.batch_size], oldest_first[self.batch_size :]
-        heads_left = [group.head_version for _, group in left]
-        if self.on_stale is OnStale.WAIT and not self._in_time(heads_left, self.version + 1):
-            return None
-        self._training = [ticket for ticket, _ in chosen]
-        for ticket in self._training:
-            del self._ready[ticket.group_id]
-        return Batch(step, self.version, tuple(sorted((g for _, g in chosen), key=lambda g: g.id)))
+        entries = [self._take_ready(group_id) for group_id in chosen]
+        self._training = [entry.ticket for entry in entries]
+        if self.pace is not None:
+            since = now if self._starving_since_s is None else self._starving_since_s
+            self.pace.batch_taken(now - since, len(self._ready))
+        self._starving_since_s, self._took_batch_s = None, now
+        groups = sorted((entry.group for entry in entries), key=lambda group: group.id)
+        return Batch(step, self.version, tuple(groups))
 
-    def _in_time(self, heads: list[int], version: int) -> bool:
+    def _oldest_ready(self) -> list[int]:
+        """B of them, or none at all."""
+        if len(self._ready) < self.batch_size:
+            return []
+        dead = set(self._dead())
+        if len(self._ready) - len(dead) < self.batch_size:
+            return []
+        living = (i for i in self._ready_heads.oldest_first() if i not in dead)
+        return list(islice(living, self.batch_size))
+
+    def _may_leave_the_rest(self, chosen: list[int]) -> bool:
+        if self.on_stale is not OnStale.WAIT:
+            return True
+        heads = self._ready_heads.counts()
+        heads.subtract(self._ready[group_id].head for group_id in chosen)
+        return self._in_time(+heads, self.version + 1)
+
+    def _in_time(self, heads: Counter[int], version: int) -> bool:
         """Can these groups and all running ones be trained by their deadlines, B a step, from a
         step that starts from `version` on?"""
-        heads = heads + [ticket.head_bound for ticket in self._running.values()]
-        deadlines = sorted(head + self.max_staleness for head in heads)
-        return all(d >= version + k // self.batch_size for k, d in enumerate(deadlines))
+        num_before = 0
+        for head, count in sorted((heads + self._running_bounds.counts()).items()):
+            num_before += count
+            if head + self.max_staleness < version + (num_before - 1) // self.batch_size:
+                return False
+        return True
 
-    def published(self) -> list[Ticket]:
+    def published(self, now: float = 0.0) -> list[Ticket]:
         """The batch in training has become the next version: its slots come back."""
         done, self._training = self._training, []
         self._free.extend(ticket.slot for ticket in done)
         self._trained += len(done)
         self.version += 1
+        if self.pace is not None:
+            self.pace.step_took(now - self._took_batch_s)
         return done
 
     def training_failed(self) -> list[Ticket]:
@@ -216,8 +320,8 @@ class Buffer:
 
     @property
     def ledger(self) -> Ledger:
-        in_flight = len(self._running) + len(self._ready) + len(self._training)
-        return Ledger(self._submitted, self._trained, sum(self.drops.values()), in_flight)
+        num_dropped = sum(self.drops.values())
+        return Ledger(self._submitted, self._trained, num_dropped, self.num_in_flight)
 
     @property
     def history(self) -> History:

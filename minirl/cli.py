@@ -43,6 +43,7 @@ Start here:
   minirl doctor                                  is this machine ready?
   minirl train recipes/smoke.toml                a few minutes on 2 CPU cores, no download
   minirl train recipes/gsm8k.toml --dry-run      check a GPU recipe on any machine
+  minirl plan recipes/gsm8k.toml --gpu 4090      does it fit, how fast, which split? No GPU needed
   minirl config recipes/smoke.toml               every value, and where it came from
 {EXIT_CODES}""",
 )
@@ -118,6 +119,65 @@ def train(
     from minirl.launch import train as launch
 
     raise typer.Exit(launch(loaded, recipe, chosen, resume))
+
+
+@app.command(
+    help="""What a recipe needs and would do, on GPUs that need not be here: memory, splits, scale.
+
+Prints the memory bill of a rollout and of a training GPU, with the number to change if it is too
+big; then throughput, idle shares and staleness of every split of the GPUs, from a simulation with
+the real buffer and dispatcher, and the split to take. docs/planning.md says how far to trust it.
+
+\b
+Examples:
+  minirl plan recipes/gsm8k.toml
+  minirl plan recipes/gsm8k.toml --gpu 4090 --num 4 --mean 300
+  minirl plan recipes/gsm8k.toml --gpus 8..512
+  minirl plan recipes/gsm8k.toml --run runs/gsm8k-…   with the lengths of that run's answers
+  minirl plan --check                                 the simulator against the paper
+"""
+)
+def plan(
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="[RECIPE]", help="A TOML recipe.")
+    ] = None,
+    overrides: Overrides = None,
+    gpu: Annotated[str, typer.Option(help="H100, H800, A100-80, A100-40, L40S, 4090, 3090.")] = (
+        "H100"
+    ),
+    num: Annotated[
+        int, typer.Option(help="GPUs in all. Default: the recipe's rollout + train.")
+    ] = 0,
+    gpus: Annotated[
+        str, typer.Option(metavar="FIRST..LAST", help="How it would scale, by doubling.")
+    ] = "",
+    mean: Annotated[
+        float, typer.Option(help="Mean tokens of an answer. Default: 0.4 of the limit.")
+    ] = 0.0,
+    run: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Take the lengths of this run's answers.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare the simulator with the paper, and stop.")
+    ] = False,
+) -> None:
+    from minirl.plan import report
+    from minirl.plan.gpus import gpu_named
+    from minirl.recipe import load
+
+    if check:
+        _show(list(report.check_rows()))
+        return
+    if recipe is None:
+        raise RecipeError("recipe", "", "is missing", "name one, such as recipes/gsm8k.toml")
+    config = load(recipe, overrides or []).config
+    total = num or config.devices.rollout + config.devices.train
+    asked = report.Question(config, gpu_named(gpu), total, mean or None, run)
+    _show(list(report.memory_rows(asked)))
+    if gpus:
+        _show(list(report.scale_rows(asked, *report.parse_range(gpus))))
+    else:
+        _show(list(report.split_rows(asked)))
 
 
 @app.command(

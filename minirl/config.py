@@ -39,7 +39,11 @@ class TasksConfig:
     verifiers: int = 1
     """Processes that compute rewards."""
     timeout_s: float = 10.0
-    """A reward that takes longer is a failure: its group is dropped, its verifier replaced."""
+    """A reward that takes longer is a failure, and its verifier is replaced."""
+    max_failures: int = 0
+    """Rewards of a group that may fail, and are left out; with more the group is dropped."""
+    overlong_tokens: int = 0
+    """Answers within this many tokens of the limit lose reward, up to 1 at it (DAPO); 0 is off."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class DevicesConfig:
     """Devices that run vLLM (on CPU: processes)."""
     train: int = 1
     """Devices that train, one DDP rank each (on CPU: processes)."""
+    split: str = "manual"
+    """"auto" shares rollout + train devices out anew: as planned, on --resume as measured."""
     tensor_parallel: int = 1
     """Rollout devices to one vLLM engine."""
 
@@ -88,6 +94,12 @@ class BufferConfig:
     """η: no token older than this many versions is trained. 0 is exactly synchronous."""
     on_stale: str = "mask"
     """Tokens too old when their group is done: "mask" them out, "drop" the group, or "wait"."""
+    target_staleness: float = -1.0
+    """Batches that generation may be ahead of training; -1: as few as keep the trainer fed."""
+    drop_equal_rewards: bool = False
+    """Drop groups whose rewards are all equal and fill the batch with others (DAPO)."""
+    mask_truncated: bool = False
+    """Keep answers that were cut at the limit out of the loss; their rewards still count."""
 
 
 @dataclass(frozen=True)

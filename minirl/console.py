@@ -76,6 +76,8 @@ class ConsoleView:
         row("trajectories over several versions", f"{summary['multi_version_trajectories']:,}")
         if summary["logprob_gap_max"] is not None:
             row("largest logprob gap, vLLM to trainer", f"{summary['logprob_gap_max']:.1e}")
+        if summary["balance"] is not None:
+            row("balance", summary["balance"])
         row("run directory", summary["run_dir"])
         row("try next", try_next)
 

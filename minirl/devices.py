@@ -175,3 +175,11 @@ def use_training_device(placement: Placement) -> None:
         torch.cuda.set_device(0)
     else:
         torch.set_num_threads(max(1, len(placement.cores)))
+
+
+def gpu_name_and_bytes() -> tuple[str, int]:
+    """Of the first GPU, as its driver calls it."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    return properties.name, properties.total_memory

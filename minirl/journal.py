@@ -3,6 +3,7 @@
     recipe.toml      the resolved recipe                 (written by launch.py)
     metrics.jsonl    one line a step, names and formulas in metrics.py
     samples.jsonl    a few readable trajectories a step
+    lengths.jsonl    how many tokens each trained trajectory has, for `minirl plan --run`
     checkpoints/     Hugging Face folders, step-000040
     logs/            what each worker printed
     summary.json     the result, when the run has ended
@@ -17,13 +18,15 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, Protocol
 
-from minirl.buffer import Ledger
+from minirl.buffer import Buffer
 from minirl.config import Config
 from minirl.evaluate import Evaluation
+from minirl.filters import penalty
 from minirl.fleet import Fleet, Role
-from minirl.metrics import MetricsLog
+from minirl.metrics import DROPPED, MetricsLog
 from minirl.records import Batch, Prompt, StopReason
 from minirl.shm.board import Total
+from minirl.simulate.lengths import line_of
 
 
 class View(Protocol):
@@ -84,9 +87,11 @@ class Journal:
         self._fleet = fleet
         self.log = MetricsLog(run_dir / "metrics.jsonl", last_step=step)
         self._samples = (run_dir / "samples.jsonl").open("a", buffering=1)
+        self._lengths = (run_dir / "lengths.jsonl").open("a", buffering=1)
         self._texts: dict[int, tuple[Prompt, tuple[str, ...]]] = {}
         self._last_line: dict[str, float | None] | None = None  # waits for the last evaluation
         self._news: dict[str, float | None] = {}  # of an evaluation that ended in this step
+        self._num_per_step = config.train.batch_size * config.rollout.group_size
         state = state or {}
         self.accuracies: list[tuple[int, float]] = [
             (version, accuracy) for version, accuracy in state.get("accuracies", [])
@@ -126,14 +131,18 @@ class Journal:
     def keep_texts(self, group_id: int, prompt: Prompt, texts: tuple[str, ...]) -> None:
         self._texts[group_id] = (prompt, texts)
 
+    def forget_texts(self, group_id: int) -> None:
+        self._texts.pop(group_id, None)
+
     def trained(
         self,
         step: int,
         batch: Batch,
         values: dict[str, float | None],
-        ledger: Ledger,
+        buffer: Buffer,
         is_last: bool,
     ) -> None:
+        ledger = buffer.ledger
         trajectories = [t for group in batch.groups for t in group.trajectories]
         rewards = [reward for group in batch.groups for reward in group.rewards]
         cut = [t.stop is StopReason.LENGTH for t in trajectories]
@@ -145,16 +154,23 @@ class Journal:
             "seconds": round(self.seconds, 3),
             "reward/mean": fmean(rewards),
             "reward/std": pstdev(rewards),
+            "reward/penalty_mean": fmean(penalty(self.config, t) for t in trajectories),
+            "reward/failures": self._num_per_step - len(trajectories),
             "rollout/length_mean": fmean(t.num_written for t in trajectories),
             "rollout/truncated_frac": fmean(cut),
             "buffer/groups_submitted": ledger.submitted,
             "buffer/groups_trained": ledger.trained,
             "buffer/groups_dropped": ledger.dropped,
             "buffer/groups_in_flight": ledger.in_flight,
+            "buffer/truncated_masked": sum(len(group.masked) for group in batch.groups),
+            **{DROPPED[reason]: count for reason, count in buffer.drops.items() if count},
             **self._meter.lap(),
             **values,
         }
         self._write_samples(step, batch)
+        written = [t.num_written for t in trajectories]
+        prompts = [g.trajectories[0].length - g.trajectories[0].num_written for g in batch.groups]
+        self._lengths.write(line_of(step, written, prompts))
         if is_last:
             self._last_line = line
         else:
@@ -181,8 +197,6 @@ class Journal:
                 "stop": group.trajectories[0].stop.name.lower(),
             }
             self._samples.write(json.dumps(sample) + "\n")
-        for group in batch.groups:
-            del self._texts[group.id]
 
     def evaluated(self, evaluation: Evaluation) -> None:
         version, accuracy = evaluation.version, evaluation.accuracy
@@ -232,3 +246,4 @@ class Journal:
     def close(self) -> None:
         self.log.close()
         self._samples.close()
+        self._lengths.close()

@@ -25,6 +25,12 @@ from minirl.errors import MinirlError, RecipeError
 from minirl.fleet import Died, Fleet, Role
 from minirl.journal import Journal
 from minirl.loop import Loop
+from minirl.metrics import read
+from minirl.pace import Pace
+from minirl.plan.balance import balance
+from minirl.plan.gpus import recognise
+from minirl.plan.shapes import shape_of
+from minirl.plan.split import recommended, splits, usual_lengths, with_split
 from minirl.recipe import Loaded, load, to_toml
 from minirl.records import Prompt
 from minirl.rollout.worker import RolloutSetup, Stop
@@ -71,6 +77,8 @@ class Start:
 def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool) -> int:
     config = loaded.config
     kind, available = find_devices(config.devices.kind)
+    if config.devices.split == "auto":
+        config = _split(config, kind, run_dir if resume else None)
     check_devices(config, kind, available)
     if (free := free_memory_bytes()) is not None:
         check_memory(config, free)
@@ -112,10 +120,7 @@ def _run(
         stream = PromptStream(task, tokenizer, config.seed, start.consumed)
         heldout = _heldout(config, task, tokenizer)
         _check_prompt_lengths(config, task, tokenizer)
-        on_stale = OnStale(config.buffer.on_stale)
-        buffer = Buffer(
-            config.train.batch_size, config.buffer.max_staleness, on_stale, start.history
-        )
+        buffer = make_buffer(config, start.history)
         journal_state = start.state["journal"] if start.state else None
         journal = Journal(config, run_dir, fleet, view, start.step, journal_state)
         loop = Loop(config, fleet, stream, heldout, buffer, journal)
@@ -124,6 +129,9 @@ def _run(
         fleet.stop(Stop())
         is_whole = loop.step == config.train.steps
         extra = {"run_dir": str(run_dir), "seed": config.seed, "drops": dict(buffer.drops)}
+        found = balance(journal.log.lines, config.devices.rollout, config.devices.train)
+        word = "GPU" if kind == "cuda" else "process"
+        extra["balance"] = found.sentence(word) if found else None
         summary = journal.summarise(is_whole, {**extra, **_machine(kind)})
         journal.close()
         view.finished(summary, _try_next(recipe, run_dir, is_whole))
@@ -133,6 +141,30 @@ def _run(
         devices.sweep_temp(run_dir / "tmp")
         checkpoint.sweep(run_dir)
         (run_dir / "rendezvous").unlink(missing_ok=True)
+
+
+def _split(config: Config, kind: str, resumed: Path | None) -> Config:
+    """devices.split = "auto": as a resumed run's own steps say, else as planned for this GPU."""
+    given = config.devices.rollout + config.devices.train
+    if resumed is not None:
+        before = load(resumed / "recipe.toml").config.devices
+        found = balance(read(resumed / "metrics.jsonl"), before.rollout, before.train)
+        if found is not None and before.rollout + before.train == given:
+            return with_split(config, *found.best(config.devices.tensor_parallel))
+    gpu = recognise(*devices.gpu_name_and_bytes()) if kind == "cuda" else None
+    if gpu is None:  # nothing is known of this device: as the recipe says
+        return config
+    found_splits = splits(config, gpu, shape_of(config), usual_lengths(config), given)
+    best = recommended(found_splits)
+    return with_split(config, best.rollout, best.train)
+
+
+def make_buffer(config: Config, history: History | None = None) -> Buffer:
+    size, eta = config.train.batch_size, config.buffer.max_staleness
+    pace = None
+    if not config.is_synchronous:
+        pace = Pace(size, config.num_slots, config.buffer.target_staleness)
+    return Buffer(size, eta, OnStale(config.buffer.on_stale), history, pace)
 
 
 def _spawn(

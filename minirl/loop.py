@@ -23,16 +23,17 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from minirl.buffer import Buffer, Drop
+from minirl.buffer import Buffer, Drop, Ticket
 from minirl.config import Config
 from minirl.errors import MinirlError, Stalled, WorkerDied
 from minirl.evaluate import Evaluation, is_evaluation
+from minirl.filters import judge
 from minirl.fleet import Died, Fleet, Role, Worker
 from minirl.journal import Journal
-from minirl.records import Batch, Group, Prompt, Trajectory
+from minirl.records import Batch, Prompt, Trajectory
 from minirl.rollout.dispatch import Dispatcher
 from minirl.rollout.worker import Abort, Finished, Gone, GroupRequest, Started, Submit
 from minirl.shm.board import State, Total
@@ -129,16 +130,13 @@ class Loop:
     # -- feed
 
     def feed(self) -> None:
-        """Fills free slots, but never with more groups than the rest of the run needs."""
-        if self.config.is_synchronous and (
-            self.buffer.num_running or self.batch or self.evaluation or self.is_saving
-        ):
+        """Begins as many groups as the buffer says, of those that the rest of the run needs."""
+        if self.config.is_synchronous and (self.evaluation or self.is_saving):
             return
         needed = (self.config.train.steps - self.step) * self.buffer.batch_size
-        count = min(self.buffer.num_free, needed - self.buffer.ledger.in_flight)
         requests: dict[int, list[GroupRequest]] = defaultdict(list)
         oldest_served = min(self.version_served_by(i) for i in range(len(self.engines)))
-        for _ in range(count):
+        for _ in range(self.buffer.num_to_begin(needed)):
             if not self.buffer.can_admit(oldest_served):
                 break
             prompt = self.stream.next()
@@ -164,7 +162,8 @@ class Loop:
     def admit(self, prompt: Prompt) -> tuple[int, GroupRequest]:
         size = self.config.rollout.group_size
         engine = self.dispatcher.assign(self.buffer.next_id, size)
-        ticket = self.buffer.admit(prompt.index, self.version_served_by(engine))
+        bound = self.version_served_by(engine)
+        ticket = self.buffer.admit(prompt.index, bound, time.monotonic())
         self.prompts[ticket.group_id] = prompt
         self.sampling[ticket.group_id] = Sampling(engine, prompt, {})
         cells = tuple(range(ticket.slot * size, (ticket.slot + 1) * size))
@@ -215,7 +214,8 @@ class Loop:
         if len(group.done) == self.config.rollout.group_size and not group.is_aborting:
             del self.sampling[group_id]
             in_order = tuple(group.done[i] for i in range(len(group.done)))
-            self.grading.add(Grade(group_id, group.prompt.example, in_order))
+            limit = self.config.tasks.max_failures
+            self.grading.add(Grade(group_id, group.prompt.example, in_order, limit))
 
     def on_gone(self, gone: Gone) -> None:
         """An engine gave a group up: because it was asked to, or because it would not take it."""
@@ -233,18 +233,36 @@ class Loop:
     def on_graded(self, verifier: Worker, graded: Graded) -> None:
         request = self.grading.done(verifier.name)
         assert request is not None and request.group_id == graded.group_id
-        if graded.error:
+        if not graded.rewards:
             self.no_reward(request, Drop.REWARD_ERROR, graded.error)
         elif is_evaluation(request.group_id):
             assert self.evaluation is not None
+            assert graded.rewards[0] is not None
             self.evaluation.graded(request.group_id, graded.rewards[0])
             self.end_evaluation_when_done()
         else:
-            prompt = self.prompts[request.group_id]
-            self.journal.keep_texts(request.group_id, prompt, graded.texts)
-            self.buffer.finish(
-                Group(request.group_id, prompt.index, request.trajectories, graded.rewards)
-            )
+            self.on_rewards(request, graded)
+
+    def on_rewards(self, request: Grade, graded: Graded) -> None:
+        prompt = self.prompts[request.group_id]
+        ticket = (request.group_id, prompt.index)
+        group = judge(self.config, ticket, request.trajectories, graded.rewards)
+        if isinstance(group, Drop):
+            self.drop(request.group_id, group)
+            return
+        pairs = zip(graded.texts, graded.rewards, strict=True)
+        texts = tuple(text for text, reward in pairs if reward is not None)
+        self.journal.keep_texts(request.group_id, prompt, texts)
+        self.buffer.finish(group, time.monotonic())
+
+    def reward_failed(self, request: Grade, place: int, reason: Drop, why: str) -> None:
+        """One reward took its verifier down: the rest is graded again, if one more may fail."""
+        skip = (*request.skip, place)
+        if len(skip) > request.max_failures:
+            self.no_reward(request, reason, why)
+        else:
+            self.journal.note(f"no reward for one answer of group {request.group_id}: {why}")
+            self.grading.add(replace(request, skip=skip))
 
     def no_reward(self, request: Grade, reason: Drop, why: str) -> None:
         """Rule 7: a verifier that fails is never a reward of 0."""
@@ -258,9 +276,12 @@ class Loop:
 
     def drop(self, group_id: int, reason: Drop) -> None:
         """For good, unless a fault did it: then the prompt is given again under a new group id."""
-        ticket = self.buffer.drop(group_id, reason)
-        self.prompts.pop(group_id, None)
-        if reason is Drop.WORKER_DIED:
+        self.forget(self.buffer.drop(group_id, reason), is_lost=reason is Drop.WORKER_DIED)
+
+    def forget(self, ticket: Ticket, is_lost: bool = False) -> None:
+        self.prompts.pop(ticket.group_id, None)
+        self.journal.forget_texts(ticket.group_id)
+        if is_lost:
             self.stream.put_back(ticket.prompt_index)
         else:
             self.stream.consumed.add(ticket.prompt_index)
@@ -275,27 +296,25 @@ class Loop:
                 self.engines[group.engine].send(Abort(group_id))
         if self.batch is not None or self.is_saving or self.step >= self.config.train.steps:
             return
-        dead = self.buffer.take_untrainable()
-        for ticket in dead:
-            self.prompts.pop(ticket.group_id)
-            self.stream.consumed.add(ticket.prompt_index)
-        self.batch = self.buffer.next_batch(self.step + 1)
+        for ticket in self.buffer.take_untrainable():
+            self.forget(ticket)
+        self.batch = self.buffer.next_batch(self.step + 1, time.monotonic())
         if self.batch is not None:
             for rank in self.ranks:
                 rank.send(Train(self.batch))
 
     def on_trained(self, trained: Trained) -> None:
         assert self.batch is not None
-        for ticket in self.buffer.published():
-            self.stream.consumed.add(ticket.prompt_index)
-            del self.prompts[ticket.group_id]
         batch, self.batch = self.batch, None
         self.step += 1
         if not self.config.is_synchronous:  # where what is measured must not decide what is done
             for engine, tokens_per_s in self.speedometer.read():
                 self.dispatcher.measured(engine, tokens_per_s)
         is_last = self.step == self.config.train.steps
-        self.journal.trained(self.step, batch, trained.values, self.buffer.ledger, is_last)
+        tickets = self.buffer.published(time.monotonic())
+        self.journal.trained(self.step, batch, trained.values, self.buffer, is_last)
+        for ticket in tickets:
+            self.forget(ticket)
         every = self.config.checkpoint.every
         if every and self.step % every == 0 and not is_last:
             self.save()
@@ -350,11 +369,13 @@ class Loop:
                 f"{worker.name} {death.how} (start {worker.num_starts}); {self.advice}"
             )
         self.journal.note(f"{worker.name} {death.how}: replaced")
+        place = self.fleet.board.row(worker.row).running  # of a verifier: what it was grading
         self.fleet.replace(worker)
         if worker.role is Role.VERIFY:
             request = self.grading.done(worker.name)
             if request is not None:
-                self.no_reward(request, Drop.REWARD_ERROR, f"its verifier {death.how}")
+                why = f"its verifier {death.how}"
+                self.reward_failed(request, place, Drop.REWARD_ERROR, why)
             return
         again = [id for id in self.dispatcher.lost(worker.rank) if is_evaluation(id)]
         # Not by the dispatcher: it no longer knows of a group that was done but being aborted.
@@ -387,7 +408,7 @@ class Loop:
                 assert request is not None
                 self.fleet.replace(verifier)
                 limit = f"took longer than tasks.timeout_s = {self.config.tasks.timeout_s:g}"
-                self.no_reward(request, Drop.REWARD_TIMEOUT, limit)
+                self.reward_failed(request, row.running, Drop.REWARD_TIMEOUT, limit)
         limit_s = self.config.log.stall_s
         for worker in self.engines + self.ranks:
             row = self.fleet.board.row(worker.row)

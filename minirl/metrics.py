@@ -13,12 +13,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minirl.buffer import Drop
+
 
 @dataclass(frozen=True)
 class Metric:
     name: str
     formula: str
 
+
+WHY = {
+    Drop.STALE: "it was too old to be trained",
+    Drop.REWARD_ERROR: "its rewards failed",
+    Drop.REWARD_TIMEOUT: "a reward took longer than tasks.timeout_s",
+    Drop.TOO_LONG: "its prompt is longer than tasks.max_prompt_tokens",
+    Drop.REFUSED: "the engine would not take its prompt",
+    Drop.EQUAL_REWARDS: "its rewards were all equal (buffer.drop_equal_rewards)",
+    Drop.TRUNCATED: "all its answers were cut (buffer.mask_truncated)",
+    Drop.WORKER_DIED: "its worker died; its prompt comes again",
+}
+DROPPED = {reason: f"buffer/dropped_{reason}" for reason in Drop}
 
 # "This step" is the time between two publications; B groups are trained in it. "Trained tokens"
 # are those with mask 1 that are not too stale.
@@ -28,6 +42,8 @@ TABLE = (
     Metric("seconds", "wall time since training began (first prompt sent)"),
     Metric("reward/mean", "mean reward over the step's trajectories"),
     Metric("reward/std", "population standard deviation of the same rewards"),
+    Metric("reward/penalty_mean", "mean reward those trajectories lost for being over-long"),
+    Metric("reward/failures", "trajectories left out of the step's groups: no reward for them"),
     Metric("eval/accuracy", "mean held-out reward, of the last evaluation that ended in this step"),
     Metric("eval/version", "oldest version that answered in that evaluation"),
     Metric("rollout/tokens_per_s", "tokens sampled by all engines in this step / its seconds"),
@@ -42,6 +58,8 @@ TABLE = (
     Metric("buffer/groups_trained", "groups trained since the run began"),
     Metric("buffer/groups_dropped", "groups dropped since the run began, for any reason"),
     Metric("buffer/groups_in_flight", "groups running, ready or in training now"),
+    Metric("buffer/truncated_masked", "trajectories of this step kept out of the loss: cut off"),
+    *(Metric(DROPPED[r], f"groups dropped since the run began: {WHY[r]}") for r in Drop),
     Metric("weights/publish_s", "seconds rank 0 took to copy the new weights into the store"),
     Metric(
         "weights/reload_pause_s", "mean seconds an engine stood still for a reload in this step"

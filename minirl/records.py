@@ -65,16 +65,27 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Group:
-    """A finished, graded group, ready to train."""
+    """A finished, graded group, ready to train. Its trajectories are those that have a reward."""
 
     id: int
     prompt_index: int
     trajectories: tuple[Trajectory, ...]
     rewards: tuple[float, ...]
+    masked: frozenset[int] = frozenset()  # places that count in the baseline but are not trained
+
+    @property
+    def trained(self) -> tuple[Trajectory, ...]:
+        if not self.masked:
+            return self.trajectories
+        return tuple(t for i, t in enumerate(self.trajectories) if i not in self.masked)
 
     @property
     def head_version(self) -> int:
-        return min(t.head_version for t in self.trajectories)
+        return min(t.head_version for t in self.trained)
+
+    @property
+    def newest_version(self) -> int:
+        return max(t.tail_version for t in self.trained)
 
 
 @dataclass(frozen=True)

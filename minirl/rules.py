@@ -49,6 +49,7 @@ class Range:
 CHOICES = {
     "model.dtype": ("float32", "bfloat16"),
     "devices.kind": ("auto", "cuda", "cpu"),
+    "devices.split": ("manual", "auto"),
     "rollout.on_update": ("recompute", "keep"),
     "buffer.on_stale": ("mask", "drop", "wait"),
     "train.objective": ("decoupled", "naive"),
@@ -59,6 +60,8 @@ RANGES = {
     "tasks.max_prompt_tokens": Range(1, 10**6, "256 suits short questions"),
     "tasks.verifiers": Range(1, 1024, "one for every few cores is enough"),
     "tasks.timeout_s": Range(0, 86_400, "10 seconds suit most rewards", is_low_open=True),
+    "tasks.max_failures": Range(0, 4094, "0 drops a group with its first failed reward"),
+    "tasks.overlong_tokens": Range(0, 10**6, "0 is off; DAPO takes a fifth of the limit"),
     "devices.rollout": Range(1, 1024, "one box has 1 to 16 devices"),
     "devices.train": Range(1, 1024, "one box has 1 to 16 devices"),
     "devices.tensor_parallel": Range(1, 1024, "1 unless the model is too large for one GPU"),
@@ -76,6 +79,7 @@ RANGES = {
     ),
     "rollout.kv_cache_gib": Range(0, 4096, "0.5 serves a tiny model", is_low_open=True),
     "buffer.max_staleness": Range(0, 1000, "0 is synchronous, 2 to 8 are usual"),
+    "buffer.target_staleness": Range(-1, 1000, "-1 is as few as keep the trainer fed"),
     "train.steps": Range(1, 10**7, "a run has 20 to 10,000"),
     "train.batch_size": Range(1, 10**6, "32 to 512 are usual"),
     "train.num_minibatches": Range(1, 10**6, "1 to 4 are usual"),
@@ -154,10 +158,26 @@ def _validate_rest(config: Config) -> None:
     if rollout.top_k == 1:
         remedy = "0 is off; otherwise 2 or more"
         raise RecipeError("rollout.top_k", 1, "all answers are alike at 1", remedy)
+    _validate_filters(config)
     if config.log.stall_s <= config.tasks.timeout_s:
         rule = f"must be above tasks.timeout_s = {config.tasks.timeout_s}"
         remedy = "raise it, or a slow reward looks like a stall"
         raise RecipeError("log.stall_s", config.log.stall_s, rule, remedy)
+
+
+def _validate_filters(config: Config) -> None:
+    tasks, rollout, target = config.tasks, config.rollout, config.buffer.target_staleness
+    if tasks.max_failures > rollout.group_size - 2:
+        rule = f"must leave two of rollout.group_size = {rollout.group_size} to compare"
+        remedy = f"at most {rollout.group_size - 2}"
+        raise RecipeError("tasks.max_failures", tasks.max_failures, rule, remedy)
+    if tasks.overlong_tokens > rollout.max_new_tokens:
+        rule = f"must be at most rollout.max_new_tokens = {rollout.max_new_tokens}"
+        remedy = f"a fifth of it is usual: {max(1, rollout.max_new_tokens // 5)}"
+        raise RecipeError("tasks.overlong_tokens", tasks.overlong_tokens, rule, remedy)
+    if -1 < target < 0:
+        remedy = "-1 is as few as keep the trainer fed; 0 waits for every batch"
+        raise RecipeError("buffer.target_staleness", target, "must be -1, or 0 or more", remedy)
 
 
 def _multiples(value: int, of: int) -> str:

@@ -39,3 +39,14 @@ class Broken(EvenLength):
             if number % 10 == 4:
                 time.sleep(60)
         return 1.0
+
+
+class Unsure(EvenLength):
+    """Even is right, but an answer in seven raises and a few hang."""
+
+    def reward(self, example: Example, answer: Answer) -> float:
+        if answer.text != "right" and answer.num_tokens % 7 == 3:
+            raise ValueError("no verdict")
+        if answer.text != "right" and answer.num_tokens % 41 == 5:
+            time.sleep(60)
+        return super().reward(example, answer)

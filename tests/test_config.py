@@ -190,6 +190,7 @@ def valid_configs(draw: st.DrawFn) -> Config:
     values = {key: draw(value_of(key)) for key in draw(st.sets(st.sampled_from(sorted(c.KEYS))))}
     # What the combinations ask for, so that no draw is thrown away.
     values |= {"train.num_minibatches": 1, "train.max_tokens": 10**8, "devices.tensor_parallel": 1}
+    values |= {"tasks.max_failures": 0, "tasks.overlong_tokens": 0, "buffer.target_staleness": -1.0}
     values |= {"log.stall_s": 604_800.0, "devices.train": 2}
     values["tasks.timeout_s"] = min(values.get("tasks.timeout_s", 10.0), 86_399.0)
     values["rollout.top_k"] = values.get("rollout.top_k", 0) & ~1

@@ -15,8 +15,10 @@ ROOT = Path(minirl.__file__).parent
 # of it. `rollout` and `train` meet only in lower rooms.
 LEVELS = (
     {"records", "config", "rules", "recipe", "errors", "devices"},
-    {"metrics", "shm", "buffer", "tasks", "fleet", "evaluate", "model"},
+    {"metrics", "shm", "pace", "buffer", "filters", "tasks", "fleet", "evaluate", "model"},
     {"rollout", "train"},
+    {"simulate"},
+    {"plan"},
     {"journal", "loop"},
     {"launch", "console", "doctor"},
     {"bench"},

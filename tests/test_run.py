@@ -50,9 +50,12 @@ def test_eta_0_is_synchronous_and_one_seed_gives_one_run(tmp_path: Path, tied_fo
             train__lr=1e-3,
             eval__every=1,
             tasks__kind=f'"{Path(__file__).parent / "noisy_task.py"}:EvenLength"',
+            buffer__drop_equal_rewards="true",  # one group in eight: made up for in rounds
         )
         assert run.end().code == 0
         lines.append(run.metrics())
+        assert_accounted(lines[-1], max_staleness=0)
+        assert lines[-1][-1]["buffer/dropped_equal_rewards"] >= 1
     for a, b in zip(*lines, strict=True):
         assert a["buffer/staleness_max"] == b["buffer/staleness_max"] == 0
         timeless = {name for name in a if not name.endswith(LOGGED_TIMES)}
@@ -74,6 +77,32 @@ def test_tensor_parallel_engine_trains_and_leaves_nothing(
     assert ended.code == 0, ended
     assert run.summary()["logprob_gap_max"] < 1e-3
     assert_accounted(run.metrics(), max_staleness=2)
+
+
+def test_some_rewards_of_a_group_may_fail_and_every_filter_counts(
+    tmp_path: Path, tied_folder: Path
+) -> None:
+    run = Run(
+        tmp_path / "run",
+        model__path=tied_folder,
+        tasks__timeout_s=0.5,
+        tasks__max_failures=2,
+        tasks__overlong_tokens=20,
+        buffer__mask_truncated="true",
+        buffer__drop_equal_rewards="true",
+        tasks__kind=f'"{Path(__file__).parent / "noisy_task.py"}:Unsure"',
+    )
+    ended = run.end()
+    assert ended.code == 0, ended
+    lines = run.metrics()
+    assert_accounted(lines, max_staleness=2)
+    assert lines[-1]["buffer/groups_trained"] == 4 * 4, "batches are full"
+    assert all(0 <= line["reward/failures"] <= 2 * 4 for line in lines)
+    assert sum(line["reward/failures"] for line in lines) > 0
+    assert sum(line["buffer/truncated_masked"] for line in lines) > 0
+    assert any(line["reward/penalty_mean"] > 0 for line in lines)
+    reasons = {name for name in lines[-1] if name.startswith("buffer/dropped_")}
+    assert sum(lines[-1][name] for name in reasons) == lines[-1]["buffer/groups_dropped"]
 
 
 def test_smoke_recipe_learns(tmp_path: Path) -> None:

@@ -168,3 +168,15 @@ def test_goodbye_ends_it(bench: Bench) -> None:
     process = bench.worker.process
     bench.fleet.stop(goodbye="anything else")
     assert process.exitcode == 0
+
+
+def test_as_many_rewards_may_fail_as_the_request_says(bench: Bench) -> None:
+    texts = ("right", "raise", "wrong")
+    answers = tuple(bench.answer(i, 3, text) for i, text in enumerate(texts))
+    bench.worker.send(Grade(3, Example("question", "right"), answers, max_failures=1))
+    assert bench.hear() == Graded(3, (1.0, None, 0.0), texts, "ValueError: no idea")
+    answers = tuple(bench.answer(i, 4, text) for i, text in enumerate(("hang", "raise", "right")))
+    bench.worker.send(Grade(4, Example("question", "right"), answers, max_failures=2, skip=(0,)))
+    assert bench.hear() == Graded(
+        4, (None, None, 1.0), ("", "raise", "right"), "ValueError: no idea"
+    )

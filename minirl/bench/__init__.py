@@ -8,7 +8,8 @@ clock.py      seconds, less those that other programs took
 stage.py      the processes that a bench plays on, each pinned to its own cores
 models.py     the models: random weights, no download, and a publisher that plays the trainer
 line.py       a real rollout worker and the prompts that keep it busy
-weights.py, queue.py, rollout.py   the benches
+scripted.py   workers that only sleep
+weights.py, queue.py, rollout.py, controller.py, simulator.py   the benches
 
 A new bench is a function of Options that gives figures, and a line in BENCHES.
 """
@@ -88,6 +89,14 @@ BENCHES = {
     "rollout": Bench(
         "the worker against a bare vllm.LLM.generate, updates in flight against waiting",
         "minirl.bench.rollout:measure",
+    ),
+    "controller": Bench(
+        "the real loop with workers that only sleep, against what the slower pool could do alone",
+        "minirl.bench.controller:measure",
+    ),
+    "simulator": Bench(
+        "what the controller's decisions cost a group, and that more groups cost no more",
+        "minirl.bench.simulator:measure",
     ),
 }
 

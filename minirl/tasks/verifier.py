@@ -5,8 +5,9 @@
     unblocked by  Grade
     gives         Graded: a reward for each, or the reason why there is none
 
-A reward that raises is never a 0 (rule 7): the whole group is reported as failed. One that hangs
-is the controller's business: it sees how long this worker has been GRADING and replaces it.
+A reward that raises is never a 0 (rule 7): it is None, and one too many fails the whole group. One
+that hangs or crashes is the controller's business: it sees on the board which one this worker has
+been GRADING and for how long, replaces the worker, and may have the group graded without that one.
 """
 
 import math
@@ -28,14 +29,16 @@ class Grade:
     group_id: int
     example: Example
     trajectories: tuple[Trajectory, ...]
+    max_failures: int = 0
+    skip: tuple[int, ...] = ()  # places that failed by taking their verifier down
 
 
 @dataclass(frozen=True)
 class Graded:
     group_id: int
-    rewards: tuple[float, ...]
+    rewards: tuple[float | None, ...]  # None: failed, as `error` says
     texts: tuple[str, ...]
-    error: str = ""  # set: there are no rewards, and this is why
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,19 +67,29 @@ def run(setup: VerifierSetup, board: BoardWriter, pipe: Connection) -> None:
 def grade(
     request: Grade, task: Task, ring: TrajectoryRing, tokenizer: Any, board: BoardWriter
 ) -> Graded:
-    rewards, texts = [], []
-    for trajectory in request.trajectories:
+    rewards: list[float | None] = []
+    texts: list[str] = []
+    error = ""
+    for place, trajectory in enumerate(request.trajectories):
+        if place in request.skip:
+            rewards.append(None)
+            texts.append("")
+            continue
+        board.serving(-1, place)
         board.enter(State.GRADING, anew=True)  # tasks.timeout_s counts for each reward
         view = ring.read(trajectory.cell, request.group_id)
         written = view.tokens[view.mask == 1].tolist()
         text = tokenizer.decode(written, skip_special_tokens=True)
         answer = Answer(text, trajectory.stop, len(written))
+        reward: float | None = None
         try:
             reward = float(task.reward(request.example, answer))
-        except Exception as error:  # a task is the user's code: whatever it raises is one failure
-            return Graded(request.group_id, (), (), f"{type(error).__name__}: {error}")
-        if not math.isfinite(reward):
-            return Graded(request.group_id, (), (), f"reward is {reward}")
+        except Exception as failure:  # a task is the user's code: whatever it raises is one failure
+            error = f"{type(failure).__name__}: {failure}"
+        if reward is not None and not math.isfinite(reward):
+            reward, error = None, f"reward is {reward}"
         rewards.append(reward)
         texts.append(text)
-    return Graded(request.group_id, tuple(rewards), tuple(texts))
+        if rewards.count(None) > request.max_failures:
+            return Graded(request.group_id, (), (), error)
+    return Graded(request.group_id, tuple(rewards), tuple(texts), error)

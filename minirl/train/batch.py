@@ -54,10 +54,13 @@ def items_of(batch: Batch, ring: TrajectoryRing, max_staleness: int) -> list[lis
     for group in batch.groups:
         advantages = group_normalised(group.rewards)
         items = []
-        for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
+        for place, (trajectory, advantage) in enumerate(
+            zip(group.trajectories, advantages, strict=True)
+        ):
             view = ring.read(trajectory.cell, group.id)
             written = view.mask == 1
             trainable = written & (view.versions >= batch.version - max_staleness)
+            trainable &= place not in group.masked
             at_equal_version = written & (view.versions == batch.version)
             items.append(Item(view, advantage, trainable, at_equal_version))
         groups.append(items)

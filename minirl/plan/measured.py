@@ -1,0 +1,98 @@
+"""A run's own costs, and the simulator against other runs.
+
+    python -m minirl.plan.measured CALIBRATION_RUN OTHER_RUN...
+
+Takes the speeds of the engines and the trainer from the first run's metrics, predicts the
+throughput of the others from their recipes and those speeds, and compares it with what they
+measured. Answers are as long as the other run's own: lengths are its model's business.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from minirl.buffer import Buffer, OnStale
+from minirl.config import Config
+from minirl.metrics import read
+from minirl.pace import Pace
+from minirl.recipe import load
+from minirl.simulate.costs import Costs
+from minirl.simulate.lengths import of_run
+from minirl.simulate.simulation import Setup, Simulation
+
+NUM_WARM = 3
+
+
+@dataclass(frozen=True)
+class Comparison:
+    name: str
+    predicted: float  # tokens/s, of written tokens
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def costs_of(run_dir: Path) -> Costs:
+    """An engine that was busy had all its places taken; a step took what gave its tokens."""
+    config, lines = load(run_dir / "recipe.toml").config, _steps(run_dir)
+    width = config.devices.rollout // config.devices.tensor_parallel
+    busy = [
+        line["rollout/tokens_per_s"] / max(1e-3, 1 - line["rollout/idle_frac"]) for line in lines
+    ]
+    places = min(config.rollout.max_num_seqs, config.num_slots * config.rollout.group_size)
+    return Costs(
+        step_s=width * places / median(busy),
+        reload_s=median(line.get("weights/reload_pause_s", 0.0) for line in lines),
+        train_per_token_s=1 / median(line["train/tokens_per_s"] for line in lines),
+        train_fixed_s=median(line["weights/publish_s"] for line in lines),
+    )
+
+
+def predict(run_dir: Path, costs: Costs) -> float:
+    config = load(run_dir / "recipe.toml").config
+    setup = Setup(
+        costs=costs,
+        lengths=of_run(run_dir),
+        num_engines=config.devices.rollout // config.devices.tensor_parallel,
+        max_running=config.rollout.max_num_seqs,
+        group_size=config.rollout.group_size,
+        num_steps=max(config.train.steps, NUM_WARM + 5),
+        num_warm=NUM_WARM,
+        recomputes=False,  # what it costs is part of the measured speed
+    )
+    return Simulation(setup, _buffer(config)).run().tokens_per_s
+
+
+def _buffer(config: Config) -> Buffer:
+    size, eta = config.train.batch_size, config.buffer.max_staleness
+    pace = Pace(size, config.num_slots, config.buffer.target_staleness) if eta else None
+    return Buffer(size, eta, OnStale(config.buffer.on_stale), pace=pace)
+
+
+def measure(run_dir: Path) -> float:
+    """Written tokens of trained trajectories a second, after the first steps."""
+    config, lines = load(run_dir / "recipe.toml").config, read(run_dir / "metrics.jsonl")
+    num = config.train.batch_size * config.rollout.group_size
+    counted = lines[NUM_WARM:]
+    tokens = sum(line["rollout/length_mean"] * num for line in counted)
+    return tokens / (counted[-1]["seconds"] - lines[NUM_WARM - 1]["seconds"])
+
+
+def _steps(run_dir: Path) -> list[dict[str, Any]]:
+    return read(run_dir / "metrics.jsonl")[NUM_WARM:]
+
+
+def compare(calibration: Path, others: Sequence[Path]) -> list[Comparison]:
+    costs = costs_of(calibration)
+    return [Comparison(run.name, predict(run, costs), measure(run)) for run in others]
+
+
+if __name__ == "__main__":
+    for row in compare(Path(sys.argv[1]), [Path(name) for name in sys.argv[1:]]):
+        rates = f"predicted {row.predicted:,.0f} tokens/s, measured {row.measured:,.0f}"
+        print(f"{row.name:<24} {rates}: {row.error:+.1%}")
