@@ -7,11 +7,15 @@ What only a GPU can run is kept here, small; tests marked `gpu` run it where the
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from minirl.config import Config
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -134,3 +138,38 @@ def use_training_device(placement: Placement) -> None:
         torch.cuda.set_device(0)
     else:
         torch.set_num_threads(max(1, len(placement.cores)))
+
+
+class Publisher:
+    """Copies tensors into shared memory. On CUDA that memory is pinned, and the copies run on a
+    stream of their own, beside whatever the device does until `wait`. Sources must not change
+    before that."""
+
+    def __init__(self, kind: str, memory: "torch.Tensor"):
+        self._stream: torch.cuda.Stream | None = None
+        if kind == "cuda":
+            from torch import cuda
+
+            # Where the system refuses to lock so much, copies are slower and still right.
+            cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+            self._memory = memory  # registered by its address: it must stay mapped
+            self._stream = cuda.Stream()
+
+    def copy(
+        self, destinations: Iterable["torch.Tensor"], sources: Iterable["torch.Tensor"]
+    ) -> None:
+        if self._stream is None:
+            for destination, source in zip(destinations, sources, strict=True):
+                destination.copy_(source)
+            return
+        from torch import cuda
+
+        self._stream.wait_stream(cuda.current_stream())
+        with cuda.stream(self._stream):
+            for destination, source in zip(destinations, sources, strict=True):
+                # To the right type on the device: half the bytes go over the bus.
+                destination.copy_(source.to(destination.dtype), non_blocking=True)
+
+    def wait(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()

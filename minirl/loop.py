@@ -272,6 +272,8 @@ class Loop:
         self.step += 1
         is_last = self.step == self.config.train.steps
         self.journal.trained(self.step, batch, trained.values, self.buffer.ledger, is_last)
+        for note in trained.notes:
+            self.journal.note(note)
         every = self.config.checkpoint.every
         if every and self.step % every == 0 and not is_last:
             self.save()
@@ -289,7 +291,8 @@ class Loop:
             "journal": self.journal.state,
         }
         folder = self.journal.checkpoint_folder(self.step)
-        self.ranks[0].send(Save(str(folder), state))
+        for rank in self.ranks:
+            rank.send(Save(str(folder), state))
 
     # -- evaluation
 

@@ -131,7 +131,8 @@ class Ranks:
         return self.inbox.take(self.workers[0], Trained)
 
     def save(self, folder: Path, state: dict[str, int]) -> None:
-        self.workers[0].send(Save(str(folder), state))
+        for worker in self.workers:
+            worker.send(Save(str(folder), state))
         assert self.inbox.take(self.workers[0], Saved).folder == str(folder)
 
     def weights(self) -> Weights:
