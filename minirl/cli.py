@@ -48,6 +48,13 @@ Start here:
 {EXIT_CODES}""",
 )
 
+
+def _benches() -> str:
+    from minirl.bench import BENCHES
+
+    return "\n".join(f"  {name:<10} {bench.about}" for name, bench in BENCHES.items())
+
+
 Recipe = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="A TOML recipe, such as recipes/smoke.toml.")
 ]
@@ -171,6 +178,38 @@ def replay(
     if found.bad_gradients:
         typer.echo(f"gradients that are not finite: {', '.join(found.bad_gradients[:5])}, …")
     raise typer.Exit(0 if isfinite(found.loss) and isfinite(found.grad_norm) else 1)
+
+
+@app.command(
+    help=f"""Measure a part of minirl against the bare part it is made of, in the same run.
+
+\b
+Benches:
+{_benches()}
+
+\b
+Examples:
+  minirl bench queue
+  minirl bench weights --model 135m
+  minirl bench rollout --json rollout.json
+
+Each figure is a median of interleaved repeats; processes are pinned to their cores. A figure with
+a goal is "ok" or "MISSED"; both exit with 0. docs/benchmarks.md says what each figure means."""
+)
+def bench(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Which bench; see above.")],
+    model: Annotated[
+        str,
+        typer.Option(metavar="tiny|135m", help="Random weights; tiny takes about a minute."),
+    ] = "tiny",
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Also write the figures here, as JSON."),
+    ] = None,
+) -> None:
+    from minirl.bench import Options, run
+
+    _show(run(name, Options(model), json_file).rows())
 
 
 def main() -> None:

@@ -66,6 +66,12 @@ class RolloutConfig:
     """Nucleus sampling; 1 is off."""
     top_k: int = 0
     """Sample among the k likeliest tokens; 0 is off."""
+    min_p: float = 0.0
+    """Leave out tokens less likely than this share of the likeliest; 0 is off."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer; the answer keeps them."""
+    stop_tokens: tuple[int, ...] = ()
+    """Token ids that end an answer, beside the model's own end."""
     on_update: str = "recompute"
     """At new weights, the KV of running sequences is rebuilt ("recompute") or kept ("keep")."""
     max_num_seqs: int = 256

@@ -6,9 +6,12 @@ What only a GPU can run is kept here, small; tests marked `gpu` run it where the
 """
 
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -55,6 +58,8 @@ def place(config: Config, kind: str, available: int) -> tuple[list[Placement], l
     pools = (cores[:for_rollout], cores[for_rollout:] or cores)
     num_engines = devices.rollout // devices.tensor_parallel
     engines = _on_cores(pools[0], num_engines, vllm_environment(kind))
+    if devices.tensor_parallel > 1:
+        engines = [_shared_out(place, devices.tensor_parallel) for place in engines]
     return engines, _on_cores(pools[1], devices.train)
 
 
@@ -74,6 +79,39 @@ def _on_cores(
         threads = {"OMP_NUM_THREADS": str(len(mine)), "CUDA_VISIBLE_DEVICES": ""}
         placements.append(Placement("cpu", cores=mine, env={**threads, **env}))
     return placements
+
+
+def _shared_out(place: Placement, num_shards: int) -> Placement:
+    """An engine's cores, one part to each of its tensor-parallel processes, in vLLM's own words."""
+    width = max(1, len(place.cores) // num_shards)
+    starts = [i * width % len(place.cores) for i in range(num_shards)]
+    parts = [",".join(map(str, place.cores[start : start + width])) for start in starts]
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(parts), "OMP_NUM_THREADS": str(width)}
+    return replace(place, env={**place.env, **env})
+
+
+def with_own_temp(place: Placement, folder: Path) -> Placement:
+    """vLLM on CPU leaves files in the temp folder and, under tensor parallelism, named shared
+    memory. With a temp folder of its own all of it can be found again (`sweep_temp`).
+    """
+    if place.kind != "cpu":
+        return place
+    sockets = {"VLLM_RPC_BASE_PATH": tempfile.gettempdir()}  # their paths must stay short
+    return replace(place, env={**place.env, **sockets, "TMPDIR": str(folder.absolute())})
+
+
+def remember_segments() -> None:
+    """In a tensor-parallel process: what its shared memory is called, for `sweep_temp`."""
+    if name := os.environ.get("VLLM_DIST_IDENT"):
+        (Path(tempfile.gettempdir()) / f"segment-{name}").touch()
+
+
+def sweep_temp(folder: Path) -> None:
+    """When all engines have ended, however they did."""
+    for path in folder.glob("segment-*"):
+        for segment in Path("/dev/shm").glob(f"{path.name.removeprefix('segment-')}*"):
+            segment.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def bind(placement: Placement) -> None:
@@ -118,12 +156,15 @@ def engine_arguments(config: Config, kind: str) -> dict[str, object]:
     }
 
 
-def keep_weights_writable(kind: str) -> None:
-    """Before the engine is built. On CPU vLLM would pack linear weights for oneDNN and delete the
-    originals, and loading new ones would crash half-way or, with tied embeddings, silently do
-    nothing. The flag is private to vLLM: the canary (rule 6) stops the run should it change.
+def keep_weights_writable() -> None:
+    """In each of vLLM's processes, before the model is built. On CPU vLLM would pack linear weights
+    for oneDNN and delete the originals, and loading new ones would crash half-way or, with tied
+    embeddings, silently do nothing. The flag is private to vLLM: should it change, the canary
+    (rule 6) stops the run.
     """
-    if kind == "cpu":
+    import torch
+
+    if torch.version.cuda is None:
         import vllm._custom_ops as ops
 
         ops._supports_onednn = False

@@ -62,6 +62,7 @@ def _shown(value: object) -> str:
         return "{…}" if value else "{}"
     if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to print huge ones
         return "-(huge)" if value < 0 else "(huge)"
-    if isinstance(value, list):
-        return "[…]" if value else "[]"
+    if isinstance(value, (list, tuple)):
+        is_short = len(value) <= 4 and all(isinstance(item, (str, int, float)) for item in value)
+        return f"[{', '.join(map(_shown, value))}]" if is_short else "[…]"
     return one_line(repr(value) if isinstance(value, (int, float)) else str(value))

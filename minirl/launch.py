@@ -74,6 +74,8 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool) -> int:
         _refuse_changes(config, run_dir)
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
+    devices.sweep_temp(run_dir / "tmp")  # a controller that was killed could not
+    (run_dir / "tmp").mkdir()
     (run_dir / "recipe.toml").write_text(to_toml(config))
     view = ConsoleView(config.train.steps)
     try:
@@ -122,6 +124,7 @@ def _run(
         return 0 if is_whole else INTERRUPTED
     finally:
         fleet.kill()
+        devices.sweep_temp(run_dir / "tmp")
         checkpoint.sweep(run_dir)
         (run_dir / "rendezvous").unlink(missing_ok=True)
 
@@ -160,7 +163,8 @@ def _spawn(
     for rank, place in enumerate(engines):
         seed = config.seed * 1000 + rank + 1  # engines must not sample alike
         engine = RolloutSetup(config, str(source), place.kind, seed, ring, store)
-        fleet.spawn(Role.ROLLOUT, rank, "minirl.rollout.worker:run", engine, place)
+        own = devices.with_own_temp(place, run_dir / "tmp")
+        fleet.spawn(Role.ROLLOUT, rank, "minirl.rollout.worker:run", engine, own)
     for rank in range(config.tasks.verifiers):
         grader = VerifierSetup(config, str(source), ring)
         place = devices.Placement("cpu", env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})

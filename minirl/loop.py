@@ -22,7 +22,7 @@ Leaves out: the bound on staleness (buffer.py), who runs where (launch.py), the 
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ from minirl.journal import Journal
 from minirl.records import Batch, Group, Prompt, Trajectory
 from minirl.rollout.dispatch import Dispatcher
 from minirl.rollout.worker import Abort, Finished, Gone, GroupRequest, Started, Submit
-from minirl.shm.board import State
+from minirl.shm.board import State, Total
 from minirl.tasks.grading import GradingQueue
 from minirl.tasks.prompts import PromptStream
 from minirl.tasks.verifier import Grade, Graded
@@ -43,6 +43,7 @@ from minirl.train.messages import Ready, Save, Saved, Train, Trained
 
 LISTEN_S = 0.2  # how long a turn waits for news at most
 START_LIMIT_S = 1800.0  # loading a large model and capturing graphs takes its time
+LEAST_BUSY_S = 0.5
 MAX_STARTS = 4  # of one worker; then it ends the run
 
 
@@ -54,6 +55,25 @@ class Sampling:
     prompt: Prompt
     done: dict[int, Trajectory]
     is_aborting: bool = False
+
+
+class Speedometer:
+    """Tokens a second of each engine while it had something to do, since the last look."""
+
+    def __init__(self, fleet: Fleet, engines: list[Worker]):
+        self._board, self._rows = fleet.board, [engine.row for engine in engines]
+        self._before = [self._look(row) for row in self._rows]
+
+    def _look(self, row: int) -> tuple[float, float]:
+        idle_s = self._board.total(row, Total.IDLE_S)
+        return self._board.total(row, Total.TOKENS), time.monotonic() - idle_s
+
+    def read(self) -> Iterator[tuple[int, float]]:
+        for engine, row in enumerate(self._rows):
+            (tokens, busy_s), before = self._look(row), self._before[engine]
+            if busy_s - before[1] > LEAST_BUSY_S:  # less says nothing
+                self._before[engine] = (tokens, busy_s)
+                yield engine, max(1.0, (tokens - before[0]) / (busy_s - before[1]))
 
 
 class Loop:
@@ -70,7 +90,8 @@ class Loop:
         self.buffer, self.journal = buffer, journal
         self.engines, self.ranks = fleet.of(Role.ROLLOUT), fleet.of(Role.TRAIN)
         self.verifiers = {worker.name: worker for worker in fleet.of(Role.VERIFY)}
-        self.dispatcher = Dispatcher(len(self.engines))
+        self.dispatcher = Dispatcher(len(self.engines), config.rollout.max_new_tokens)
+        self.speedometer = Speedometer(fleet, self.engines)
         self.grading = GradingQueue()
         self.step = journal.step
         self.is_interrupted = False  # set from outside: finish the step, save, end
@@ -182,7 +203,7 @@ class Loop:
         self.watch()
 
     def on_trajectory(self, group_id: int, place: int, trajectory: Trajectory) -> None:
-        self.dispatcher.trajectory_done(group_id)
+        self.dispatcher.trajectory_done(group_id, trajectory.num_written)
         if is_evaluation(group_id):
             assert self.evaluation is not None
             self.evaluation.answered(trajectory)
@@ -270,6 +291,9 @@ class Loop:
             del self.prompts[ticket.group_id]
         batch, self.batch = self.batch, None
         self.step += 1
+        if not self.config.is_synchronous:  # where what is measured must not decide what is done
+            for engine, tokens_per_s in self.speedometer.read():
+                self.dispatcher.measured(engine, tokens_per_s)
         is_last = self.step == self.config.train.steps
         self.journal.trained(self.step, batch, trained.values, self.buffer.ledger, is_last)
         for note in trained.notes:

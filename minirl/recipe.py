@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args, get_origin
 
 from minirl.algorithms import ALGORITHMS
 from minirl.config import KEYS, SECTIONS, Config, get
@@ -242,6 +242,8 @@ def _typed(key: str, value: Any, origin: str) -> Any:
             raise RecipeError(key, value, "must be a finite number", remedy, origin) from None
     if type(value) is wanted:
         return value
+    if get_origin(wanted) is tuple:
+        return _typed_list(key, value, get_args(wanted)[0], origin)
     if isinstance(value, str) and type(_parse_value(value)) in (wanted, int, float):
         remedy = "take the quotes away"
     elif wanted is int and isinstance(value, float) and abs(value) < 1e15 and value % 1 == 0:
@@ -255,6 +257,13 @@ def _typed(key: str, value: Any, origin: str) -> Any:
         }[cast(type, wanted)]
     kind = {int: "a whole number", float: "a number", bool: "a boolean", str: "a string"}
     raise RecipeError(key, value, f"must be {kind[cast(type, wanted)]}", remedy, origin)
+
+
+def _typed_list(key: str, value: Any, item: type, origin: str) -> tuple[Any, ...]:
+    if isinstance(value, list) and all(type(v) is item for v in value):
+        return tuple(value)
+    rule, example = {str: ("strings", '["####"]'), int: ("whole numbers", "[151645]")}[item]
+    raise RecipeError(key, value, f"must be a list of {rule}", f"write it like {example}", origin)
 
 
 def _build(values: dict[str, Any]) -> Config:
@@ -296,5 +305,7 @@ def _write(config: Config, mark: Callable[[str, str], str]) -> str:
 def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml_value, value))}]"
     # A TOML basic string is a JSON string, save for control characters, which validate refuses.
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)

@@ -86,6 +86,7 @@ RANGES = {
     ),
     "rollout.top_p": Range(0, 1, "1 is off", is_low_open=True),
     "rollout.top_k": Range(0, 10**6, "0 is off"),
+    "rollout.min_p": Range(0, 1, "0 is off", is_high_open=True),
     "rollout.max_num_seqs": Range(1, 65_536, "256 is usual"),
     "rollout.memory_fraction": Range(
         0, 1, "0.85 is usual; less if memory runs out", is_low_open=True, is_high_open=True
@@ -132,6 +133,10 @@ def validate(config: Config) -> None:
     for key, limits in RANGES.items():
         if rule := limits.broken(get(config, key)):
             raise RecipeError(key, get(config, key), rule, limits.remedy)
+    for text in config.rollout.stop:
+        if not text or any(category(c) == "Cs" for c in text):
+            stop = config.rollout.stop
+            raise RecipeError("rollout.stop", stop, "has a text that cannot occur", "take it out")
     for key in ("model.path", "tasks.kind", "tasks.data"):
         value = get(config, key)
         if not value.strip() and key != "tasks.data":
@@ -192,8 +197,6 @@ def _validate_rest(config: Config) -> None:
         rule = f"must be a multiple of devices.tensor_parallel = {devices.tensor_parallel}"
         remedy = _multiples(devices.rollout, devices.tensor_parallel)
         raise RecipeError("devices.rollout", devices.rollout, rule, remedy)
-    if devices.kind == "cpu":
-        _check_cpu_tensor_parallel(config)
     if rollout.top_k == 1:
         remedy = "0 is off; otherwise 2 or more"
         raise RecipeError("rollout.top_k", 1, "all answers are alike at 1", remedy)
@@ -208,13 +211,6 @@ def _multiples(value: int, of: int) -> str:
     return f"make it {below} or {above}" if below else f"make it {above}"
 
 
-def _check_cpu_tensor_parallel(config: Config) -> None:
-    if config.devices.tensor_parallel > 1:
-        rule = "must be 1 on CPU, where all processes share the same cores"
-        value = config.devices.tensor_parallel
-        raise RecipeError("devices.tensor_parallel", value, rule, "set it to 1, or use CUDA")
-
-
 # Rules that need the machine, the model or the task --------------------------------------------
 
 
@@ -224,8 +220,6 @@ def check_devices(config: Config, kind: str, available: int) -> None:
     if devices.kind == "cuda" and kind != "cuda":
         remedy = "run it where there is one, or --set devices.kind=cpu"
         raise RecipeError("devices.kind", "cuda", "there is no CUDA device here", remedy)
-    if kind == "cpu":
-        _check_cpu_tensor_parallel(config)
     wanted = devices.rollout + devices.train
     limit = available if kind == "cuda" else max(4, 2 * available)
     if wanted > limit:

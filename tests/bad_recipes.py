@@ -36,7 +36,7 @@ BAD_FILES = [
     ('[train]\nlr = "1e-5"', 'train.lr = "1e-5": must be a number; take the quotes away (bad.toml:2)'),
     ('[train]\nlr = "small"', 'train.lr = "small": must be a number; write it like 1e-06 (bad.toml:2)'),
     ('[train]\nlr = true', 'train.lr = true: must be a number; write it like 1e-06 (bad.toml:2)'),
-    ('[train]\nlr = [1e-5]', 'train.lr = […]: must be a number; write it like 1e-06 (bad.toml:2)'),
+    ('[train]\nlr = [1e-5]', 'train.lr = [1e-05]: must be a number; write it like 1e-06 (bad.toml:2)'),
     ('[train]\nlr = 2024-01-01', 'train.lr = 2024-01-01: must be a number; write it like 1e-06 (bad.toml:2)'),
     ('[train]\ngradient_checkpointing = 1', 'train.gradient_checkpointing = 1: must be a boolean; write true or false (bad.toml:2)'),
     ('[train]\ngradient_checkpointing = "true"', 'train.gradient_checkpointing = "true": must be a boolean; take the quotes away (bad.toml:2)'),
@@ -123,7 +123,11 @@ BAD_FILES = [
     ('[train]\nmax_tokens = 300', 'train.max_tokens = 300: must hold one trajectory of 384 tokens (tasks.max_prompt_tokens + rollout.max_new_tokens); raise it to 384 or more, or shorten prompt or answer (bad.toml:2)'),
     ('[rollout]\nmax_new_tokens = 20000', 'train.max_tokens = 16384: must hold one trajectory of 20256 tokens (tasks.max_prompt_tokens + rollout.max_new_tokens); raise it to 20256 or more, or shorten prompt or answer'),
     ('[devices]\nrollout = 3\ntensor_parallel = 2', 'devices.rollout = 3: must be a multiple of devices.tensor_parallel = 2; make it 2 or 4 (bad.toml:2)'),
-    ('[devices]\nkind = "cpu"\nrollout = 2\ntensor_parallel = 2', 'devices.tensor_parallel = 2: must be 1 on CPU, where all processes share the same cores; set it to 1, or use CUDA (bad.toml:4)'),
+    ('[rollout]\nstop = "####"', 'rollout.stop = "####": must be a list of strings; write it like ["####"] (bad.toml:2)'),
+    ('[rollout]\nstop = [1]', 'rollout.stop = [1]: must be a list of strings; write it like ["####"] (bad.toml:2)'),
+    ('[rollout]\nstop = [""]', 'rollout.stop = [""]: has a text that cannot occur; take it out (bad.toml:2)'),
+    ('[rollout]\nstop_tokens = ["<eos>"]', 'rollout.stop_tokens = ["<eos>"]: must be a list of whole numbers; write it like [151645] (bad.toml:2)'),
+    ('[rollout]\nmin_p = 1.0', 'rollout.min_p = 1.0: must be below 1; 0 is off (bad.toml:2)'),
     ('[tasks]\ntimeout_s = 600', 'log.stall_s = 300.0: must be above tasks.timeout_s = 600.0; raise it, or a slow reward looks like a stall'),
 ]
 

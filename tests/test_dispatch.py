@@ -1,5 +1,6 @@
 """Each group goes to the engine with the least to do, and a dead engine's groups are known."""
 
+import heapq
 from random import Random
 
 from hypothesis import given, settings
@@ -9,7 +10,7 @@ from minirl.rollout.dispatch import Dispatcher
 
 
 def test_a_group_goes_to_the_worker_with_the_fewest_trajectories() -> None:
-    dispatcher = Dispatcher(3)
+    dispatcher = Dispatcher(3, max_new_tokens=10)
     assert [dispatcher.assign(i, size) for i, size in enumerate((4, 1, 2, 2, 1, 1))] == [
         0,
         1,
@@ -21,37 +22,37 @@ def test_a_group_goes_to_the_worker_with_the_fewest_trajectories() -> None:
 
 
 def test_done_trajectories_make_room() -> None:
-    dispatcher = Dispatcher(2)
+    dispatcher = Dispatcher(2, max_new_tokens=10)
     assert [dispatcher.assign(0, 3), dispatcher.assign(1, 2)] == [0, 1]
-    dispatcher.trajectory_done(0)
-    dispatcher.trajectory_done(0)
+    dispatcher.trajectory_done(0, 10)
+    dispatcher.trajectory_done(0, 10)
     assert dispatcher.assign(2, 1) == 0  # 1 against 2
 
 
 def test_a_group_is_forgotten_with_its_last_trajectory() -> None:
-    dispatcher = Dispatcher(1)
+    dispatcher = Dispatcher(1, max_new_tokens=10)
     dispatcher.assign(7, 2)
-    dispatcher.trajectory_done(7)
+    dispatcher.trajectory_done(7, 10)
     assert dispatcher.worker_of(7) == 0
-    dispatcher.trajectory_done(7)
+    dispatcher.trajectory_done(7, 10)
     assert dispatcher.worker_of(7) is None
     assert dispatcher.lost(0) == []
 
 
 def test_an_aborted_group_frees_all_it_still_held() -> None:
-    dispatcher = Dispatcher(2)
+    dispatcher = Dispatcher(2, max_new_tokens=10)
     dispatcher.assign(0, 8)
     dispatcher.assign(1, 1)
-    dispatcher.trajectory_done(0)
+    dispatcher.trajectory_done(0, 10)
     dispatcher.forget(0)
     dispatcher.forget(0)  # it may be told twice
     assert dispatcher.assign(2, 1) == 0
 
 
 def test_the_groups_of_a_dead_worker_are_nobodys_and_the_others_stay() -> None:
-    dispatcher = Dispatcher(2)
+    dispatcher = Dispatcher(2, max_new_tokens=10)
     places = {group_id: dispatcher.assign(group_id, 2) for group_id in range(6)}
-    dispatcher.trajectory_done(0)
+    dispatcher.trajectory_done(0, 10)
     lost = dispatcher.lost(0)
     assert lost == [group_id for group_id, worker in places.items() if worker == 0]
     assert all(dispatcher.worker_of(group_id) is None for group_id in lost)
@@ -63,7 +64,7 @@ def test_the_groups_of_a_dead_worker_are_nobodys_and_the_others_stay() -> None:
 @settings(deadline=None)
 @given(st.integers(1, 4), st.randoms(use_true_random=False))
 def test_load_is_what_is_outstanding(num_workers: int, random: Random) -> None:
-    dispatcher = Dispatcher(num_workers)
+    dispatcher = Dispatcher(num_workers, max_new_tokens=10)
     left: dict[int, tuple[int, int]] = {}  # group: (worker, trajectories to come)
     for group_id in range(60):
         load = [sum(n for w, n in left.values() if w == i) for i in range(num_workers)]
@@ -75,11 +76,81 @@ def test_load_is_what_is_outstanding(num_workers: int, random: Random) -> None:
             if left:
                 done = random.choice(list(left))
                 worker, n = left.pop(done)
-                dispatcher.trajectory_done(done)
+                dispatcher.trajectory_done(done, 10)
                 if n > 1:
                     left[done] = (worker, n - 1)
         if random.random() < 0.05:
             dead = random.randrange(num_workers)
             assert set(dispatcher.lost(dead)) == {g for g, (w, _) in left.items() if w == dead}
             left = {g: entry for g, entry in left.items() if entry[0] != dead}
+            for each in range(num_workers):  # speeds are another test's business
+                dispatcher.measured(each, 1.0)
     assert all(dispatcher.worker_of(g) == w for g, (w, _) in left.items())
+
+
+def simulate(speeds: list[float], num_groups: int, seed: int = 0) -> tuple[list[int], float]:
+    """Workers that sample eight sequences at once, at their own speeds, long-tailed lengths; as
+    many groups are outstanding as the buffer's slots allow. Gives groups by worker, and the time.
+    """
+    random = Random(seed)
+    dispatcher = Dispatcher(len(speeds), max_new_tokens=1000)
+    events: list[tuple[float, int, int, int]] = []  # (time, worker, group, tokens)
+    free_at = [[0.0] * 8 for _ in speeds]
+    counts = [0] * len(speeds)
+    done_tokens, now = [0] * len(speeds), 0.0
+
+    def start(group_id: int) -> None:
+        worker = dispatcher.assign(group_id, 4)
+        counts[worker] += 1
+        for _ in range(4):
+            tokens = min(1000, max(1, int(random.lognormvariate(4, 1))))
+            place = free_at[worker].index(min(free_at[worker]))
+            begin = max(now, free_at[worker][place])
+            free_at[worker][place] = begin + tokens * 8 / speeds[worker]
+            heapq.heappush(events, (free_at[worker][place], worker, group_id, tokens))
+
+    next_id = min(24, num_groups)
+    for group_id in range(next_id):
+        start(group_id)
+    left = {group_id: 4 for group_id in range(num_groups)}
+    while events:
+        now, worker, group_id, tokens = heapq.heappop(events)
+        done_tokens[worker] += tokens
+        dispatcher.trajectory_done(group_id, tokens)
+        left[group_id] -= 1
+        if not left[group_id]:
+            for each, done in enumerate(done_tokens):
+                if done:
+                    dispatcher.measured(each, done / now)
+            if next_id < num_groups:
+                start(next_id)
+                next_id += 1
+    return counts, now
+
+
+def test_workers_of_different_speed_get_groups_in_proportion() -> None:
+    counts, seconds = simulate([100.0, 300.0], 400)
+    assert 0.15 < counts[0] / sum(counts) < 0.35  # a quarter is fair
+    alone = simulate([400.0], 400)[1]  # one worker as fast as both
+    assert seconds < 1.15 * alone
+
+
+def test_stragglers_do_not_pile_up_on_one_worker() -> None:
+    """A worker that holds an endless trajectory is still taken for loaded: the other gets more."""
+    dispatcher = Dispatcher(2, max_new_tokens=100)
+    stragglers = [dispatcher.assign(group_id, 1) for group_id in range(2)]
+    assert stragglers == [0, 1]
+    dispatcher.trajectory_done(1, 100)
+    assert [dispatcher.assign(group_id, 1) for group_id in (2, 3, 4)] == [1, 0, 1]
+
+
+def test_a_restarted_worker_gets_less_until_it_proves_itself() -> None:
+    dispatcher = Dispatcher(2, max_new_tokens=100)
+    for worker in (0, 1):
+        dispatcher.measured(worker, 1000.0)
+    dispatcher.lost(0)
+    first = [dispatcher.assign(group_id, 4) for group_id in range(10)]
+    assert first.count(0) == 2
+    dispatcher.measured(0, 1000.0)
+    later = [dispatcher.assign(group_id, 4) for group_id in range(10, 30)]
+    assert later.count(0) >= 10

@@ -19,14 +19,15 @@ LEVELS = (
     {"rollout", "train"},
     {"journal", "loop"},
     {"launch", "console", "doctor"},
+    {"bench"},
     {"cli"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 FOREIGN = {
-    "vllm": {"rollout", "devices"},
+    "vllm": {"rollout", "devices", "bench"},
     "typer": {"cli"},
     "rich": {"console", "cli"},
-    "transformers": {"train", "model", "rollout"},
+    "transformers": {"train", "model", "rollout", "bench"},
     "datasets": {"tasks"},
     "peft": {"train"},
 }

@@ -1,41 +1,93 @@
-"""Who samples which group. Takes group sizes and what comes back, gives a worker for each group.
+"""Who samples which group. Takes what comes back, gives a worker for each new group.
 
-A pure structure, so that a simulator can drive it. A group goes to the worker with the fewest
-trajectories outstanding; all of a group go to one worker, where they share their prompt's KV.
+A pure structure, so that a simulator can drive it. A group goes to the worker that will be through
+with it first: the one with the least outstanding work for its speed. Work is counted in tokens that
+are expected to be written, learned from the lengths seen; a straggler counts until it is done, so
+stragglers do not pile up. All trajectories of a group go to one worker, where they share their
+prompt's KV.
+
+Speeds are tokens per second of being busy, as the board shows them. A worker that was restarted is
+taken for slow until it has shown otherwise.
 """
+
+from dataclasses import dataclass
+
+SMOOTHING = 0.05  # weight of a new length in the running mean
+UNPROVEN = 0.25  # share of the others' speed that a restarted worker is given credit for
+
+
+class ExpectedLength:
+    """The running mean of written lengths; before the first, a guess that is on the safe side."""
+
+    def __init__(self, at_first: float):
+        self.tokens = at_first
+        self._is_guess = True
+
+    def saw(self, num_tokens: int) -> None:
+        self.tokens += (num_tokens - self.tokens) * (1.0 if self._is_guess else SMOOTHING)
+        self._is_guess = False
+
+
+@dataclass
+class Outstanding:
+    """A group at a worker: trajectories to come, and the work that each was taken for."""
+
+    worker: int
+    num_left: int
+    tokens_each: int
 
 
 class Dispatcher:
-    def __init__(self, num_workers: int):
-        self._outstanding: list[dict[int, int]] = [{} for _ in range(num_workers)]
-        self._load = [0] * num_workers
-        self._place: dict[int, int] = {}
+    def __init__(self, num_workers: int, max_new_tokens: int):
+        self._groups: dict[int, Outstanding] = {}
+        self._load = [0] * num_workers  # in whole tokens: what is added can be taken away again
+        self._speed: list[float | None] = [None] * num_workers  # None: nothing known yet
+        self.expected = ExpectedLength(max_new_tokens)
 
     def assign(self, group_id: int, num_trajectories: int) -> int:
-        worker = self._load.index(min(self._load))
-        self._outstanding[worker][group_id] = num_trajectories
-        self._load[worker] += num_trajectories
-        self._place[group_id] = worker
+        tokens = max(1, round(self.expected.tokens))
+        work = num_trajectories * tokens
+        usual = self._usual_speed
+        through = [
+            (load + work) / (speed or usual)
+            for load, speed in zip(self._load, self._speed, strict=True)
+        ]
+        worker = through.index(min(through))
+        self._groups[group_id] = Outstanding(worker, num_trajectories, tokens)
+        self._load[worker] += work
         return worker
 
     def worker_of(self, group_id: int) -> int | None:
-        return self._place.get(group_id)
+        group = self._groups.get(group_id)
+        return group.worker if group else None
 
-    def trajectory_done(self, group_id: int) -> None:
-        worker = self._place[group_id]
-        self._outstanding[worker][group_id] -= 1
-        self._load[worker] -= 1
-        if not self._outstanding[worker][group_id]:
-            self.forget(group_id)
+    @property
+    def _usual_speed(self) -> float:
+        known = [speed for speed in self._speed if speed]
+        return sum(known) / len(known) if known else 1.0
+
+    def trajectory_done(self, group_id: int, num_tokens: int) -> None:
+        self.expected.saw(num_tokens)
+        group = self._groups[group_id]
+        group.num_left -= 1
+        self._load[group.worker] -= group.tokens_each
+        if not group.num_left:
+            del self._groups[group_id]
 
     def forget(self, group_id: int) -> None:
-        worker = self._place.pop(group_id, None)
-        if worker is not None:
-            self._load[worker] -= self._outstanding[worker].pop(group_id)
+        """Nothing more will come of it."""
+        group = self._groups.pop(group_id, None)
+        if group is not None:
+            self._load[group.worker] -= group.num_left * group.tokens_each
 
     def lost(self, worker: int) -> list[int]:
-        """The worker died: its unfinished groups, which are nobody's now."""
-        groups = list(self._outstanding[worker])
+        """The worker died and is restarted: its unfinished groups, which are nobody's now."""
+        groups = [group_id for group_id, group in self._groups.items() if group.worker == worker]
         for group_id in groups:
             self.forget(group_id)
+        self._speed[worker] = UNPROVEN * self._usual_speed
         return groups
+
+    def measured(self, worker: int, tokens_per_s: float) -> None:
+        """What a worker has shown while it was busy."""
+        self._speed[worker] = tokens_per_s

@@ -5,10 +5,14 @@ gives the names of tensors that did not arrive (rule 6). Only small values cross
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
+from minirl import devices
 from minirl.shm.weights import TensorSpec, WeightStore
+
+devices.keep_weights_writable()  # vLLM imports this file before it builds the model
 
 SAMPLES_PER_AXIS = 16  # what the check after a load compares of each tensor
 
@@ -17,6 +21,7 @@ class Reloader:
     """Mixed into vLLM's worker class by name (`worker_extension_cls`)."""
 
     def open_store(self, table: list[tuple[str, tuple[int, ...]]], dtype: str, path: str) -> None:
+        devices.remember_segments()
         specs = tuple(TensorSpec(name, tuple(shape)) for name, shape in table)
         self._store = WeightStore.open(specs, dtype, path)
 
@@ -26,38 +31,51 @@ class Reloader:
         model.load_weights(self._store.views(slot))  # type: ignore[operator]
         return list(absent(model, dict(self._store.views(slot))))
 
+    def reseed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
 
 def absent(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[str]:
-    """Names whose values the model does not hold, compared on a grid of samples of each tensor."""
+    """Names whose values the model does not hold, compared on a grid of samples of each tensor.
+
+    Tensors that are sharded over tensor-parallel ranks are left to the canary.
+    """
     parameters = dict(model.named_parameters())
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
     for name, tensor in weights.items():
-        target, row = _place(
-            name, weights, parameters, getattr(model, "packed_modules_mapping", {})
-        )
-        if target is None:
+        place = find_place(name, shapes, parameters, getattr(model, "packed_modules_mapping", {}))
+        if place is None:
             yield name
             continue
-        held = parameters[target][row : row + tensor.shape[0]]
-        if held.shape != tensor.shape:  # sharded over ranks: the canary alone vouches for these
-            continue
+        parameter = parameters[place.parameter]
+        held = parameter[place.first_row : place.first_row + tensor.shape[0]]
+        is_sharded = place.num_rows > parameter.shape[0] or held.shape != tensor.shape
         grid = tuple(slice(None, None, max(1, size // SAMPLES_PER_AXIS)) for size in tensor.shape)
-        if not torch.equal(held[grid].cpu(), tensor[grid].to(held.dtype)):
+        if not is_sharded and not torch.equal(held[grid].cpu(), tensor[grid].to(held.dtype)):
             yield name
 
 
-def _place(
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint's tensor lies in the engine: vLLM fuses q, k and v, and gate and up."""
+
+    parameter: str
+    first_row: int
+    num_rows: int  # of all the tensors that were fused, before any sharding
+
+
+def find_place(
     name: str,
-    weights: dict[str, torch.Tensor],
+    shapes: dict[str, torch.Size],
     parameters: dict[str, torch.nn.Parameter],
     packed: dict[str, list[str]],
-) -> tuple[str | None, int]:
-    """Which parameter holds a checkpoint's tensor, and from which row on: vLLM fuses q, k, v."""
+) -> Place | None:
     if name in parameters:
-        return name, 0
+        return Place(name, 0, shapes[name][0])
     for fused, parts in packed.items():
         for i, part in enumerate(parts):
             target = name.replace(f".{part}.", f".{fused}.")
             if target != name and target in parameters:
-                before = [name.replace(f".{part}.", f".{earlier}.") for earlier in parts[:i]]
-                return target, sum(weights[other].shape[0] for other in before)
-    return None, 0
+                rows = [shapes[name.replace(f".{part}.", f".{other}.")][0] for other in parts]
+                return Place(target, sum(rows[:i]), sum(rows))
+    return None

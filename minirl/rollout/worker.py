@@ -13,11 +13,13 @@ of another version. While an evaluation runs the version stays pinned, and gener
 """
 
 import heapq
+from collections import Counter
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 from minirl.config import Config
 from minirl.records import StopReason, Trajectory
+from minirl.rollout.dispatch import ExpectedLength
 from minirl.rollout.engine import Engine, Sampling
 from minirl.shm.board import BoardWriter, State, Total
 from minirl.shm.ring import TrajectoryRing
@@ -101,15 +103,21 @@ class RolloutWorker:
         self.next_key = 0
         self.num_pinned = 0  # evaluation requests that wait or run
         self.stopped = False
+        self.expected = ExpectedLength(config.rollout.max_new_tokens)
+        self.num_running: Counter[int] = Counter()  # by group: its trajectories share a prompt's KV
+        self.num_prompt_tokens = 0  # of the groups that run
 
     def loop(self) -> None:
         while not self.stopped:
-            self.read_inbox()
-            self.look_at_version()
-            self.admit()
-            if self.engine.is_busy:
-                self.board.enter(State.GENERATING)
-                self.step()
+            self.turn()
+
+    def turn(self) -> None:
+        self.read_inbox()
+        self.look_at_version()
+        self.admit()
+        if self.engine.is_busy:
+            self.board.enter(State.GENERATING)
+            self.step()
 
     def read_inbox(self) -> None:
         is_idle = not self.engine.is_busy and not self.waiting
@@ -145,8 +153,17 @@ class RolloutWorker:
                 heapq.heappush(self.waiting, (priority, self.next_key, Request(group, index)))
                 self.next_key += 1
 
+    def has_room(self) -> bool:
+        """For one more sequence, and for the KV of all at their expected lengths. With less room
+        vLLM would throw running sequences out and compute their KV again later.
+        """
+        if len(self.running) >= self.config.rollout.max_num_seqs:
+            return False
+        written = self.expected.tokens * (len(self.running) + 1)
+        return not self.running or self.num_prompt_tokens + written <= self.engine.kv_tokens
+
     def admit(self) -> None:
-        while self.waiting and len(self.running) < self.config.rollout.max_num_seqs:
+        while self.waiting and self.has_room():
             priority, key, request = heapq.heappop(self.waiting)
             try:
                 self.engine.add(key, request.group.prompt, self.sampling(request), priority)
@@ -155,14 +172,35 @@ class RolloutWorker:
                 self.forget(request.group.group_id)
                 self.pipe.send(Gone(request.group.group_id, str(refusal).splitlines()[0]))
                 continue
-            self.running[key] = request
+            self.begin(key, request)
         self.board.serving(self.engine.version, len(self.running))
+
+    def begin(self, key: int, request: Request) -> None:
+        group = request.group
+        self.running[key] = request
+        self.num_prompt_tokens += 0 if self.num_running[group.group_id] else len(group.prompt)
+        self.num_running[group.group_id] += 1
+
+    def leave(self, key: int) -> Request:
+        request = self.running.pop(key)
+        group = request.group
+        self.num_running[group.group_id] -= 1
+        if not self.num_running[group.group_id]:
+            del self.num_running[group.group_id]
+            self.num_prompt_tokens -= len(group.prompt)
+        return request
 
     def sampling(self, request: Request) -> Sampling:
         rollout = self.config.rollout
         if request.group.is_eval:
             return Sampling(rollout.max_new_tokens, self.config.eval.temperature)
-        return Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
+        return Sampling(
+            rollout.max_new_tokens,
+            rollout.temperature,
+            rollout.top_p,
+            rollout.top_k,
+            rollout.min_p,
+        )
 
     def step(self) -> None:
         finished = []
@@ -175,7 +213,8 @@ class RolloutWorker:
             request.versions += [version] * len(chunk.tokens)
             num_tokens += len(chunk.tokens)
             if chunk.stop is not None:
-                del self.running[chunk.key]
+                self.leave(chunk.key)
+                self.expected.saw(len(request.tokens))
                 finished.append(self.seal(request, chunk.stop))
         self.board.add(Total.TOKENS, num_tokens)
         if finished:
@@ -210,7 +249,7 @@ class RolloutWorker:
     def forget(self, group_id: int) -> None:
         keys = [key for key, r in self.running.items() if r.group.group_id == group_id]
         self.engine.abort(keys)
-        gone = [self.running.pop(key) for key in keys]
+        gone = [self.leave(key) for key in keys]
         gone += [r for _, _, r in self.waiting if r.group.group_id == group_id]
         self.num_pinned -= sum(r.group.is_eval for r in gone)
         self.waiting = [entry for entry in self.waiting if entry[2].group.group_id != group_id]
