@@ -9,6 +9,7 @@ stage.py      the processes that a bench plays on, each pinned to its own cores
 models.py     the models: random weights, no download, and a publisher that plays the trainer
 line.py       a real rollout worker and the prompts that keep it busy
 weights.py, queue.py, rollout.py   the benches
+train.py      the trainer's bench; batches.py, desk.py, memory.py, two_ranks.py are its parts
 
 A new bench is a function of Options that gives figures, and a line in BENCHES.
 """
@@ -88,6 +89,10 @@ BENCHES = {
     "rollout": Bench(
         "the worker against a bare vllm.LLM.generate, updates in flight against waiting",
         "minirl.bench.rollout:measure",
+    ),
+    "train": Bench(
+        "a training step against bare loops, micro-batches, memory of the head, two ranks",
+        "minirl.bench.train:measure",
     ),
 }
 
