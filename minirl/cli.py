@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -208,6 +209,35 @@ def config(recipe: Recipe, overrides: Overrides = None) -> None:
     from minirl.recipe import load, to_toml_with_origins
 
     typer.echo(to_toml_with_origins(load(recipe, overrides or [])), nl=False)
+
+
+@app.command(
+    help="""Compute the loss of a batch again that a run could not train.
+
+A loss or gradient that is not finite is left out, counted (train/skipped_updates) and saved.
+
+\b
+Example:
+  minirl replay runs/smoke-20260101-120000/nonfinite/step-000012-0
+
+Exits with 1 if the loss is not finite here either."""
+)
+def replay(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A folder of a run's nonfinite/.")],
+) -> None:
+    from minirl.train.replay import replay as compute
+
+    found = compute(path)
+    _show([("step", str(found.step)), ("loss", f"{found.loss:.6g}")])
+    _show([("gradient norm", f"{found.grad_norm:.6g}")])
+    for bad in found.bad_trajectories:
+        typer.echo(
+            f"rank {bad.rank}, micro-batch {bad.micro_batch}, sequence {bad.sequence}: "
+            f"{bad.what} is not finite from token {bad.token} on"
+        )
+    if found.bad_gradients:
+        typer.echo(f"gradients that are not finite: {', '.join(found.bad_gradients[:5])}, …")
+    raise typer.Exit(0 if isfinite(found.loss) and isfinite(found.grad_norm) else 1)
 
 
 @app.command(

@@ -195,6 +195,7 @@ def _spawn(
             store=store,
             is_resumed=start.state is not None,
             version=start.history.version,
+            run_dir=str(run_dir),
         )
         fleet.spawn(Role.TRAIN, rank, BODIES[Role.TRAIN], setup, place)
     for rank, place in enumerate(engines):
@@ -253,6 +254,8 @@ def _refuse_changes(config: Config, run_dir: Path) -> None:
     before = load(saved).config
     for key in KEYS:
         is_free = any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
+        if key == "train.steps" and config.train.schedule != "constant":
+            is_free = False  # the learning rate of every step depends on it
         if not is_free and get(config, key) != get(before, key):
             raise RecipeError(
                 key,

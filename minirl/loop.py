@@ -315,6 +315,8 @@ class Loop:
         self.journal.trained(self.step, batch, trained.values, self.buffer, is_last)
         for ticket in tickets:
             self.forget(ticket)
+        for note in trained.notes:
+            self.journal.note(note)
         every = self.config.checkpoint.every
         if every and self.step % every == 0 and not is_last:
             self.save()
@@ -332,7 +334,8 @@ class Loop:
             "journal": self.journal.state,
         }
         folder = self.journal.checkpoint_folder(self.step)
-        self.ranks[0].send(Save(str(folder), state))
+        for rank in self.ranks:
+            rank.send(Save(str(folder), state))
 
     # -- evaluation
 
