@@ -130,7 +130,8 @@ class WeightStore:
         """`weights` in the order of the table, on any device, in any float dtype."""
         with self.publishing(version) as slot:
             # One call: in a small model the calls cost more than the bytes.
-            torch._foreach_copy_(list(slot.tensors), list(weights))
+            pairs = list(zip(slot.tensors, weights, strict=True))
+            torch._foreach_copy_([tensor for tensor, _ in pairs], [weight for _, weight in pairs])
             slot.canary[:] = canary
 
     def views(self, slot: int) -> Iterator[tuple[str, torch.Tensor]]:
