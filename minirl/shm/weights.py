@@ -107,9 +107,11 @@ class WeightStore:
         slot = version % NUM_SLOTS
         # Odd: being written. It is odd already where an earlier writer died in this slot.
         self._sequence[slot] += 2 if self._sequence[slot] % 2 else 1
-        pairs = [(t, source) for (_, t), source in zip(self._slots[slot], weights, strict=True)]
+        sources = list(weights)
+        if len(sources) != len(self.table):
+            raise ValueError(f"{len(sources)} tensors, shorter or longer than the table")
         # One call: in a small model the calls cost more than the bytes.
-        torch._foreach_copy_([tensor for tensor, _ in pairs], [source for _, source in pairs])
+        torch._foreach_copy_([tensor for _, tensor in self._slots[slot]], sources)
         self._canaries[slot][:] = canary
         self._sequence[slot] += 1
         self._latest[0] = version
