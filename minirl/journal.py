@@ -5,6 +5,7 @@
     samples.jsonl    a few readable trajectories a step
     checkpoints/     Hugging Face folders, step-000040
     logs/            what each worker printed
+    nonfinite/       batches whose loss or gradient was not finite (written by a trainer rank)
     summary.json     the result, when the run has ended
 
 Leaves out: how it looks on a terminal (console.py, behind `View`).
