@@ -30,6 +30,11 @@ class Size:
     max_tokens: int  # of a micro-batch
     repeats: int
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest trajectory that may come."""
+        return self.prompt_tokens + self.max_new_tokens
+
     def config(self, **train: object) -> Config:
         return Config(
             tasks=TasksConfig(max_prompt_tokens=self.prompt_tokens),
@@ -48,7 +53,7 @@ class Drawn:
 def draw(size: Size, vocab: int) -> Drawn:
     rng = random.Random(SEED)
     num_cells = size.num_groups * size.group_size
-    ring = TrajectoryRing(num_cells, size.prompt_tokens + size.max_new_tokens)
+    ring = TrajectoryRing(num_cells, size.longest)
     groups, sequences = [], []
     for group_id in range(size.num_groups):
         prompt = [rng.randrange(2, vocab) for _ in range(rng.randint(8, size.prompt_tokens))]

@@ -4,7 +4,7 @@ Each loop is one pass over the batch with one optimizer step, and gives the seco
 Axes: T packed tokens, B sequences, L tokens of the longest, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -52,18 +52,22 @@ class Desk:
     def __init__(self, pipe: Connection, folder: str, size: Size, vocab: int):
         torch.manual_seed(0)
         self.drawn, self.size = draw(size, vocab), size
-        longest = size.prompt_tokens + size.max_new_tokens
-        self.per_batch = size.max_tokens // longest  # the most that are sure to fit
-        self.dynamic, self.fixed = (self.make_trainer(folder) for _ in range(2))
-        self.fixed.preparer = FixedCount(**vars(self.fixed.preparer), count=self.per_batch)
+        self.dynamic, self.fixed = self.make_pair(folder, size.max_tokens)
+        self.tight_dynamic, self.tight_fixed = self.make_pair(folder, size.longest)
         (minibatch,) = self.dynamic.preparer.prepare(self.drawn.batch).minibatches
         self.packed = minibatch.micro_batches
         self.bare, self.padded = (make_bare(folder, kind) for kind in (attention.NAME, "sdpa"))
 
-    def make_trainer(self, folder: str) -> Trainer:
-        self.store = WeightStore(weight_table(Path(folder)), "float32")
+    def make_pair(self, folder: str, max_tokens: int) -> tuple[Trainer, Trainer]:
+        """With dynamic micro-batches, and with as many sequences as are sure to fit."""
+        dynamic, fixed = (self.make_trainer(folder, max_tokens) for _ in range(2))
+        count = max_tokens // self.size.longest
+        fixed.preparer = FixedCount(**vars(fixed.preparer), count=count)
+        return dynamic, fixed
+
+    def make_trainer(self, folder: str, max_tokens: int) -> Trainer:
         setup = TrainerSetup(
-            config=self.size.config(lr=LR),
+            config=replace(self.size, max_tokens=max_tokens).config(lr=LR),
             folder=folder,
             tokenizer_folder=folder,
             rank=0,
@@ -71,7 +75,7 @@ class Desk:
             rendezvous="",
             placement=Placement("cpu"),
             ring=self.drawn.ring,
-            store=self.store,
+            store=WeightStore(weight_table(Path(folder)), "float32"),
             is_resumed=False,
             version=0,
         )
@@ -100,6 +104,14 @@ def step(desk: Desk) -> float:
 
 def fixed(desk: Desk) -> float:
     return _step(desk.fixed, desk)
+
+
+def tight_dynamic(desk: Desk) -> float:
+    return _step(desk.tight_dynamic, desk)
+
+
+def tight_fixed(desk: Desk) -> float:
+    return _step(desk.tight_fixed, desk)
 
 
 def _step(trainer: Trainer, desk: Desk) -> float:
@@ -160,4 +172,7 @@ def _padded_loss(model: Any, sequences: list[Tensor]) -> Tensor:
     return (losses_BL * mask_BL[:, 1:]).sum()
 
 
-LOOPS = {"step": step, "bare": bare, "padded": padded, "fixed": fixed, "with_prox": with_prox}
+LOOPS = {
+    loop.__name__: loop
+    for loop in (step, bare, padded, fixed, tight_dynamic, tight_fixed, with_prox)
+}
