@@ -58,6 +58,7 @@ class Meter:
             "idle_s": total(Total.IDLE_S) / len(self._engines),
             "reload_s": total(Total.RELOAD_S),
             "reloads": total(Total.RELOADS),
+            "steps": total(Total.STEPS),
             "train_idle_s": self._board.total(self._rank0, Total.IDLE_S),
         }
 
@@ -68,6 +69,7 @@ class Meter:
         self._then, self._before = now, totals
         return {
             "rollout/tokens_per_s": d["tokens"] / seconds,
+            "rollout/batch_mean": d["tokens"] / d["steps"] if d["steps"] else None,
             "rollout/idle_frac": min(1.0, d["idle_s"] / seconds),
             "weights/reload_pause_s": d["reload_s"] / d["reloads"] if d["reloads"] else None,
             "train/idle_frac": min(1.0, d["train_idle_s"] / seconds),

@@ -49,6 +49,7 @@ TABLE = (
     Metric("rollout/tokens_per_s", "tokens sampled by all engines in this step / its seconds"),
     Metric("rollout/length_mean", "mean number of written tokens of the step's trajectories"),
     Metric("rollout/truncated_frac", "share of them that was cut at rollout.max_new_tokens"),
+    Metric("rollout/batch_mean", "tokens sampled in this step / engine steps: sequences at once"),
     Metric("rollout/idle_frac", "mean over engines: time without a sequence to sample / seconds"),
     Metric("buffer/staleness_mean", "mean over trained tokens: version - 1 - the token's version"),
     Metric("buffer/staleness_max", "largest of the same; never above buffer.max_staleness"),

@@ -41,8 +41,13 @@ class Shape:
     eta: int
     group_size: int
     answer_s: float
-    num_steps: int
+    num_counted: int
     num_warm: int
+
+    @property
+    def num_steps(self) -> int:
+        """The last steps do not count: no more groups are begun than the run needs."""
+        return self.num_warm + self.num_counted + self.eta + 2
 
     @property
     def generation_s(self) -> float:
@@ -51,8 +56,9 @@ class Shape:
         return answers * self.answer_s / (self.num_engines * self.num_places)
 
 
-FULL = Shape(6, 256, 2, 128, 3, 16, 3.0, num_steps=14, num_warm=4)
-QUICK = Shape(2, 16, 2, 8, 3, 4, 0.3, num_steps=6, num_warm=2)
+FULL = Shape(6, 256, 2, 128, 3, 16, 3.0, num_counted=8, num_warm=4)
+QUICK = Shape(2, 16, 2, 8, 3, 4, 0.3, num_counted=4, num_warm=2)
+SIGMA = 0.6  # of the logarithm of an answer's time: the longest of a step takes 6 times the mean
 
 
 class Silent:
@@ -110,7 +116,7 @@ def play(shape: Shape, train_s: float, folder: Path) -> Outcome:
             name = "silent_trainer" if rank else "trainer"
             fleet.spawn(Role.TRAIN, rank, body(name), TrainerScript(train_s), cpu)
         for rank in range(shape.num_engines):
-            script = EngineScript(shape.num_places, shape.answer_s, 0.8, rank, trainer_row=0)
+            script = EngineScript(shape.num_places, shape.answer_s, SIGMA, rank, trainer_row=0)
             fleet.spawn(Role.ROLLOUT, rank, body("engine"), script, cpu)
         fleet.spawn(Role.VERIFY, 0, body("verifier"), None, cpu)
         journal = Journal(config, folder, fleet, Silent())
@@ -123,7 +129,7 @@ def play(shape: Shape, train_s: float, folder: Path) -> Outcome:
         fleet.stop(Stop())
     finally:
         fleet.kill()
-    lines = journal.log.lines[shape.num_warm :]
+    lines = journal.log.lines[shape.num_warm : shape.num_warm + shape.num_counted]
     journal.close()
     return Outcome(
         1 - fmean(line["rollout/idle_frac"] for line in lines),

@@ -58,7 +58,8 @@ class ScriptedEngine:
                     0, tokens + 8, tokens, StopReason.STOP, version, max(version, self.version)
                 )
                 done.append((group_id, place, trajectory))
-                self.begin(now)
+                self.take(now)
+            self.account(now)
             if done:
                 self.pipe.send(Finished(tuple(done)))
 
@@ -75,10 +76,10 @@ class ScriptedEngine:
             now = time.monotonic()
             for group in message.groups:
                 self.waiting.extend((now, group, i) for i in range(len(group.cells)))
-            self.begin(now)
+            self.take(now)
         return True
 
-    def begin(self, now: float) -> None:
+    def take(self, now: float) -> None:
         while self.waiting and self.free and self.free[0] <= now:
             came, group, place = self.waiting.popleft()
             free_since = heapq.heappop(self.free)
@@ -90,6 +91,12 @@ class ScriptedEngine:
             entry = (at + seconds, self.next_key, group.group_id, place, self.version, seconds)
             heapq.heappush(self.running, entry)
             self.next_key += 1
+
+    def account(self, now: float) -> None:
+        """Places that nobody took are idle up to now."""
+        idle_s = sum(now - since for since in self.free if since < now)
+        self.board.add(Total.IDLE_S, idle_s / self.script.num_places)
+        self.free = [max(now, since) for since in self.free]
         self.board.serving(self.version, len(self.running))
 
 

@@ -218,6 +218,7 @@ class RolloutWorker:
                 self.expected.saw(len(request.tokens))
                 finished.append(self.seal(request, chunk.stop))
         self.board.add(Total.TOKENS, num_tokens)
+        self.board.add(Total.STEPS, 1)
         if finished:
             self.pipe.send(Finished(tuple(finished)))
 

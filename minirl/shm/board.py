@@ -38,6 +38,7 @@ class Total(IntEnum):
     IDLE_S = 1
     RELOAD_S = 2
     RELOADS = 3
+    STEPS = 4
 
 
 STATE, SINCE, BEAT, VERSION, RUNNING, TOTALS = range(6)
