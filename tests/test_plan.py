@@ -168,3 +168,18 @@ def test_the_balance_of_a_run_weighs_steps_by_their_time_and_leaves_the_first_ou
     ]
     assert balance(lines, 1, 1) == Balance(1, 1, 0.0, pytest.approx(0.5))
     assert balance(lines[:1], 1, 1) is None
+
+
+def test_auto_split_of_a_resumed_run_is_what_its_steps_recommend(tmp_path: Path) -> None:
+    from minirl.launch import _split
+    from minirl.recipe import to_toml
+
+    wanted = with_split(config(), 4, 4)
+    auto = replace(wanted, devices=replace(wanted.devices, split="auto"))
+    assert _split(auto, "cpu", None) == auto  # nothing is known of this device
+    (tmp_path / "recipe.toml").write_text(to_toml(auto))
+    assert _split(auto, "cpu", tmp_path) == auto  # nor of this run yet
+    line = {"rollout/idle_frac": 0.0, "train/idle_frac": 0.41}
+    lines = [json.dumps({"step": i, "seconds": float(i), **line}) for i in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert _split(auto, "cpu", tmp_path) == with_split(auto, 5, 3)
