@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -211,6 +212,35 @@ def config(recipe: Recipe, overrides: Overrides = None) -> None:
 
 
 @app.command(
+    help="""Compute the loss of a batch again that a run could not train.
+
+A loss or gradient that is not finite is left out, counted (train/skipped_updates) and saved.
+
+\b
+Example:
+  minirl replay runs/smoke-20260101-120000/nonfinite/step-000012-0
+
+Exits with 1 if the loss is not finite here either."""
+)
+def replay(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A folder of a run's nonfinite/.")],
+) -> None:
+    from minirl.train.replay import replay as compute
+
+    found = compute(path)
+    _show([("step", str(found.step)), ("loss", f"{found.loss:.6g}")])
+    _show([("gradient norm", f"{found.grad_norm:.6g}")])
+    for bad in found.bad_trajectories:
+        typer.echo(
+            f"rank {bad.rank}, micro-batch {bad.micro_batch}, sequence {bad.sequence}: "
+            f"{bad.what} is not finite from token {bad.token} on"
+        )
+    if found.bad_gradients:
+        typer.echo(f"gradients that are not finite: {', '.join(found.bad_gradients[:5])}, …")
+    raise typer.Exit(0 if isfinite(found.loss) and isfinite(found.grad_norm) else 1)
+
+
+@app.command(
     help=f"""Measure a part of minirl against the bare part it is made of, in the same run.
 
 \b
@@ -239,7 +269,11 @@ def bench(
 ) -> None:
     from minirl.bench import Options, run
 
-    _show(run(name, Options(model), json_file).rows())
+    rows = run(name, Options(model), json_file).rows()
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:  # not through rich, which would cut figures' names to a narrow terminal
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        typer.echo("  ".join(cells).rstrip())
 
 
 def main() -> None:

@@ -114,22 +114,62 @@ class TrainConfig:
     """Learning rate of AdamW."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises from 0."""
+    schedule: str = "constant"
+    """Of the learning rate after that: "constant", or "linear" or "cosine" down to 0 at the end."""
     weight_decay: float = 0.0
     """Of AdamW; norms and biases are left out."""
     grad_clip: float = 1.0
     """Largest gradient norm."""
     max_tokens: int = 16384
     """Tokens to a micro-batch on one device: lower it when memory runs out."""
+    algorithm: str = "grpo"
+    """Sets the keys below that a recipe leaves out, as docs/algorithms.md says: "grpo", "dapo",
+    "dr_grpo", "rloo", "reinforce++", "gspo", "cispo", "a3po", "areal" or "ppo"."""
+    estimator: str = "grpo"
+    """Of the advantage: "grpo", "dr_grpo", "rloo", "reinforce++", "batch" (plain reward, normalised
+    over the batch), or "gae", which trains a critic: a second model of the same size."""
     objective: str = "decoupled"
-    """"decoupled" PPO (the paper's eq. 5) or "naive" PPO (ratio to the sampling policy)."""
+    """"decoupled" PPO (the paper's eq. 5), "naive" PPO (ratio to the sampling policy), "gspo"
+    (ratio of whole sequences) or "cispo" (clipped weights, every token keeps its gradient)."""
+    proximal: str = "forward"
+    """Where prox, the policy at the start of the step, comes from: a "forward" before the first
+    minibatch, or "loglinear", between behaviour and current policy, without that forward."""
     clip_low: float = 0.2
     """The ratio is clipped below 1 - clip_low."""
     clip_high: float = 0.2
     """The ratio is clipped above 1 + clip_high."""
+    dual_clip: float = 0.0
+    """Where the advantage is negative, the objective is not below dual_clip times it; 0 is off."""
     behav_cap: float = 5.0
-    """Tokens whose weight w = prox / behaviour is above this are masked out of the loss."""
+    """Tokens whose weight w = prox / behaviour is above this are treated as behav_above says."""
+    behav_above: str = "mask"
+    """"mask" them out of the loss, or "clamp" their w at behav_cap."""
+    behav_level: str = "token"
+    """w of each "token", or of each "sequence": the geometric mean over its trained tokens."""
+    loss_norm: str = "token"
+    """The loss is a mean over "token"s, a mean over each "sequence" and then over sequences, or a
+    sum over tokens by a "constant": trajectories times rollout.max_new_tokens."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the model that the run began with; 0 is off and loads no reference."""
+    kl_in: str = "loss"
+    """The KL is a term of the "loss", or of the "reward" of each token."""
+    kl_kind: str = "k3"
+    """Its estimate with d = log ref - log policy: "k1" -d, "k2" d²/2, "k3" exp(d) - d - 1."""
+    gamma: float = 1.0
+    """Discount of the estimator "gae"."""
+    gae_lambda: float = 1.0
+    """λ of the estimator "gae": 1 is the return minus the value, 0 trusts the critic."""
+    critic_lr: float = 1e-5
+    """Learning rate of the critic of the estimator "gae"."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more time."""
+    compile: bool = False
+    """torch.compile the model: slow first steps, then faster ones; for long runs on CUDA."""
+    shard_optimizer: bool = False
+    """Each training device keeps a part of AdamW's state: less memory, a broadcast a step."""
+    lora_rank: int = 0
+    """Train low-rank adapters of this rank on all linear layers instead of all weights; 0 is off.
+    Merged weights are published and saved. Needs the extra `lora`."""
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,16 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from minirl.config import Config
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -183,3 +187,40 @@ def gpu_name_and_bytes() -> tuple[str, int]:
 
     properties = torch.cuda.get_device_properties(0)
     return properties.name, properties.total_memory
+
+
+class Publisher:
+    """Copies tensors into shared memory. On CUDA that memory is pinned, and the copies run on a
+    stream of their own, beside whatever the device does until `wait`. Sources must not change
+    before that."""
+
+    def __init__(self, kind: str, memory: "torch.Tensor"):
+        self._stream: torch.cuda.Stream | None = None
+        if kind == "cuda":
+            from torch import cuda
+
+            # Where the system refuses to lock so much, copies are slower and still right.
+            cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+            self._memory = memory  # registered by its address: it must stay mapped
+            self._stream = cuda.Stream()
+
+    def copy(
+        self, destinations: Iterable["torch.Tensor"], sources: Iterable["torch.Tensor"]
+    ) -> None:
+        if self._stream is None:
+            import torch
+
+            # One call: in a small model the calls cost more than the bytes.
+            torch._foreach_copy_(list(destinations), list(sources))
+            return
+        from torch import cuda
+
+        self._stream.wait_stream(cuda.current_stream())
+        with cuda.stream(self._stream):
+            for destination, source in zip(destinations, sources, strict=True):
+                # To the right type on the device: half the bytes go over the bus.
+                destination.copy_(source.to(destination.dtype), non_blocking=True)
+
+    def wait(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()

@@ -143,9 +143,9 @@ class Fleet:
             is_dead = True
         if is_dead:
             failure = worker.failure
-            yield Died(self._how_it_ended(worker), bool(failure and failure.is_ours))
+            yield Died(self.how_it_ended(worker), bool(failure and failure.is_ours))
 
-    def _how_it_ended(self, worker: Worker) -> str:
+    def how_it_ended(self, worker: Worker) -> str:
         if worker.failure:
             return worker.failure.message
         code = worker.process.exitcode

@@ -6,6 +6,7 @@
     lengths.jsonl    how many tokens each trained trajectory has, for `minirl plan --run`
     checkpoints/     Hugging Face folders, step-000040
     logs/            what each worker printed
+    nonfinite/       batches whose loss or gradient was not finite (written by a trainer rank)
     summary.json     the result, when the run has ended
 
 Leaves out: how it looks on a terminal (console.py, behind `View`).

@@ -46,6 +46,12 @@ from minirl.train.messages import TrainerSetup
 from minirl.train.tiny import tiny_model_folder
 
 INTERRUPTED = 130
+BODIES = {
+    Role.TRAIN: "minirl.train.trainer:run",
+    Role.ROLLOUT: "minirl.rollout.worker:run",
+    Role.VERIFY: "minirl.tasks.verifier:run",
+    Role.WARMUP: "minirl.train.warmup:run",
+}
 MAY_CHANGE = ("train.steps", "devices", "eval", "checkpoint", "log", "tasks.verifiers")
 
 
@@ -189,17 +195,18 @@ def _spawn(
             store=store,
             is_resumed=start.state is not None,
             version=start.history.version,
+            run_dir=str(run_dir),
         )
-        fleet.spawn(Role.TRAIN, rank, "minirl.train.trainer:run", setup, place)
+        fleet.spawn(Role.TRAIN, rank, BODIES[Role.TRAIN], setup, place)
     for rank, place in enumerate(engines):
         seed = config.seed * 1000 + rank + 1  # engines must not sample alike
         engine = RolloutSetup(config, str(source), place.kind, seed, ring, store)
         own = devices.with_own_temp(place, run_dir / "tmp")
-        fleet.spawn(Role.ROLLOUT, rank, "minirl.rollout.worker:run", engine, own)
+        fleet.spawn(Role.ROLLOUT, rank, BODIES[Role.ROLLOUT], engine, own)
     for rank in range(config.tasks.verifiers):
         grader = VerifierSetup(config, str(source), ring)
         place = devices.Placement("cpu", env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
-        fleet.spawn(Role.VERIFY, rank, "minirl.tasks.verifier:run", grader, place)
+        fleet.spawn(Role.VERIFY, rank, BODIES[Role.VERIFY], grader, place)
 
 
 def _model_folder(config: Config, logs: Path, view: ConsoleView) -> Path:
@@ -213,7 +220,7 @@ def _model_folder(config: Config, logs: Path, view: ConsoleView) -> Path:
     place = devices.Placement("cpu", env={"OMP_NUM_THREADS": "1"})  # more threads are slower
     fleet = Fleet(logs, 1)
     try:
-        builder = fleet.spawn(Role.WARMUP, 0, "minirl.train.warmup:run", config.seed, place)
+        builder = fleet.spawn(Role.WARMUP, 0, BODIES[Role.WARMUP], config.seed, place)
         while True:
             for _, message in fleet.hear(1.0):
                 if isinstance(message, str):
@@ -247,6 +254,8 @@ def _refuse_changes(config: Config, run_dir: Path) -> None:
     before = load(saved).config
     for key in KEYS:
         is_free = any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
+        if key == "train.steps" and config.train.schedule != "constant":
+            is_free = False  # the learning rate of every step depends on it
         if not is_free and get(config, key) != get(before, key):
             raise RecipeError(
                 key,

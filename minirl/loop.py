@@ -315,6 +315,8 @@ class Loop:
         self.journal.trained(self.step, batch, trained.values, self.buffer, is_last)
         for ticket in tickets:
             self.forget(ticket)
+        for note in trained.notes:
+            self.journal.note(note)
         every = self.config.checkpoint.every
         if every and self.step % every == 0 and not is_last:
             self.save()
@@ -332,7 +334,8 @@ class Loop:
             "journal": self.journal.state,
         }
         folder = self.journal.checkpoint_folder(self.step)
-        self.ranks[0].send(Save(str(folder), state))
+        for rank in self.ranks:
+            rank.send(Save(str(folder), state))
 
     # -- evaluation
 
@@ -361,6 +364,8 @@ class Loop:
     def on_death(self, worker: Worker, death: Died) -> None:
         if death.is_final:
             raise MinirlError(f"{worker.name}: {death.how}")
+        if worker.role is Role.TRAIN:
+            worker, death = self.first_to_die(worker, death)
         if worker.role is Role.TRAIN or worker.num_starts >= MAX_STARTS:
             self.journal.note(self.fleet.last_words(worker))
             raise WorkerDied(
@@ -382,6 +387,14 @@ class Loop:
             self.drop(group_id, Drop.WORKER_DIED)
         if again:
             self.submit_evaluation(again)
+
+    def first_to_die(self, worker: Worker, death: Died) -> tuple[Worker, Died]:
+        """A rank that is killed takes the others with it, and theirs may be heard first."""
+        for rank in self.ranks:
+            rank.process.join(1.0)
+            if (rank.process.exitcode or 0) < 0:
+                return rank, Died(self.fleet.how_it_ended(rank), is_final=False)
+        return worker, death
 
     @property
     def advice(self) -> str:

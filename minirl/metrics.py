@@ -61,16 +61,19 @@ TABLE = (
     Metric("buffer/groups_in_flight", "groups running, ready or in training now"),
     Metric("buffer/truncated_masked", "trajectories of this step kept out of the loss: cut off"),
     *(Metric(DROPPED[r], f"groups dropped since the run began: {WHY[r]}") for r in Drop),
-    Metric("weights/publish_s", "seconds rank 0 took to copy the new weights into the store"),
+    Metric("weights/publish_s", "seconds rank 0 took to publish: canary, copy into the store"),
     Metric(
         "weights/reload_pause_s", "mean seconds an engine stood still for a reload in this step"
     ),
-    Metric("train/loss", "minus the objective, summed over trained tokens / their number"),
+    Metric("train/loss", "minus the objective, weighted by train.loss_norm, per trained token"),
     Metric("train/grad_norm", "gradient norm before clipping, mean over minibatches"),
+    Metric("train/skipped_updates", "updates left out: loss or gradient was not finite"),
+    Metric("train/kl", "mean KL to the first model over trained tokens, by train.kl_kind"),
+    Metric("train/value_loss", "critic: half the squared error, mean over trained tokens"),
     Metric("train/entropy", "mean entropy of the policy's distribution at trained tokens, in nats"),
-    Metric("train/clip_frac", "share of trained tokens whose ratio u was clipped"),
+    Metric("train/clip_frac", "share of trained tokens whose ratio was clipped"),
     Metric("train/behav_ratio_mean", "mean over trained tokens of w = π_prox / π_behav"),
-    Metric("train/capped_frac", "share of trained tokens left out because w > train.behav_cap"),
+    Metric("train/capped_frac", "share of trained tokens with w > train.behav_cap"),
     Metric(
         "train/logprob_gap",
         "mean |vLLM's logprob - the trainer's| over tokens written by the step's starting version",

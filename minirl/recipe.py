@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin
 
+from minirl.algorithms import ALGORITHMS
 from minirl.config import KEYS, SECTIONS, Config, get
 from minirl.errors import RecipeError, one_line
 from minirl.rules import validate
@@ -27,13 +28,19 @@ FOREIGN_NAMES = {
     "max_steps": "train.steps",
     "max_grad_norm": "train.grad_clip",
     "gpu_memory_utilization": "rollout.memory_fraction",
+    "adv_estimator": "train.estimator",
+    "advantage_estimator": "train.estimator",
+    "kl_loss_coef": "train.kl_coef",
+    "loss_agg_mode": "train.loss_norm",
+    "lr_scheduler_type": "train.schedule",
 }
 """What other trainers call it: an unknown key by one of these names is told ours."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A recipe and where each of its values was written: "default", "smoke.toml:12", "--set"."""
+    """A recipe and where each of its values was written: "default", "smoke.toml:12", "--set", or
+    "algorithm gspo" where the recipe's train.algorithm stands for it."""
 
     config: Config
     origins: dict[str, str]
@@ -59,6 +66,10 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
         for key, value in _flatten(layer):
             values[key] = _typed(key, value, layer.origin(key))
             origins[key] = layer.origin(key)
+    algorithm = values.get("train.algorithm", "")
+    for key, value in ALGORITHMS.get(algorithm, {}).items():  # an unknown one: validate says so
+        if key not in values:
+            values[key], origins[key] = value, f"algorithm {algorithm}"
     config = _build(values)
     try:
         validate(config)

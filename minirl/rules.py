@@ -17,11 +17,19 @@ from pathlib import Path
 from typing import Any
 from unicodedata import category
 
+from minirl.algorithms import ALGORITHMS
 from minirl.config import KEYS, TINY, Config, get
 from minirl.errors import RecipeError, one_line
 
 BUILTIN_TASKS = ("arithmetic", "gsm8k")
-FOREIGN_VALUES = {"gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "half": "bfloat16"}
+FOREIGN_VALUES = {
+    "gpu": "cuda",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "half": "bfloat16",
+    "drgrpo": "dr_grpo",
+    "reinforce_plus_plus": "reinforce++",
+}
 """The same for values, where the nearest spelling would mislead: "gpu" is nearest to "cpu"."""
 
 
@@ -52,7 +60,16 @@ CHOICES = {
     "devices.split": ("manual", "auto"),
     "rollout.on_update": ("recompute", "keep"),
     "buffer.on_stale": ("mask", "drop", "wait"),
-    "train.objective": ("decoupled", "naive"),
+    "train.schedule": ("constant", "linear", "cosine"),
+    "train.algorithm": tuple(ALGORITHMS),
+    "train.estimator": ("grpo", "dr_grpo", "rloo", "reinforce++", "batch", "gae"),
+    "train.objective": ("decoupled", "naive", "gspo", "cispo"),
+    "train.proximal": ("forward", "loglinear"),
+    "train.behav_above": ("mask", "clamp"),
+    "train.behav_level": ("token", "sequence"),
+    "train.loss_norm": ("token", "sequence", "constant"),
+    "train.kl_in": ("loss", "reward"),
+    "train.kl_kind": ("k1", "k2", "k3"),
 }
 
 RANGES = {
@@ -90,6 +107,12 @@ RANGES = {
     "train.max_tokens": Range(1, 10**8, "16384 is usual; less if memory runs out"),
     "train.clip_low": Range(0, 1, "0.2 is usual", is_low_open=True),
     "train.clip_high": Range(0, 100, "0.2 is usual", is_low_open=True),
+    "train.dual_clip": Range(0, 1000, "0 is off, 3 is usual"),
+    "train.kl_coef": Range(0, 100, "0 is off, 0.001 to 0.05 are usual"),
+    "train.gamma": Range(0, 1, "1 is usual", is_low_open=True),
+    "train.gae_lambda": Range(0, 1, "1 is usual for one reward at the end"),
+    "train.critic_lr": Range(0, 1, "1e-5 is usual", is_low_open=True),
+    "train.lora_rank": Range(0, 1024, "0 is off, 16 to 64 are usual"),
     "train.behav_cap": Range(
         1, 10**6, "5 is usual; at 1 fresh tokens are masked too", is_low_open=True
     ),
@@ -109,7 +132,7 @@ def validate(config: Config) -> None:
         if (value := get(config, key)) not in choices:
             foreign = FOREIGN_VALUES.get(value)
             near = [foreign] if foreign else difflib.get_close_matches(value, choices, n=1)
-            remedy = f'did you mean "{near[0]}"?' if near else f'"{choices[0]}" is usual'
+            remedy = f'did you mean "{near[0]}"?' if near else f'"{KEYS[key].default}" is usual'
             raise RecipeError(key, value, f"must be one of {', '.join(choices)}", remedy)
     for key, limits in RANGES.items():
         if rule := limits.broken(get(config, key)):
@@ -125,6 +148,7 @@ def validate(config: Config) -> None:
         if any(category(c) in ("Cc", "Cs") for c in value):
             raise RecipeError(key, value, "has a control character", "take it out")
     _validate_batch(config)
+    _validate_algorithm(config)
     _validate_rest(config)
 
 
@@ -147,6 +171,28 @@ def _validate_batch(config: Config) -> None:
         )
         remedy = f"raise it to {longest} or more, or shorten prompt or answer"
         raise RecipeError("train.max_tokens", train.max_tokens, rule, remedy)
+
+
+def _validate_algorithm(config: Config) -> None:
+    """Parts that contradict each other, or of which one would have no effect."""
+    train = config.train
+    if 0 < train.dual_clip <= 1:
+        rule = "must be 0 or above 1, since a ratio of 1 must stay as it is"
+        raise RecipeError("train.dual_clip", train.dual_clip, rule, "3 is usual, 0 is off")
+    if train.dual_clip and train.objective == "cispo":
+        rule = 'has no effect with train.objective = "cispo"'
+        raise RecipeError("train.dual_clip", train.dual_clip, rule, "set it to 0")
+    if train.proximal == "loglinear" and train.objective == "naive":
+        rule = 'has no effect with train.objective = "naive", which knows no π_prox'
+        remedy = 'set train.objective = "decoupled", or leave it out'
+        raise RecipeError("train.proximal", train.proximal, rule, remedy)
+    if train.kl_coef and train.kl_in == "loss" and train.kl_kind == "k1":
+        rule = 'its gradient is 0 on average where train.kl_in = "loss"'
+        remedy = 'set it to "k2" or "k3", or set train.kl_in = "reward"'
+        raise RecipeError("train.kl_kind", "k1", rule, remedy)
+    if train.shard_optimizer and config.devices.train == 1:
+        rule = "there is one training device, and nothing to share"
+        raise RecipeError("train.shard_optimizer", True, rule, "set it to false")
 
 
 def _validate_rest(config: Config) -> None:

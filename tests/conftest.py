@@ -5,15 +5,27 @@ from pathlib import Path
 import pytest
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with the long tests first, so that two workers end at about the same time."""
+    items.sort(key=lambda item: 0 if item.get_closest_marker("vllm") else 1)
+
+
 @pytest.fixture(scope="session")
 def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import tiny_qwen3  # not at the top: tests that need no model load no torch
+    import tiny_models  # not at the top: tests that need no model load no torch
 
-    return tiny_qwen3.write(tmp_path_factory.mktemp("qwen3-tied"), tied=True)
+    return tiny_models.write(tmp_path_factory.mktemp("qwen3-tied"), tied=True)
 
 
 @pytest.fixture(scope="session")
 def untied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import tiny_qwen3
+    import tiny_models
 
-    return tiny_qwen3.write(tmp_path_factory.mktemp("qwen3-untied"), tied=False)
+    return tiny_models.write(tmp_path_factory.mktemp("qwen3-untied"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import tiny_models
+
+    return tiny_models.write(tmp_path_factory.mktemp("llama"), tied=False, is_llama=True)

@@ -2,7 +2,7 @@
 and calls what it is sent. vLLM needs its environment before torch is imported, hence a process.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -14,6 +14,7 @@ from minirl.rollout.engine import Chunk, Engine, Sampling
 from minirl.rollout.worker import RolloutSetup
 from minirl.shm.board import BoardWriter
 
+Weights = dict[str, torch.Tensor]
 CALLS_ALLOWED_TO_FAIL = (StaleWeights, ValueError)
 
 
@@ -82,13 +83,25 @@ def abort(engine: Engine, keys: list[int]) -> None:
 def lose_tensors(engine: Engine, names: list[str] | None) -> None:
     """From now on these never arrive; None: nothing does. An empty list: all is well again."""
 
-    def patch(model: torch.nn.Module) -> None:
-        whole = type(model).load_weights  # type: ignore[attr-defined]
+    def lose(weights: Weights) -> Weights:
+        return {n: w for n, w in weights.items() if names is not None and n not in names}
 
-        def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> object:
-            kept = [(n, w) for n, w in weights if names is not None and n not in names]
-            return whole(model, kept)
+    _copy_instead(engine, lose)
 
-        model.load_weights = load_weights  # type: ignore[assignment]
 
-    engine._engine.apply_model(patch)
+def tear(engine: Engine, is_torn: bool) -> None:
+    """From now on every other tensor is loaded from the slot of the version before."""
+
+    def tear_apart(weights: Weights) -> Weights:
+        other = dict(engine._store.views(1 - engine._store.latest % 2))
+        return {n: other[n] if i % 2 else w for i, (n, w) in enumerate(weights.items())}
+
+    _copy_instead(engine, tear_apart if is_torn else lambda weights: weights)
+
+
+def _copy_instead(engine: Engine, change: Callable[[Weights], Weights]) -> None:
+    def patch(wrapper: Any) -> None:
+        worker = wrapper.worker
+        worker.copy = lambda weights: type(worker).copy(worker, change(weights))
+
+    engine._engine.collective_rpc(patch)

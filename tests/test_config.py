@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from minirl import config as c
 from minirl import recipe, rules
+from minirl.algorithms import ALGORITHMS
 from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.recipe import load
@@ -127,6 +128,33 @@ def test_extends_and_set_override_in_order_and_say_so(folder: Path) -> None:
     }
 
 
+def test_an_algorithm_sets_what_the_recipe_leaves_out_and_says_so(folder: Path) -> None:
+    write("base.toml", "[train]\nclip_low = 0.1\n")
+    leaf = write("leaf.toml", 'extends = "base.toml"\n[train]\nalgorithm = "gspo"\n')
+    loaded = load(leaf, ["train.loss_norm=token"])
+    train = loaded.config.train
+    assert (train.objective, train.behav_level, train.clip_high) == ("gspo", "sequence", 4e-4)
+    assert (train.clip_low, train.loss_norm) == (0.1, "token")  # written: it wins
+    assert loaded.origins["train.objective"] == "algorithm gspo"
+    assert loaded.origins["train.clip_low"] == "base.toml:2"
+    assert loaded.origins["train.loss_norm"] == "--set"
+    assert loaded.origins["train.lr"] == "default"
+    assert "# algorithm gspo" in recipe.to_toml_with_origins(loaded)
+    # The saved recipe of a run has every value: its algorithm then changes nothing.
+    assert load(write("saved.toml", recipe.to_toml(loaded.config))).config == loaded.config
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_is_valid_and_sets_the_same_keys(folder: Path, name: str) -> None:
+    loaded = load(write("r.toml", f'train.algorithm = "{name}"'))
+    assert ALGORITHMS[name].keys() == ALGORITHMS["grpo"].keys()
+    assert {k: c.get(loaded.config, k) for k in ALGORITHMS[name]} == ALGORITHMS[name]
+
+
+def test_the_default_is_grpo(folder: Path) -> None:
+    assert load(write("r.toml", 'train.algorithm = "grpo"')).config == Config()
+
+
 def test_extends_in_a_circle(folder: Path) -> None:
     write("a.toml", 'extends = "b.toml"')
     write("b.toml", 'extends = "a.toml"')
@@ -194,6 +222,8 @@ def valid_configs(draw: st.DrawFn) -> Config:
     values |= {"log.stall_s": 604_800.0, "devices.train": 2}
     values["tasks.timeout_s"] = min(values.get("tasks.timeout_s", 10.0), 86_399.0)
     values["rollout.top_k"] = values.get("rollout.top_k", 0) & ~1
+    values |= {"train.objective": "decoupled", "train.kl_in": "reward"}
+    values["train.dual_clip"] = values.get("train.dual_clip", 0.0) and 3.0
     for key in ("model.path", "tasks.kind"):
         values[key] = f"x{values.get(key, '')}"
     return recipe._build(values)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minirl.config import Config, DevicesConfig
-from minirl.devices import Placement, place
+from minirl.devices import Placement, Publisher, place
 
 # Placement ------------------------------------------------------------------------------------
 
@@ -123,3 +123,43 @@ def test_it_would_stop_transformers(tmp_path: Path) -> None:
     code = "from transformers import Qwen3ForCausalLM"
     result = run_beside_broken_torchvision(code, tmp_path)
     assert result.returncode != 0 and "nms does not exist" in result.stderr
+
+
+# Publishing -----------------------------------------------------------------------------------
+
+
+def publish(kind: str, device: str) -> None:
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    slots = [memory[:1024].view(torch.bfloat16), memory[1024:3072].view(torch.float32)]
+    sources = [torch.randn(512, device=device), torch.randn(512, device=device)]
+    publisher = Publisher(kind, memory)
+    publisher.copy(slots, iter(sources))
+    publisher.wait()
+    assert torch.equal(slots[0], sources[0].cpu().bfloat16())
+    assert torch.equal(slots[1], sources[1].cpu())
+
+
+def test_a_publisher_copies_into_shared_memory_and_rounds() -> None:
+    publish("cpu", "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_cuda_it_copies_from_the_device_on_its_own_stream() -> None:
+    publish("cuda", "cuda:0")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ranks_on_two_gpus_meet_over_nccl(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch, torch.distributed as dist\n"
+        "rank = int(sys.argv[1]); torch.cuda.set_device(rank)\n"
+        "dist.init_process_group('nccl', init_method='file://' + sys.argv[2], rank=rank,"
+        " world_size=2)\n"
+        "x = torch.ones(3, device='cuda'); dist.all_reduce(x); assert x.tolist() == [2, 2, 2]\n"
+        "dist.destroy_process_group()\n"
+    )
+    command = [sys.executable, "-c", code]
+    ranks = [subprocess.Popen([*command, str(i), str(tmp_path / "meet")]) for i in (0, 1)]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]

@@ -92,18 +92,32 @@ SHORT = replace(
     tasks=TasksConfig(max_prompt_tokens=8),
     rollout=replace(CONFIG.rollout, max_new_tokens=4),
 )
-ENGINES = {"tied": CONFIG, "untied": CONFIG, "keep": KEEP, "short": SHORT}
+STOPS = replace(
+    CONFIG, rollout=replace(CONFIG.rollout, stop=("a", "Zz"), stop_tokens=tuple(range(300, 310)))
+)
+ENGINES = {
+    "tied": CONFIG,
+    "untied": CONFIG,
+    "llama": CONFIG,
+    "keep": KEEP,
+    "short": SHORT,
+    "stops": STOPS,
+}
 
 
 @pytest.fixture(scope="module")
 def engines(
-    tied_folder: Path, untied_folder: Path, tmp_path_factory: pytest.TempPathFactory
+    tied_folder: Path,
+    untied_folder: Path,
+    llama_folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, Remote]]:
     """All in one process: most of a start is imports."""
     ring = TrajectoryRing(1, 1)
+    folders = {"untied": untied_folder, "llama": llama_folder}
     versions, setups = {}, {}
     for name, config in ENGINES.items():
-        folder = untied_folder if name == "untied" else tied_folder
+        folder = folders.get(name, tied_folder)
         versions[name] = Versions(folder)
         versions[name].publish(0)
         setups[name] = RolloutSetup(config, str(folder), "cpu", 1, ring, versions[name].store)
@@ -134,7 +148,7 @@ def keep(engines: dict[str, Remote]) -> Remote:
 # In-flight reloads ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tied", "untied"])
+@pytest.mark.parametrize("name", ["tied", "untied", "llama"])
 def test_recompute_every_token_is_exact_under_the_version_that_wrote_it(
     name: str, engines: dict[str, Remote]
 ) -> None:
@@ -198,6 +212,16 @@ def test_weights_that_were_not_applied_are_noticed(engine: Remote) -> None:
         engine.update()
     engine.call(engine_child.lose_tensors, [])
     engine.update()
+
+
+def test_a_torn_copy_is_noticed_by_a_name(tied: Remote) -> None:
+    """Half of the tensors come from the slot of another version."""
+    tied.call(engine_child.tear, True)
+    second_half = [spec.name for spec in tied.versions.store.table][1::2]
+    with pytest.raises(StaleWeights, match=f"tensor {second_half[0]} "):
+        tied.update()
+    tied.call(engine_child.tear, False)
+    tied.update()
 
 
 @pytest.mark.parametrize(
@@ -269,6 +293,7 @@ def test_a_canary_that_newer_weights_overtake_says_nothing(tied: Remote) -> None
         Sampling(100, 1.3),
         Sampling(100, 1.0, top_k=10),
         Sampling(100, 0.7, top_p=0.8),
+        Sampling(100, 0.7, min_p=0.1),
         Sampling(20, 0.0),
     ],
     ids=str,
@@ -285,6 +310,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
     sorted_TV, order_TV = all_TV.sort(descending=True)
     before_TV = sorted_TV.exp().cumsum(-1) - sorted_TV.exp()
     is_in_TV = before_TV < sampling.top_p
+    is_in_TV &= sorted_TV >= sorted_TV[:, :1] + np.log(sampling.min_p or 1e-30)
     if sampling.top_k:
         is_in_TV[:, sampling.top_k :] = False
     kept_TV = sorted_TV.where(is_in_TV, -torch.inf).log_softmax(-1)
@@ -293,6 +319,34 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
     assert np.abs(exact_T.numpy() - np.array(answer.logprobs)).max() < EXACT
     if sampling.temperature == 0:
         assert not rank_T.any()
+
+
+def test_an_answer_ends_with_a_stop_text_or_a_stop_token_and_keeps_it(
+    engines: dict[str, Remote], tied_folder: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    engine = engines["stops"]
+    answers = [engine.add(PROMPT[: 70 - i], replace(FREE, temperature=2.0)) for i in range(16)]
+    engine.step()
+    tokenizer = AutoTokenizer.from_pretrained(tied_folder)
+    ends = set()
+    for i, answer in enumerate(answers):
+        text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
+        if answer.stop is StopReason.LENGTH:
+            assert len(answer.tokens) == FREE.max_new_tokens
+            continue
+        last = answer.tokens[-1]
+        how = "token" if last in STOPS.rollout.stop_tokens else "text" if "a" in text else "eos"
+        assert how != "eos" or last == tokenizer.eos_token_id or text.endswith("Zz"), text
+        assert how != "text" or text.endswith("a")
+        assert "a" not in tokenizer.decode(answer.tokens[:-1], skip_special_tokens=True)
+        ends.add(how)
+        exact = engine.versions.exact(
+            PROMPT[: 70 - i] + answer.tokens, [-1] * (70 - i) + answer.versions, temperature=2.0
+        )[70 - i :]
+        assert np.abs(exact - np.array(answer.logprobs)).max() < EXACT
+    assert {"token", "text"} <= ends
 
 
 def test_a_seed_repeats_what_is_sampled(engine: Remote) -> None:

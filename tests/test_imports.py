@@ -14,7 +14,7 @@ ROOT = Path(minirl.__file__).parent
 # From the ground up. A room imports from lower levels, or from its own level where no circle comes
 # of it. `rollout` and `train` meet only in lower rooms.
 LEVELS = (
-    {"records", "config", "rules", "recipe", "errors", "devices"},
+    {"records", "config", "algorithms", "rules", "recipe", "errors", "devices"},
     {"metrics", "shm", "pace", "buffer", "filters", "tasks", "fleet", "evaluate", "model"},
     {"rollout", "train"},
     {"simulate"},
@@ -31,6 +31,7 @@ FOREIGN = {
     "rich": {"console", "cli"},
     "transformers": {"train", "model", "rollout", "bench"},
     "datasets": {"tasks"},
+    "peft": {"train"},
 }
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 

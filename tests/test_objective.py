@@ -1,12 +1,24 @@
 """Objectives: values worked by hand, the gradient of REINFORCE on policy, masks and caps."""
 
-from math import log
+from dataclasses import replace
+from math import log, sqrt
 
 import pytest
 import torch
 from torch import Tensor
 
-from minirl.train.objective import OBJECTIVES, Settings, Tokens, decoupled, naive
+from minirl.train.objective import (
+    OBJECTIVES,
+    Sequences,
+    Settings,
+    Tokens,
+    cispo,
+    decoupled,
+    gspo,
+    kl_estimate,
+    loglinear_prox,
+    naive,
+)
 
 SETTINGS = Settings(clip_low=0.2, clip_high=0.3, behav_cap=5.0)
 
@@ -122,7 +134,7 @@ def test_garbage_in_masked_tokens_goes_nowhere(name: str) -> None:
         torch.tensor([True, False, False]),
     )
     loss = OBJECTIVES[name](tokens, SETTINGS)
-    assert loss.sum.item() == -1.0
+    assert loss.sum.item() == (1.0 if name == "cispo" else -1.0)  # A·log π, not A·u
     assert grad(loss.sum, logprobs_T) == [-1.0, 0.0, 0.0]
     assert all(torch.isfinite(value) for value in vars(loss.metrics).values())
 
@@ -132,3 +144,151 @@ def test_an_overflowed_w_is_capped_not_nan() -> None:
     loss = decoupled(tokens, SETTINGS)
     assert loss.sum.item() == pytest.approx(-1.0)
     assert loss.metrics.num_capped == 1
+
+
+def test_w_clamped_at_the_cap() -> None:
+    # The token with w = 6 counts 5 times: 5 · 1.1 · 1; the other 0.5 · 1 · 2.
+    tokens = tokens_of(u=[1.1, 1.0], w=[6.0, 0.5], advantages=[1.0, 2.0])
+    loss = decoupled(tokens, replace(SETTINGS, behav_above="clamp"))
+    assert loss.sum.item() == pytest.approx(-6.5, abs=1e-5)
+    assert grad(loss.sum, tokens.logprobs_T) == pytest.approx([-5.5, -1.0], abs=1e-5)
+    assert loss.metrics.num_capped == 1
+    assert loss.metrics.behav_ratio.item() == pytest.approx(6.5, abs=1e-5)  # before the clamp
+
+
+def test_w_of_a_sequence_is_the_geometric_mean_of_its_trained_tokens() -> None:
+    # First sequence: √(2 · 8) = 4, though one token alone is above 5; the third is masked out.
+    # Second: √(30 · 1) = 5.48 is above 5, and all of it is left out.
+    tokens = tokens_of(
+        u=[1.0] * 5,
+        w=[2.0, 8.0, 100.0, 30.0, 1.0],
+        advantages=[1.0] * 5,
+        mask=[True, True, False, True, True],
+    )
+    tokens = replace(tokens, sequences=Sequences(torch.tensor([0, 0, 0, 1, 1]), 2))
+    loss = decoupled(tokens, replace(SETTINGS, behav_level="sequence"))
+    assert grad(loss.sum, tokens.logprobs_T) == pytest.approx([-4.0, -4.0, 0.0, 0.0, 0.0], abs=1e-4)
+    assert loss.metrics.num_capped == 2
+    assert loss.metrics.behav_ratio.item() == pytest.approx(8 + 2 * sqrt(30), abs=1e-3)
+
+
+def test_dual_clip_by_hand() -> None:
+    # u 5, A -1: min(-5, -1.3) = -5, but not below 3·A = -3: no gradient. u 2: -2 stays.
+    # A positive: 1.3 as without it.
+    tokens = tokens_of(u=[5.0, 2.0, 5.0], w=[1.0] * 3, advantages=[-1.0, -1.0, 1.0])
+    loss = decoupled(tokens, replace(SETTINGS, dual_clip=3.0))
+    assert loss.sum.item() == pytest.approx(3 + 2 - 1.3, abs=1e-5)
+    assert grad(loss.sum, tokens.logprobs_T) == pytest.approx([0.0, 2.0, 0.0], abs=1e-5)
+    assert loss.metrics.num_clipped == 2
+
+
+def test_gspo_by_hand() -> None:
+    # s of the first: √(1.21 · 1) = 1.1, free: 1.1 · 2 at both tokens. Of the second: √(4 · 1) = 2,
+    # clipped to 1.3, A = 1. The third has one trained token: s = 0.5, A = -1: clipped to 0.8.
+    tokens = tokens_of(
+        u=[1.21, 1.0, 4.0, 1.0, 0.5, 9.0],
+        w=[1.0, 0.5, 1.0, 1.0, 1.0, 1.0],
+        advantages=[2.0, 2.0, 1.0, 1.0, -1.0, -1.0],
+        mask=[True] * 5 + [False],
+    )
+    tokens = replace(tokens, sequences=Sequences(torch.tensor([0, 0, 1, 1, 2, 2]), 3))
+    loss = gspo(tokens, SETTINGS)
+    assert loss.sum.item() == pytest.approx(-(2.2 + 0.5 * 2.2 + 1.3 + 1.3 - 0.8), abs=1e-5)
+    assert grad(loss.sum, tokens.logprobs_T) == pytest.approx(
+        [-2.2, -1.1, 0.0, 0.0, 0.0, 0.0], abs=1e-5
+    )
+    assert loss.metrics.num_clipped == 3
+
+
+def test_gspo_has_the_gradient_of_its_sequence_form() -> None:
+    torch.manual_seed(0)
+    index_T, advantages_S = torch.tensor([0] * 4 + [1] * 3), torch.tensor([1.5, -0.5])
+    prox_T = -torch.rand(7) - 0.5
+    logprobs_T = (prox_T + 0.02 * torch.randn(7)).requires_grad_()
+    tokens = Tokens(
+        logprobs_T, prox_T, prox_T, advantages_S[index_T], torch.ones(7).bool(),
+        Sequences(index_T, 2), torch.tensor([1 / 4] * 4 + [1 / 3] * 3),
+    )  # fmt: skip
+    s_S = torch.stack([(logprobs_T - prox_T)[index_T == i].mean().exp() for i in (0, 1)])
+    expected = -(s_S * advantages_S).sum()
+    loss = gspo(tokens, SETTINGS)
+    assert loss.sum.item() == pytest.approx(expected.item(), abs=1e-6)
+    assert grad(loss.sum, logprobs_T) == pytest.approx(grad(expected, logprobs_T), abs=1e-6)
+
+
+def test_cispo_by_hand() -> None:
+    # The weight is clipped and constant: the gradient is w · clip(u) · A at every token, also at
+    # those that PPO would cut (the second and third).
+    tokens = tokens_of(u=[1.1, 3.0, 0.1], w=[2.0, 1.0, 1.0], advantages=[1.0, 1.0, -1.0])
+    loss = cispo(tokens, replace(SETTINGS, clip_low=1.0, clip_high=1.0))
+    assert grad(loss.sum, tokens.logprobs_T) == pytest.approx([-2.2, -2.0, 0.1], abs=1e-5)
+    value = 2.2 * log(0.11) + 2.0 * log(0.3) - 0.1 * log(0.01)
+    assert loss.sum.item() == pytest.approx(-value, abs=1e-4)
+    assert loss.metrics.num_clipped == 1
+
+
+def test_asymmetric_clip() -> None:
+    settings = Settings(clip_low=0.1, clip_high=0.5)
+    tokens = tokens_of(u=[1.4, 1.6, 0.85], w=[1.0] * 3, advantages=[1.0, 1.0, -1.0])
+    assert decoupled(tokens, settings).sum.item() == pytest.approx(-(1.4 + 1.5 - 0.9), abs=1e-5)
+
+
+def test_loglinear_prox_by_hand() -> None:
+    logprobs_T, behav_T = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-2.0, -2.0, -2.0])
+    staleness_T = torch.tensor([0.0, 1.0, 3.0])
+    at = {p: loglinear_prox(logprobs_T, behav_T, staleness_T, p).tolist() for p in (0, 0.5, 1)}
+    assert at[0] == [-1.0, -1.0, -1.0]  # nothing was trained yet: the policy is π_prox
+    assert at[0.5] == pytest.approx([-2.0, -2 + 1 / 1.5, -2 + 3 / 3.5])
+    assert at[1] == pytest.approx([-2.0, -1.5, -1.25])  # A-3PO: weight 1/(s + 1) on behaviour
+
+
+def test_kl_estimates_by_hand() -> None:
+    ours_T, ref_T = torch.tensor([log(0.5)]), torch.tensor([log(0.25)])
+    d = -log(2)
+    assert kl_estimate("k1", ours_T, ref_T).item() == pytest.approx(log(2))
+    assert kl_estimate("k2", ours_T, ref_T).item() == pytest.approx(d * d / 2)
+    assert kl_estimate("k3", ours_T, ref_T).item() == pytest.approx(0.5 + log(2) - 1)
+
+
+def test_k1_and_k3_have_the_mean_of_the_exact_kl() -> None:
+    p_V, q_V = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    exact = (p_V * (p_V / q_V).log()).sum().item()
+    for kind in ("k1", "k3"):
+        mean = (p_V * kl_estimate(kind, p_V.log(), q_V.log())).sum().item()
+        assert mean == pytest.approx(exact, abs=1e-6)
+    # k2's gradient is that of the exact KL on average; its value is not.
+    logits_V = p_V.log().requires_grad_()
+    k2_V = kl_estimate("k2", logits_V.log_softmax(-1), q_V.log())
+    logits_2V = p_V.log().requires_grad_()
+    all_V = logits_2V.log_softmax(-1)
+    exact_grad = grad((all_V.exp() * (all_V - q_V.log())).sum(), logits_2V)
+    assert grad((p_V * k2_V).sum(), logits_V) == pytest.approx(exact_grad, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_kl_is_added_to_the_loss_where_tokens_train(name: str) -> None:
+    tokens = tokens_of(u=[1.0, 1.0], w=[9.0, 1.0], advantages=[0.0, 0.0], mask=[True, False])
+    tokens = replace(tokens, ref_T=torch.tensor([log(0.05), float("nan")]))
+    loss = OBJECTIVES[name](tokens, replace(SETTINGS, kl_coef=0.5, kl_kind="k2"))
+    d = log(2)  # log 0.1 - log 0.05; also where w is above its cap
+    assert loss.sum.item() == pytest.approx(0.5 * d * d / 2, abs=1e-6)
+    assert grad(loss.sum, tokens.logprobs_T) == pytest.approx([0.5 * d, 0.0], abs=1e-6)
+    assert loss.metrics.kl.item() == pytest.approx(d * d / 2, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_weights_scale_each_token(name: str) -> None:
+    tokens = tokens_of(u=[1.1, 0.9], w=[1.0, 2.0], advantages=[1.0, -2.0])
+    plain = grad(OBJECTIVES[name](tokens, SETTINGS).sum, tokens.logprobs_T)
+    tokens = replace(tokens, weights_T=torch.tensor([3.0, 0.5]))
+    weighted = grad(OBJECTIVES[name](tokens, SETTINGS).sum, tokens.logprobs_T)
+    assert weighted == pytest.approx([3 * plain[0], plain[1] / 2], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_first_step_has_ratio_1_and_kl_0(name: str) -> None:
+    tokens = tokens_of(u=[1.0] * 3, w=[1.0] * 3, advantages=[1.0, -1.0, 0.5])
+    tokens = replace(tokens, ref_T=tokens.prox_T)
+    loss = OBJECTIVES[name](tokens, replace(SETTINGS, kl_coef=1.0))
+    assert loss.metrics.behav_ratio.item() == 3.0
+    assert loss.metrics.kl.item() == 0.0 and loss.metrics.num_clipped == 0

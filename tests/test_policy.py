@@ -241,6 +241,47 @@ def test_learning_rate_warms_up_then_stays() -> None:
     assert learning_rate(0, 4.0, 0) == 4.0
 
 
+def test_learning_rate_falls_to_zero_at_the_end() -> None:
+    def of(schedule: str, warmup: int) -> list[float]:
+        return [
+            learning_rate(step, 4.0, warmup, schedule, 4 + warmup) for step in range(4 + warmup)
+        ]
+
+    assert of("linear", 0) == [4.0, 3.0, 2.0, 1.0]
+    assert of("cosine", 0) == pytest.approx([4.0, 2 + 2 * 0.5**0.5, 2.0, 2 - 2 * 0.5**0.5])
+    assert of("linear", 1) == [2.0, 4.0, 3.0, 2.0, 1.0]
+    assert of("constant", 1) == [2.0, 4.0, 4.0, 4.0, 4.0]
+    assert learning_rate(9, 4.0, 1, "linear", 5) == 0.0  # a run that was made longer: no negative
+
+
+def test_bfloat16_autocast_is_near_float32_and_gradients_stay_float32(qwen3: str) -> None:
+    exact, rough = load_policy(qwen3), load_policy(qwen3, "bfloat16")
+    tokens_T = random_tokens()
+    assert torch.equal(run(exact, tokens_T)[0], run(rough, tokens_T)[0])  # on a CPU: float32
+    rough.autocast_on.add("cpu")
+    exact_T, rough_T = run(exact, tokens_T)[0], run(rough, tokens_T)[0]
+    assert not torch.equal(exact_T, rough_T) and rough_T.dtype == torch.float32
+    torch.testing.assert_close(rough_T, exact_T, atol=0.15, rtol=0.05)
+    exact_T.sum().backward()
+    rough_T.sum().backward()
+    ours, theirs = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (rough, exact))
+    assert ours.dtype == torch.float32
+    assert torch.cosine_similarity(ours, theirs, 0) > 0.99
+
+
+def test_a_frozen_head_gets_no_gradient_and_the_rest_the_same(qwen3: str) -> None:
+    free, frozen = load_policy(qwen3), load_policy(qwen3)
+    frozen.model.get_output_embeddings().weight.requires_grad_(False)  # tied: the embedding too
+    for policy in (free, frozen):
+        run(policy, random_tokens())[0].sum().backward()
+    theirs = dict(free.named_parameters())
+    for name, parameter in frozen.named_parameters():
+        if "embed" in name:
+            assert parameter.grad is None
+        else:
+            torch.testing.assert_close(parameter.grad, theirs[name].grad)
+
+
 def test_policy_is_in_training_mode_without_dropout(qwen3: str) -> None:
     policy = load_policy(qwen3)
     assert policy.training and isinstance(policy, Policy)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from crew import ENGINE_PLACE, Inbox, crew
-from tiny_qwen3 import EOS
+from tiny_models import EOS
 from versions import EXACT, Versions
 
 from minirl.config import Config, EvalConfig, RolloutConfig, TasksConfig

@@ -2,195 +2,47 @@
 stale trains nothing; a checkpoint is an ordinary folder, and going on from it changes no bit.
 """
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import plain_script
 import pytest
 import torch
-from crew import CUDA_TRAINER_PLACE, TRAINER_PLACE, Inbox, crew
+from crew import CUDA_TRAINER_PLACE
 from plain_script import PlainScript, Weights
-from safetensors.torch import load_file
-
-from minirl.config import BufferConfig, Config, ModelConfig, RolloutConfig, TrainConfig
-from minirl.devices import Placement
-from minirl.fleet import Died, Role, Worker
-from minirl.model import weight_table
-from minirl.records import Batch, Group, StopReason, Trajectory
-from minirl.rollout.worker import Stop
-from minirl.shm.ring import TrajectoryRing
-from minirl.shm.weights import WeightStore
-from minirl.train.checkpoint import read_state
-from minirl.train.messages import Ready, Save, Saved, Train, Trained, TrainerSetup
-
-from transformers import AutoModelForCausalLM, AutoTokenizer  # isort: skip
-
-ETA = 2
-FIRST_VERSION = 5  # so that there are versions to be stale by
-LONGEST = 64
-CONFIG = Config(
-    rollout=RolloutConfig(temperature=0.8),
-    buffer=BufferConfig(max_staleness=ETA),
-    train=TrainConfig(lr=1e-3, max_tokens=4096, clip_low=0.02, clip_high=0.03),
+from ranks import (
+    CONFIG,
+    EQUAL,
+    ETA,
+    FIRST_VERSION,
+    FRESH,
+    LONGEST,
+    RECIPES,
+    STALE,
+    Data,
+    Recipe,
+    are_equal,
+    make_data,
+    masters,
+    momentum,
+    ranks,
+    relative_error,
 )
 
+from minirl.config import ModelConfig
+from minirl.fleet import Died
+from minirl.records import Batch
+from minirl.rollout.worker import Stop
+from minirl.shm.ring import TrajectoryRing
+from minirl.train.checkpoint import read_state
+from minirl.train.messages import Trained
 
-# Synthetic batches ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How the trajectories of a batch are made up."""
-
-    num_groups: int = 4
-    group_size: int = 3
-    versions: tuple[int, ...] = (0,)  # of equal spans of an answer, relative to the batch's
-    noise: float = 0.0  # of the logprobs that came with the tokens
-    is_reward_equal: bool = False
-
-
-EQUAL = Recipe(is_reward_equal=True, noise=0.3)
-STALE = Recipe(versions=(-ETA - 2, -ETA - 1), noise=0.3)
-FRESH = Recipe()
-MIXED = Recipe(versions=(-ETA - 1, -ETA, -1, 0), noise=0.8)
-FEW = Recipe(num_groups=2, group_size=2, versions=(-1, 0), noise=0.3)
-RECIPES = (EQUAL, STALE, FRESH, MIXED, FEW)
-
-
-@dataclass(frozen=True)
-class Data:
-    ring: TrajectoryRing
-    batches: tuple[Batch, ...]
+from transformers import AutoModelForCausalLM, AutoTokenizer  # isort: skip
 
 
 @pytest.fixture(scope="module")
 def data(tied_folder: Path) -> Data:
-    """One ring and the batches of five steps, in the order of RECIPES."""
-    model, rng = plain_script.load(tied_folder), random.Random(0)
-    num_cells = sum(recipe.num_groups * recipe.group_size for recipe in RECIPES)
-    ring = TrajectoryRing(num_cells, LONGEST)
-    free = iter(range(num_cells))
-    batches = []
-    for i, recipe in enumerate(RECIPES):
-        version = FIRST_VERSION + i
-        groups = [
-            make_group(recipe, 100 * i + j, version, ring, free, model, rng)
-            for j in range(recipe.num_groups)
-        ]
-        batches.append(Batch(i + 1, version, tuple(groups)))
-    return Data(ring, tuple(batches))
-
-
-def make_group(
-    recipe: Recipe,
-    group_id: int,
-    version: int,
-    ring: TrajectoryRing,
-    free: Iterator[int],
-    model: torch.nn.Module,
-    rng: random.Random,
-) -> Group:
-    prompt = [rng.randrange(2, 384) for _ in range(rng.randrange(3, 9))]
-    trajectories = []
-    for _ in range(recipe.group_size):
-        answer = [rng.randrange(2, 384) for _ in range(rng.randrange(4, LONGEST - 8))]
-        tokens = prompt + answer
-        with torch.no_grad():
-            exact_T = plain_script.logprobs(model, tokens, CONFIG.rollout.temperature)
-        logprobs = [value + rng.gauss(0, recipe.noise) for value in exact_T[len(prompt) :].tolist()]
-        spans = np.array_split(np.arange(len(answer)), len(recipe.versions))
-        ages = zip(spans, recipe.versions, strict=True)
-        versions = [version + age for span, age in ages for _ in span]
-        cell = next(free)
-        ring.write(cell, group_id, prompt, answer, logprobs, versions)
-        trajectories.append(
-            Trajectory(cell, len(tokens), len(answer), StopReason.LENGTH, versions[0], versions[-1])
-        )
-    rewards = [1.0] * recipe.group_size
-    if not recipe.is_reward_equal:
-        rewards = [float(i % 2) + i / 8 for i in range(recipe.group_size)]
-    return Group(group_id, group_id, tuple(trajectories), tuple(rewards))
-
-
-# Ranks ----------------------------------------------------------------------------------------
-
-
-class Ranks:
-    """Trainer ranks in processes of their own."""
-
-    def __init__(self, inbox: Inbox, workers: list[Worker], store: WeightStore):
-        self.inbox, self.workers, self.store = inbox, workers, store
-
-    def train(self, batch: Batch) -> Trained:
-        for worker in self.workers:
-            worker.send(Train(batch))
-        return self.inbox.take(self.workers[0], Trained)
-
-    def save(self, folder: Path, state: dict[str, int]) -> None:
-        self.workers[0].send(Save(str(folder), state))
-        assert self.inbox.take(self.workers[0], Saved).folder == str(folder)
-
-    def weights(self) -> Weights:
-        """What was published last."""
-        found: Weights = {}
-
-        def copy(slot: int) -> None:
-            found.update((name, view.clone()) for name, view in self.store.views(slot))
-
-        self.store.read(copy)
-        return found
-
-
-@contextmanager
-def ranks(
-    tmp_path: Path,
-    folder: Path,
-    config: Config,
-    ring: TrajectoryRing,
-    num_ranks: int = 1,
-    resumed_at: int | None = None,
-    place: Placement = TRAINER_PLACE,
-) -> Iterator[Ranks]:
-    store = WeightStore(weight_table(folder), config.model.dtype)
-    with crew(tmp_path / "logs", num_ranks) as inbox:
-        workers = []
-        for rank in range(num_ranks):
-            setup = TrainerSetup(
-                config=config,
-                folder=str(folder),
-                tokenizer_folder=str(folder),
-                rank=rank,
-                num_ranks=num_ranks,
-                rendezvous=str(tmp_path / "rendezvous"),
-                placement=place,
-                ring=ring,
-                store=store,
-                is_resumed=resumed_at is not None,
-                version=FIRST_VERSION if resumed_at is None else resumed_at,
-            )
-            body = "minirl.train.trainer:run"
-            workers.append(inbox.fleet.spawn(Role.TRAIN, rank, body, setup, place))
-        for worker in workers:
-            inbox.take(worker, Ready)
-        yield Ranks(inbox, workers, store)
-
-
-def relative_error(ours: Weights, theirs: Weights, before: Weights | None = None) -> float:
-    """|ours - theirs| / |theirs - before|, over all weights."""
-    assert ours.keys() == theirs.keys()
-    difference = sum(float((ours[n] - theirs[n]).square().sum()) for n in theirs)
-    moved = sum(float((theirs[n] - (before[n] if before else 0)).square().sum()) for n in theirs)
-    return (difference / moved) ** 0.5
-
-
-def are_equal(ours: Weights, theirs: Weights) -> bool:
-    return ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name], theirs[name]) for name in ours
-    )
+    return make_data(tied_folder)
 
 
 # Tests ----------------------------------------------------------------------------------------
@@ -237,12 +89,6 @@ def test_the_update_is_a_plain_scripts_however_it_is_split(
                 assert trained.values["train/logprob_gap"] == pytest.approx(0, abs=1e-5)
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["step-000004", "step-000005"]  # checkpoint.keep is 2
-
-
-def momentum(checkpoint: Path) -> Weights:
-    state = load_file(checkpoint / "trainer" / "optimizer.safetensors")
-    field = "/exp_avg"
-    return {key.removesuffix(field): state[key] for key in state if key.endswith(field)}
 
 
 def check_staleness(recipe: Recipe, batch: Batch, trained: Trained, ring: TrajectoryRing) -> None:
@@ -310,14 +156,6 @@ def check_ordinary(checkpoint: Path, published: Weights, source: Path) -> None:
     text = "3 plus 4 is 7\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode(text) == AutoTokenizer.from_pretrained(source).encode(text)
-
-
-def masters(checkpoint: Path) -> Weights:
-    """The weights that training goes on from, in float32."""
-    path = checkpoint / "trainer" / "master.safetensors"
-    weights = load_file(path if path.is_file() else checkpoint / "model.safetensors")
-    assert {w.dtype for w in weights.values()} == {torch.float32}
-    return weights
 
 
 @pytest.mark.gpu

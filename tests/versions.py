@@ -11,7 +11,7 @@ import numpy as np
 import plain_script
 import torch
 from plain_script import PreTrainedModel
-from tiny_qwen3 import EOS
+from tiny_models import EOS
 from torch import Tensor
 
 from minirl.model import weight_table

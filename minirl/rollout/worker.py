@@ -13,6 +13,7 @@ of another version. While an evaluation runs the version stays pinned, and gener
 """
 
 import heapq
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -82,9 +83,9 @@ class Request:
 
     group: GroupRequest
     index: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    versions: "array[int]" = field(default_factory=lambda: array("i"))
 
 
 class RolloutWorker:
@@ -208,9 +209,9 @@ class RolloutWorker:
         version = self.engine.version
         for chunk in self.engine.step():
             request = self.running[chunk.key]
-            request.tokens += chunk.tokens
-            request.logprobs += chunk.logprobs
-            request.versions += [version] * len(chunk.tokens)
+            request.tokens.extend(chunk.tokens)
+            request.logprobs.extend(chunk.logprobs)
+            request.versions.extend([version] * len(chunk.tokens))
             num_tokens += len(chunk.tokens)
             if chunk.stop is not None:
                 self.leave(chunk.key)

@@ -11,6 +11,7 @@ Leaves out: barriers. The order of stores is x86's; an ARM port would need them 
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +40,14 @@ class Published:
     """What a reader got: which version, and what the trainer's canary said under it."""
 
     version: int
+    canary: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class OpenSlot:
+    """Where a writer writes: tensors in the order of the table, and the canary's logprobs."""
+
+    tensors: list[torch.Tensor]
     canary: NDArray[np.float32]
 
 
@@ -100,18 +109,30 @@ class WeightStore:
         """The newest whole version; -1 before the first."""
         return int(self._latest[0])
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """All bytes of the store, for whoever pins them."""
+        return torch.from_numpy(self._segment.array(np.uint8, (self._segment.num_bytes,)))
+
+    @contextmanager
+    def publishing(self, version: int) -> Iterator["OpenSlot"]:
+        """The slot to write `version` into; whole, and the newest, when the block ends well."""
+        slot = version % NUM_SLOTS
+        # Odd: being written. It is odd already where an earlier writer died in this slot.
+        self._sequence[slot] += 2 if self._sequence[slot] % 2 else 1
+        yield OpenSlot([tensor for _, tensor in self._slots[slot]], self._canaries[slot])
+        self._sequence[slot] += 1
+        self._latest[0] = version
+
     def publish(
         self, version: int, weights: Iterable[torch.Tensor], canary: NDArray[np.float32]
     ) -> None:
         """`weights` in the order of the table, on any device, in any float dtype."""
-        slot = version % NUM_SLOTS
-        # Odd: being written. It is odd already where an earlier writer died in this slot.
-        self._sequence[slot] += 2 if self._sequence[slot] % 2 else 1
-        for (_, destination), source in zip(self._slots[slot], weights, strict=True):
-            destination.copy_(source)
-        self._canaries[slot][:] = canary
-        self._sequence[slot] += 1
-        self._latest[0] = version
+        with self.publishing(version) as slot:
+            # One call: in a small model the calls cost more than the bytes.
+            pairs = list(zip(slot.tensors, weights, strict=True))
+            torch._foreach_copy_([tensor for tensor, _ in pairs], [weight for _, weight in pairs])
+            slot.canary[:] = canary
 
     def views(self, slot: int) -> Iterator[tuple[str, torch.Tensor]]:
         """The named tensors of a slot, in place. Only `read` knows whether they are whole."""

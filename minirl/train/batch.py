@@ -4,7 +4,9 @@ Takes a Batch of descriptors, gives micro-batches of tokens packed end to end, o
 the last place where the bound can be enforced (rule 1): a token staler than η is masked out here,
 whatever the buffer and the engines did.
 
-Axes: T tokens of all sequences in a micro-batch, S1 sequences + 1.
+Axes: T tokens of all sequences in a micro-batch, S1 sequences + 1, A tokens of the whole batch, in
+the order of its trajectories: what is computed for all of it is one flat column, and `index_T` says
+where a micro-batch's tokens are in it.
 """
 
 from collections.abc import Sequence
@@ -19,7 +21,6 @@ from torch import Tensor
 from minirl.records import Batch
 from minirl.shm.ring import TrajectoryRing, TrajectoryView
 from minirl.train import attention
-from minirl.train.advantage import group_normalised
 
 
 @dataclass(frozen=True)
@@ -27,42 +28,66 @@ class Item:
     """One trajectory of the batch, in place, with what the step needs to know of it."""
 
     view: TrajectoryView
-    advantage: float
+    reward: float
+    start: int  # of its tokens in a column of the whole batch
+    written: NDArray[np.bool_]  # by the model
+    staleness: NDArray[np.int32]  # 0 where the model did not write
     trainable: NDArray[np.bool_]  # written by the model, and not too stale
-    at_equal_version: NDArray[np.bool_]  # written by the very version that the step starts from
 
     @property
     def length(self) -> int:
         return len(self.view.tokens)
 
+    @property
+    def place(self) -> slice:
+        return slice(self.start, self.start + self.length)
+
+    @property
+    def at_equal_version(self) -> NDArray[np.bool_]:
+        """Written by the very version that the step starts from."""
+        return self.written & (self.staleness == 0)
+
 
 @dataclass(frozen=True)
 class MicroBatch:
+    """`None`: not known yet, or not needed by the recipe."""
+
     tokens_T: Tensor
     positions_T: Tensor
     cu_seqlens_S1: Tensor
     max_seqlen: int
+    index_T: Tensor
+    sequence_T: Tensor
     behav_T: Tensor
-    advantages_T: Tensor
+    staleness_T: Tensor
     trainable_T: Tensor
     at_equal_version_T: Tensor
+    is_dummy: bool = False
+    prox_T: Tensor | None = None
+    ref_T: Tensor | None = None
+    advantages_T: Tensor | None = None
+    weights_T: Tensor | None = None
+    returns_T: Tensor | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.cu_seqlens_S1) - 1
 
 
 def items_of(batch: Batch, ring: TrajectoryRing, max_staleness: int) -> list[list[Item]]:
     """By group, in the order of the batch."""
-    groups = []
+    groups, start = [], 0
     for group in batch.groups:
-        advantages = group_normalised(group.rewards)
         items = []
-        for place, (trajectory, advantage) in enumerate(
-            zip(group.trajectories, advantages, strict=True)
+        for place, (trajectory, reward) in enumerate(
+            zip(group.trajectories, group.rewards, strict=True)
         ):
             view = ring.read(trajectory.cell, group.id)
             written = view.mask == 1
-            trainable = written & (view.versions >= batch.version - max_staleness)
-            trainable &= place not in group.masked
-            at_equal_version = written & (view.versions == batch.version)
-            items.append(Item(view, advantage, trainable, at_equal_version))
+            staleness = np.where(written, batch.version - view.versions, 0).astype(np.int32)
+            trainable = written & (staleness <= max_staleness) & (place not in group.masked)
+            items.append(Item(view, reward, start, written, staleness, trainable))
+            start += len(view.tokens)
         groups.append(items)
     return groups
 
@@ -76,11 +101,28 @@ def minibatches(groups: list[list[Item]], count: int) -> list[list[Item]]:
     ]
 
 
+def loss_weights(counts: Sequence[int], kind: str, max_new_tokens: int) -> list[float]:
+    """What each trained token of a trajectory counts, where a mean over tokens has 1.
+
+    `counts` are the trained tokens of each trajectory of a minibatch. The loss is then divided by
+    their sum, so "sequence" gives 1/(count · trajectories that train) and "constant"
+    1/(trajectories · max_new_tokens) to a token.
+    """
+    total = sum(counts)
+    if kind == "sequence":
+        num_training = sum(count > 0 for count in counts)
+        return [total / (count * num_training) if count else 0.0 for count in counts]
+    if kind == "constant":
+        return [total / (len(counts) * max_new_tokens)] * len(counts)
+    return [1.0] * len(counts)
+
+
 def pack(items: Sequence[Item], device: str) -> MicroBatch:
     """Without padding. No items: a dummy of one token that trains nothing, which DDP needs."""
     if not items:
         return _dummy(device)
-    bounds = attention.boundaries([item.length for item in items], torch.device(device))
+    lengths = [item.length for item in items]
+    bounds = attention.boundaries(lengths, torch.device(device))
 
     def column(arrays: list[NDArray], dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.concatenate(arrays)).to(device, dtype)
@@ -90,10 +132,10 @@ def pack(items: Sequence[Item], device: str) -> MicroBatch:
         positions_T=bounds.positions_T,
         cu_seqlens_S1=bounds.cu_seqlens_S1,
         max_seqlen=bounds.max_seqlen,
+        index_T=column([np.arange(i.start, i.start + i.length) for i in items], torch.int64),
+        sequence_T=column([np.repeat(np.arange(len(items)), lengths)], torch.int64),
         behav_T=column([item.view.logprobs for item in items], torch.float32),
-        advantages_T=column(
-            [np.full(item.length, item.advantage, np.float32) for item in items], torch.float32
-        ),
+        staleness_T=column([item.staleness for item in items], torch.float32),
         trainable_T=column([item.trainable for item in items], torch.bool),
         at_equal_version_T=column([item.at_equal_version for item in items], torch.bool),
     )
@@ -101,16 +143,19 @@ def pack(items: Sequence[Item], device: str) -> MicroBatch:
 
 def _dummy(device: str) -> MicroBatch:
     bounds = attention.boundaries([1], torch.device(device))
-    zeros_T, nothing_T = torch.zeros(1, device=device), torch.zeros(1, device=device).bool()
+    zeros_T = torch.zeros(1, device=device)
     return MicroBatch(
-        zeros_T.long(),
-        bounds.positions_T,
-        bounds.cu_seqlens_S1,
-        bounds.max_seqlen,
-        zeros_T,
-        zeros_T,
-        nothing_T,
-        nothing_T,
+        tokens_T=zeros_T.long(),
+        positions_T=bounds.positions_T,
+        cu_seqlens_S1=bounds.cu_seqlens_S1,
+        max_seqlen=bounds.max_seqlen,
+        index_T=zeros_T.long(),
+        sequence_T=zeros_T.long(),
+        behav_T=zeros_T,
+        staleness_T=zeros_T,
+        trainable_T=zeros_T.bool(),
+        at_equal_version_T=zeros_T.bool(),
+        is_dummy=True,
     )
 
 

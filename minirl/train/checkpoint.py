@@ -2,7 +2,9 @@
 
     step-000040/          config.json, model.safetensors, tokenizer and chat template
     step-000040/trainer/  state.json (step, version, consumed prompts, …), optimizer.safetensors,
-                          master.safetensors where the model is saved in less than float32
+                          master.safetensors where the model is saved in less than float32,
+                          critic.safetensors and critic_optimizer.safetensors where there is one
+    step-000040/adapter/  with LoRA: the adapter alone, as peft reads it; the model above is merged
 
 Written aside and renamed, so a folder of this name is whole. Safetensors only: nothing is pickled.
 """
@@ -11,13 +13,17 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
 
-if TYPE_CHECKING:
-    from minirl.train.policy import Policy  # the controller reads checkpoints without a model
+from minirl.train import lora
+from minirl.train.optimizer import load_state, state_by_name
+
+if TYPE_CHECKING:  # the controller reads checkpoints without a model
+    from minirl.train.policy import Policy
+    from minirl.train.replica import Replica
 
 BESIDE_WEIGHTS = (
     "tokenizer*",
@@ -32,27 +38,29 @@ BESIDE_WEIGHTS = (
 
 def save(
     folder: Path,
-    policy: "Policy",
-    optimizer: torch.optim.Optimizer,
+    learner: "Replica",
+    critic: "Replica | None",
     source: Path,
     state: dict[str, Any],
 ) -> None:
     """`source` is the model folder whose tokenizer files go along."""
     aside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
-    (aside / "trainer").mkdir(parents=True)
-    masters = {name: p.detach() for name, p in policy.model.named_parameters()}
-    policy.model.config.dtype = policy.dtype
-    policy.model.save_pretrained(
-        aside, state_dict={name: p.to(policy.dtype) for name, p in masters.items()}
-    )
-    for pattern in BESIDE_WEIGHTS:
-        for path in source.glob(pattern):
-            shutil.copy2(path, aside / path.name)
-    if policy.dtype != torch.float32:
-        save_file(_contiguous(masters), aside / "trainer" / "master.safetensors")
-    save_file(_contiguous(_flat(policy, optimizer)), aside / "trainer" / "optimizer.safetensors")
-    (aside / "trainer" / "state.json").write_text(json.dumps(state))
+    trainer = aside / "trainer"
+    trainer.mkdir(parents=True)
+    policy = cast("Policy", learner.module)
+    save_model(aside, policy, source)
+    if lora.is_adapted(policy.model):
+        lora.save_adapter(policy.model, aside / "adapter", str(source))
+    elif policy.dtype != torch.float32:
+        save_file(_parameters(policy.model), trainer / "master.safetensors")
+    optimizer = state_by_name(policy.model, learner.optimizer)
+    save_file(_contiguous(optimizer), trainer / "optimizer.safetensors")
+    if critic is not None:
+        save_file(_parameters(critic.module), trainer / "critic.safetensors")
+        optimizer = state_by_name(critic.module, critic.optimizer)
+        save_file(_contiguous(optimizer), trainer / "critic_optimizer.safetensors")
+    (trainer / "state.json").write_text(json.dumps(state))
     for path in aside.rglob("*"):
         if path.is_file():
             _flush(path)
@@ -62,18 +70,31 @@ def save(
     _flush(folder.parent)
 
 
-def load(folder: Path, policy: "Policy", optimizer: torch.optim.Optimizer) -> None:
-    """Optimizer state and master weights; the model itself was loaded from the same folder."""
-    masters = folder / "trainer" / "master.safetensors"
-    parameters = dict(policy.model.named_parameters())
-    if masters.is_file():
-        with torch.no_grad():
-            for name, tensor in load_file(masters).items():
-                parameters[name].copy_(tensor)
-    for key, tensor in load_file(folder / "trainer" / "optimizer.safetensors").items():
-        name, _, field = key.rpartition("/")
-        # `step` too: a fused AdamW keeps it where the weights are.
-        optimizer.state[parameters[name]][field] = tensor.to(parameters[name].device)
+def save_model(folder: Path, policy: "Policy", source: Path) -> None:
+    """Weights, config and tokenizer: what transformers and vLLM load."""
+    weights = {name: weight() for name, weight in lora.merged(policy.model).items()}
+    parameters = lora.own_names(policy.model)
+    policy.model.config.dtype = policy.dtype
+    policy.model.save_pretrained(
+        folder, state_dict={name: weights[name].to(policy.dtype) for name in parameters}
+    )
+    for pattern in BESIDE_WEIGHTS:
+        for path in source.glob(pattern):
+            shutil.copy2(path, folder / path.name)
+
+
+def load(folder: Path, learner: "Replica", critic: "Replica | None") -> None:
+    """Optimizer states, and weights that the model in the same folder does not hold exactly."""
+    policy, trainer = cast("Policy", learner.module), folder / "trainer"
+    if lora.is_adapted(policy.model):
+        lora.load_adapter(policy.model, folder / "adapter")
+    elif (trainer / "master.safetensors").is_file():
+        _copy_into(policy.model, load_file(trainer / "master.safetensors"))
+    load_state(policy.model, learner.optimizer, load_file(trainer / "optimizer.safetensors"))
+    if critic is not None:
+        _copy_into(critic.module, load_file(trainer / "critic.safetensors"))
+        state = load_file(trainer / "critic_optimizer.safetensors")
+        load_state(critic.module, critic.optimizer, state)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -97,13 +118,15 @@ def prune(run_dir: Path, keep: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _flat(policy: "Policy", optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """AdamW's state by parameter name: what a pickle would hold, without the pickle."""
-    return {
-        f"{name}/{field}": torch.as_tensor(value)
-        for name, parameter in policy.model.named_parameters()
-        for field, value in optimizer.state.get(parameter, {}).items()
-    }
+def _parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return _contiguous(dict(module.named_parameters()))
+
+
+@torch.no_grad()
+def _copy_into(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    parameters = dict(module.named_parameters())
+    for name, tensor in tensors.items():
+        parameters[name].copy_(tensor)
 
 
 def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -27,6 +27,7 @@ class TrainerSetup:
     store: WeightStore
     is_resumed: bool
     version: int
+    run_dir: str = ""  # where a batch that could not be trained goes; empty: nowhere
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Train:
 
 @dataclass(frozen=True)
 class Save:
-    """To rank 0: write a checkpoint, with the controller's own state beside the trainer's."""
+    """To every rank: give rank 0 what it lacks (see train.shard_optimizer). Rank 0 writes a
+    checkpoint, with the controller's own state beside the trainer's."""
 
     folder: str
     state: dict[str, Any]
@@ -55,6 +57,7 @@ class Trained:
 
     version: int
     values: dict[str, float | None] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # what a person should be told
 
 
 @dataclass(frozen=True)

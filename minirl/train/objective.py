@@ -2,12 +2,14 @@
 
 Each gives the SUM over tokens of the negative objective and sums of metrics. The caller divides
 both by the number of trainable tokens of the global batch, so that neither the split into
-micro-batches nor the number of ranks changes the update.
+micro-batches nor the number of ranks changes the update. Other normalisations are weights of the
+tokens: see `batch.loss_weights`.
 
 Leaves out where the advantages and π_prox come from. With one minibatch to a batch π_prox is
 `logprobs_T.detach()`: then u = 1 and the gradient is that of w·A·log π_θ.
+docs/algorithms.md has every formula and its paper.
 
-Axes: T tokens of all sequences of a micro-batch, packed.
+Axes: T tokens of all sequences of a micro-batch, packed; S sequences.
 """
 
 from collections.abc import Callable
@@ -19,11 +21,32 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the clip and of w: see the recipe's [train]."""
+    """Of the clip, of w and of the KL: see the recipe's [train]."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2
     behav_cap: float = 5.0
+    dual_clip: float = 0.0
+    behav_above: str = "mask"
+    behav_level: str = "token"
+    kl_coef: float = 0.0
+    kl_kind: str = "k3"
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Which sequence each token belongs to."""
+
+    index_T: Tensor
+    count: int
+
+    def mean(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
+        """Of each token's sequence over its masked-in tokens, at every token; 0 where none is."""
+        sums_S = values_T.new_zeros(self.count)
+        sums_S = sums_S.index_add(0, self.index_T, torch.where(mask_T, values_T, 0.0))
+        counts_S = values_T.new_zeros(self.count)
+        counts_S = counts_S.index_add(0, self.index_T, mask_T.to(values_T.dtype))
+        return (sums_S / counts_S.clamp(min=1)).index_select(0, self.index_T)
 
 
 @dataclass(frozen=True)
@@ -35,6 +58,9 @@ class Tokens:
     behav_T: Tensor  # log π_behav, the distribution that was sampled from
     advantages_T: Tensor
     mask_T: Tensor  # bool: tokens that train
+    sequences: Sequences | None = None  # None: one sequence
+    weights_T: Tensor | None = None  # in the loss; None: all 1
+    ref_T: Tensor | None = None  # log π_ref, where the loss has a KL term
 
 
 @dataclass(frozen=True)
@@ -42,12 +68,13 @@ class Metrics:
     """Sums over trainable tokens; 0-dim tensors, so that no step waits for the device."""
 
     num_tokens: Tensor
-    num_clipped: Tensor  # train/clip_frac: where the clip cut the gradient
-    num_capped: Tensor  # masked out of the loss, w above the cap
+    num_clipped: Tensor  # train/clip_frac: where the clip cut the gradient, or the weight
+    num_capped: Tensor  # w above the cap: masked out of the loss, or clamped
     behav_ratio: (
         Tensor  # train/behav_ratio_mean: w (decoupled) or u (naive), capped tokens included
     )
     behav_gap: Tensor  # |log π_θ - log π_behav|
+    kl: Tensor  # to the reference, where the loss has a KL term
 
 
 @dataclass(frozen=True)
@@ -63,25 +90,57 @@ def decoupled(tokens: Tokens, settings: Settings) -> Loss:
     """Decoupled PPO, the paper's eq. 5: w · min(u·A, clip(u)·A).
 
     u = π_θ/π_prox and w = π_prox/π_behav. w is a constant in the gradient, and tokens with w
-    above the cap are left out of the loss.
+    above the cap are left out of the loss, or count with the cap.
     """
-    w_T = ratio(tokens.prox_T.detach(), tokens.behav_T, tokens.mask_T).detach()
-    kept_T = tokens.mask_T & (w_T <= settings.behav_cap)
-    u_T = ratio(tokens.logprobs_T, tokens.prox_T.detach(), kept_T)
+    behav = behaviour_weights(tokens, settings)
+    u_T = ratio(tokens.logprobs_T, tokens.prox_T.detach(), behav.kept_T)
     surrogate_T, clipped_T = clipped_surrogate(u_T, tokens.advantages_T, settings)
-    # where, not a product: a w that overflowed must not turn a masked token into nan.
-    objective_T = torch.where(kept_T, w_T, 0.0) * surrogate_T
-    return _loss(tokens, objective_T, kept_T, clipped_T, w_T)
+    return _loss(tokens, settings, behav, behav.w_T * surrogate_T, clipped_T)
 
 
 def naive(tokens: Tokens, settings: Settings) -> Loss:
     """PPO whose ratio is to the policy that sampled: min(u·A, clip(u)·A), u = π_θ/π_behav."""
     u_T = ratio(tokens.logprobs_T, tokens.behav_T, tokens.mask_T)
     surrogate_T, clipped_T = clipped_surrogate(u_T, tokens.advantages_T, settings)
-    return _loss(tokens, surrogate_T, tokens.mask_T, clipped_T, u_T.detach())
+    behav = Behaviour(u_T.detach(), u_T.detach(), tokens.mask_T, torch.zeros_like(tokens.mask_T))
+    return _loss(tokens, settings, behav, surrogate_T, clipped_T)
 
 
-OBJECTIVES: dict[str, Objective] = {"decoupled": decoupled, "naive": naive}
+def gspo(tokens: Tokens, settings: Settings) -> Loss:
+    """GSPO: the ratio of a sequence, s = exp(mean over its tokens of log π_θ/π_prox), is clipped
+    as a whole: w · min(s·A, clip(s)·A) at each of its tokens.
+
+    In its token form, sg(s) · π_θ/sg(π_θ): the same value and, where A is one number a sequence,
+    the same gradient; advantages may then also differ by token.
+    """
+    behav = behaviour_weights(tokens, settings)
+    log_u_T = torch.where(behav.kept_T, (tokens.logprobs_T - tokens.prox_T).detach(), 0.0)
+    own_T = ratio(tokens.logprobs_T, tokens.logprobs_T.detach(), behav.kept_T)  # 1, with gradient
+    s_T = sequences_of(tokens).mean(log_u_T, behav.kept_T).exp() * own_T
+    surrogate_T, clipped_T = clipped_surrogate(s_T, tokens.advantages_T, settings)
+    return _loss(tokens, settings, behav, behav.w_T * surrogate_T, clipped_T)
+
+
+def cispo(tokens: Tokens, settings: Settings) -> Loss:
+    """CISPO: REINFORCE with a clipped weight, w · sg(clip(u)) · A · log π_θ. The clip bounds the
+    weight of a token and never takes its gradient away."""
+    behav = behaviour_weights(tokens, settings)
+    u_T = ratio(tokens.logprobs_T.detach(), tokens.prox_T.detach(), behav.kept_T)
+    bound_T = u_T.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    logprobs_T = torch.where(behav.kept_T, tokens.logprobs_T, 0.0)
+    objective_T = behav.w_T * bound_T * tokens.advantages_T * logprobs_T
+    return _loss(tokens, settings, behav, objective_T, bound_T != u_T)
+
+
+OBJECTIVES: dict[str, Objective] = {
+    "decoupled": decoupled,
+    "naive": naive,
+    "gspo": gspo,
+    "cispo": cispo,
+}
+
+
+# Parts ----------------------------------------------------------------------------------------
 
 
 def ratio(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:
@@ -92,22 +151,100 @@ def ratio(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:
 def clipped_surrogate(
     u_T: Tensor, advantages_T: Tensor, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """PPO's min(u·A, clip(u)·A), and where the clipped side is the smaller."""
+    """PPO's min(u·A, clip(u)·A), and where the clipped side is the smaller.
+
+    With a dual clip c, where A < 0: max of that and c·A, so that one huge ratio cannot rule a
+    batch.
+    """
     free_T = u_T * advantages_T
     bound_T = u_T.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages_T
-    return torch.minimum(free_T, bound_T), bound_T < free_T
+    surrogate_T, clipped_T = torch.minimum(free_T, bound_T), bound_T < free_T
+    if settings.dual_clip:
+        floor_T = settings.dual_clip * advantages_T
+        under_T = (advantages_T < 0) & (surrogate_T < floor_T)
+        surrogate_T, clipped_T = torch.where(under_T, floor_T, surrogate_T), clipped_T | under_T
+    return surrogate_T, clipped_T
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """The correction for tokens that another policy wrote."""
+
+    w_T: Tensor  # as it goes into the loss: 0 where it is masked, at most the cap where clamped
+    raw_T: Tensor  # for the metric
+    kept_T: Tensor
+    capped_T: Tensor
+
+
+def behaviour_weights(tokens: Tokens, settings: Settings) -> Behaviour:
+    """w = π_prox/π_behav, of a token or as the geometric mean over its sequence's tokens."""
+    mask_T = tokens.mask_T
+    log_w_T = torch.where(mask_T, (tokens.prox_T - tokens.behav_T).detach(), 0.0)
+    if settings.behav_level == "sequence":
+        log_w_T = torch.where(mask_T, sequences_of(tokens).mean(log_w_T, mask_T), 0.0)
+    raw_T = log_w_T.exp()
+    capped_T = mask_T & ~(raw_T <= settings.behav_cap)  # so that nan is capped too
+    if settings.behav_above == "clamp":
+        return Behaviour(raw_T.clamp(max=settings.behav_cap), raw_T, mask_T, capped_T)
+    kept_T = mask_T & ~capped_T
+    # where, not a product: a w that overflowed must not turn a masked token into nan.
+    return Behaviour(torch.where(kept_T, raw_T, 0.0), raw_T, kept_T, capped_T)
+
+
+def loglinear_prox(
+    logprobs_T: Tensor, behav_T: Tensor, staleness_T: Tensor, progress: float
+) -> Tensor:
+    """log π_prox ≈ log π_behav + s/(s + p) · (log π_θ - log π_behav), without a forward.
+
+    If log π moves evenly from version to version, a token of staleness s was written s versions
+    before the step's start, and π_θ is p = (minibatches done)/(minibatches) of a version past it.
+    At p = 0, π_prox is π_θ; at s = 0, it is π_behav; A-3PO has p = 1 throughout.
+    """
+    if progress == 0:
+        return logprobs_T.detach()
+    share_T = staleness_T / (staleness_T + progress)
+    return behav_T + share_T * (logprobs_T.detach() - behav_T)
+
+
+def kl_estimate(kind: str, logprobs_T: Tensor, ref_T: Tensor) -> Tensor:
+    """KL(π‖π_ref) at one sampled token, d = log π_ref - log π: k1 = -d, k2 = d²/2,
+    k3 = exp(d) - d - 1."""
+    d_T = ref_T - logprobs_T
+    if kind == "k1":
+        return -d_T
+    if kind == "k2":
+        return d_T.square() / 2
+    return d_T.exp() - d_T - 1
+
+
+def sequences_of(tokens: Tokens) -> Sequences:
+    return tokens.sequences or Sequences(torch.zeros_like(tokens.mask_T, dtype=torch.int64), 1)
 
 
 def _loss(
-    tokens: Tokens, objective_T: Tensor, kept_T: Tensor, clipped_T: Tensor, behav_ratio_T: Tensor
+    tokens: Tokens,
+    settings: Settings,
+    behav: Behaviour,
+    objective_T: Tensor,
+    clipped_T: Tensor,
 ) -> Loss:
     mask_T = tokens.mask_T
+    objective_T = torch.where(behav.kept_T, objective_T, 0.0)
+    kl_T = torch.zeros_like(objective_T)
+    if tokens.ref_T is not None:
+        # where on both sides: exp of garbage in a masked token must not reach the gradient.
+        ours_T, ref_T = (torch.where(mask_T, x, 0.0) for x in (tokens.logprobs_T, tokens.ref_T))
+        kl_T = kl_estimate(settings.kl_kind, ours_T, ref_T)
+        objective_T = objective_T - settings.kl_coef * kl_T
+    if tokens.weights_T is not None:
+        objective_T = objective_T * tokens.weights_T
     gap_T = (tokens.logprobs_T.detach() - tokens.behav_T).abs()
     metrics = Metrics(
         num_tokens=mask_T.sum(),
-        num_clipped=(clipped_T & kept_T).sum(),
-        num_capped=(mask_T & ~kept_T).sum(),
-        behav_ratio=torch.where(mask_T, behav_ratio_T, 0.0).sum(),
+        num_clipped=(clipped_T & behav.kept_T).sum(),
+        num_capped=behav.capped_T.sum(),
+        behav_ratio=torch.where(mask_T, behav.raw_T, 0.0).sum(),
         behav_gap=torch.where(mask_T, gap_T, 0.0).sum(),
+        kl=kl_T.detach().sum(),
     )
-    return Loss(-torch.where(kept_T, objective_T, 0.0).sum(), metrics)
+    return Loss(-objective_T.sum(), metrics)

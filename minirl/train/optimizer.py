@@ -1,25 +1,92 @@
-"""Stage 7, update: AdamW over the policy and its learning rate.
+"""Stage 7, update: AdamW over a model, its learning rate, and its state by parameter name.
 
-Leaves out schedules other than warm-up, and sharding of the state over ranks.
+With `is_sharded` each rank keeps the state of its share of the parameters (ZeRO's first stage):
+it updates those, and ranks broadcast what they updated.
 """
 
-from torch import nn, optim
+from collections.abc import Iterator
+from math import cos, pi
+
+import torch
+from torch import Tensor, nn, optim
 
 BETAS = (0.9, 0.95)
 EPSILON = 1e-8
 
 
-def build_optimizer(policy: nn.Module, lr: float, weight_decay: float) -> optim.AdamW:
+def build_optimizer(
+    module: nn.Module, lr: float, weight_decay: float, is_sharded: bool = False
+) -> optim.Optimizer:
     """AdamW; norms and biases (fewer than two axes) are not decayed."""
-    parameters = [p for p in policy.parameters() if p.requires_grad]
+    parameters = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]
     # Fused, also on CPU: 0.5 ms against 1.4 ms (tiny model), 27 ms against 96 ms (20 M weights).
+    if is_sharded:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(
+            groups, optim.AdamW, lr=lr, betas=BETAS, eps=EPSILON, fused=True
+        )
     return optim.AdamW(groups, lr=lr, betas=BETAS, eps=EPSILON, fused=True)
 
 
-def learning_rate(step: int, base: float, warmup_steps: int) -> float:
-    """Of step 0, 1, …: rises in equal parts over `warmup_steps`, then stays at `base`."""
-    return base * min(1.0, (step + 1) / (warmup_steps + 1))
+def learning_rate(
+    step: int, base: float, warmup_steps: int, schedule: str = "constant", num_steps: int = 1
+) -> float:
+    """Of step 0, 1, …: rises in equal parts over `warmup_steps` to `base`, and stays there
+    ("constant") or falls so that it would be 0 at `num_steps` ("linear", "cosine")."""
+    if step < warmup_steps:
+        return base * ((step + 1) / (warmup_steps + 1))
+    done = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
+    if schedule == "linear":
+        return base * (1 - done)
+    if schedule == "cosine":
+        return base * (1 + cos(pi * done)) / 2
+    return base
+
+
+# State, by name: what a pickle would hold, without the pickle ---------------------------------
+
+
+def gather_state(optimizer: optim.Optimizer) -> None:
+    """By every rank before rank 0 asks for `state_by_name`; nothing to do unless sharded."""
+    if hasattr(optimizer, "consolidate_state_dict"):
+        optimizer.consolidate_state_dict(to=0)
+
+
+def state_by_name(module: nn.Module, optimizer: optim.Optimizer) -> dict[str, Tensor]:
+    state = optimizer.state_dict()["state"]
+    return {
+        f"{name}/{field}": torch.as_tensor(value)
+        for name, index in _places(module, optimizer)
+        for field, value in state.get(index, {}).items()
+    }
+
+
+def load_state(module: nn.Module, optimizer: optim.Optimizer, found: dict[str, Tensor]) -> None:
+    """Each rank is given all of it and keeps what is its own."""
+    parameters = dict(module.named_parameters())
+    state: dict[int, dict[str, Tensor]] = {}
+    by_name = dict(_places(module, optimizer))
+    for key, tensor in found.items():
+        name, _, field = key.rpartition("/")
+        # `step` too: a fused AdamW keeps it where the weights are.
+        state.setdefault(by_name[name], {})[field] = tensor.to(parameters[name].device)
+    groups, first = [], 0
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**options, "params": list(range(first, first + len(group["params"])))})
+        first += len(group["params"])
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _places(module: nn.Module, optimizer: optim.Optimizer) -> Iterator[tuple[str, int]]:
+    """Each trained parameter's name and its place in the optimizer's order."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    for index, parameter in enumerate(parameters):
+        yield names[id(parameter)], index

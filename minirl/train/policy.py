@@ -5,7 +5,8 @@ token its logprob under the prefix, with gradient, and the entropy of the distri
 without. The vocabulary is never materialised for all tokens at once: `HeadLogprobs` goes through
 the head in chunks and computes each chunk's logits again in backward.
 
-Weights are float32 masters; with "bfloat16" the forward runs under autocast, on CUDA only.
+Weights are float32 masters; with "bfloat16" the forward runs under autocast, on CUDA only (on a
+CPU it is slower than float32).
 Leaves out heads that do more than a product (bias, soft cap, scaling): `load_policy` finds these
 by comparing one small forward with the model's own, and refuses them.
 
@@ -38,6 +39,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.dtype = dtype
+        self.autocast_on = {"cuda"}
 
     def forward(
         self,
@@ -57,8 +59,9 @@ class Policy(nn.Module):
         """
         # transformers shares config objects between models: another may have switched ours.
         assert self.model.config._attn_implementation == attention.NAME
-        use_bf16 = tokens_T.is_cuda and self.dtype == torch.bfloat16
-        with torch.autocast("cuda", torch.bfloat16, enabled=use_bf16):
+        kind = tokens_T.device.type
+        use_bf16 = kind in self.autocast_on and self.dtype == torch.bfloat16
+        with torch.autocast(kind, torch.bfloat16, enabled=use_bf16):
             hidden_TE = self.model.base_model(
                 input_ids=tokens_T[None],
                 position_ids=positions_T[None],
@@ -141,7 +144,8 @@ class HeadLogprobs(torch.autograd.Function):
         grad_N = grads[0]
         product_VE = weight_VE.to(ctx.dtype)
         d_hidden_NE = torch.empty_like(hidden_NE)
-        d_weight_VE = torch.zeros_like(weight_VE)
+        is_weight_trained = ctx.needs_input_grad[1]  # not under LoRA
+        d_weight_VE = torch.zeros_like(weight_VE) if is_weight_trained else None
         for at in _chunks(len(hidden_NE), ctx.chunk):
             hidden_CE = hidden_NE[at].to(ctx.dtype)
             logits_CV = _logits(hidden_CE, product_VE, ctx.temperature)
@@ -150,7 +154,8 @@ class HeadLogprobs(torch.autograd.Function):
             d_logits_CV.scatter_add_(1, targets_N[at, None], grad_N[at, None])
             d_product_CV = d_logits_CV.div_(ctx.temperature).to(ctx.dtype)
             d_hidden_NE[at] = d_product_CV @ product_VE
-            d_weight_VE += d_product_CV.T @ hidden_CE
+            if d_weight_VE is not None:
+                d_weight_VE += d_product_CV.T @ hidden_CE
         return d_hidden_NE, d_weight_VE, None, None, None, None
 
 
@@ -180,16 +185,16 @@ def load_policy(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(model, getattr(torch, dtype_str))
     check_head(policy)
-    return without_dropout(policy).train()
+    without_dropout(policy)
+    return policy.train()
 
 
-def without_dropout(policy: Policy) -> Policy:
+def without_dropout(model: nn.Module) -> None:
     """The policy that is trained must be the one that sampled, also in training mode, which
     gradient checkpointing needs."""
-    for module in policy.modules():
+    for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    return policy
 
 
 @torch.no_grad()

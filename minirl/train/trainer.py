@@ -9,15 +9,13 @@ Each rank reads its trajectories in place, packs them, and runs its micro-batche
 summed over ranks with the last one. The loss is normalised by the trained tokens of the whole
 minibatch over all ranks, so the number of ranks and the micro-batch split do not change the update.
 
-π_prox is the policy at the start of the step: with one minibatch it is the detached π_θ of the same
-forward; with more, one forward without gradients before the first.
+An update whose loss or gradient is not finite is left out on every rank, counted, and its batch
+saved (nonfinite.py): the weights stay as they were, and the run goes on.
 """
 
-import contextlib
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -31,146 +29,166 @@ from minirl.errors import MinirlError
 from minirl.records import Batch
 from minirl.shm.board import BoardWriter, State
 from minirl.shm.weights import CANARY_TOKENS, canary_tokens
-from minirl.train import attention, checkpoint
-from minirl.train.batch import Item, MicroBatch, items_of, minibatches, pack, staleness
+from minirl.train import attention, checkpoint, lora, nonfinite
+from minirl.train.batch import MicroBatch, staleness
+from minirl.train.critic import load_critic, value_loss
+from minirl.train.loss import MicroLoss, micro_loss
 from minirl.train.messages import Ready, Save, Saved, Train, Trained, TrainerSetup
-from minirl.train.objective import OBJECTIVES, Settings, Tokens
-from minirl.train.optimizer import build_optimizer, learning_rate
-from minirl.train.packing import split_over_ranks
-from minirl.train.policy import load_policy
+from minirl.train.optimizer import gather_state
+from minirl.train.policy import Policy, load_policy
+from minirl.train.prepare import Minibatch, Preparer
+from minirl.train.replica import Replica
+
+Sums = dict[str, Tensor]  # over this rank's tokens, on the device: no micro-batch waits for it
 
 
 class Trainer:
     def __init__(self, setup: TrainerSetup, board: BoardWriter):
-        config = setup.config
-        self.setup, self.config, self.board = setup, config, board
+        self.setup, self.config, self.board = setup, setup.config, board
         self.device = setup.placement.torch_device
-        self.policy = load_policy(
-            setup.folder,
-            config.model.dtype,
-            config.train.gradient_checkpointing,
-            config.model.trust_remote_code,
-        ).to(self.device)
-        self.optimizer = build_optimizer(self.policy, config.train.lr, config.train.weight_decay)
+        self.num_skipped = 0  # optimizer steps, since this rank started
+        self.notes: list[str] = []
+        train, is_sharded = self.config.train, self.config.train.shard_optimizer
+        self.policy = self.build_policy()
+        self.learner = Replica(self.policy, train, train.lr, is_sharded)
+        self.critic: Replica | None = None
+        if train.estimator == "gae":
+            model = self.config.model
+            critic = load_critic(
+                setup.folder, model.dtype, train.gradient_checkpointing, model.trust_remote_code
+            )
+            self.critic = Replica(critic.to(self.device), train, train.critic_lr, is_sharded)
+        self.replicas = [self.learner] + ([self.critic] if self.critic else [])
         if setup.is_resumed:
-            checkpoint.load(Path(setup.folder), self.policy, self.optimizer)
-        self.parallel: torch.nn.Module = self.policy
-        if setup.num_ranks > 1:
-            ids = [0] if setup.placement.kind == "cuda" else None
-            self.parallel = torch.nn.parallel.DistributedDataParallel(self.policy, device_ids=ids)
-        self.objective = OBJECTIVES[config.train.objective]
-        self.settings = Settings(
-            config.train.clip_low, config.train.clip_high, config.train.behav_cap
+            checkpoint.load(Path(setup.folder), self.learner, self.critic)
+        for replica in self.replicas:
+            replica.join(setup.num_ranks, setup.placement.kind)
+        self.publisher = devices.Publisher(setup.placement.kind, setup.store.memory)
+        self.preparer = Preparer(
+            config=self.config,
+            ring=setup.ring,
+            device=self.device,
+            rank=setup.rank,
+            num_ranks=setup.num_ranks,
+            policy=self.policy,
+            reference=self.build_reference(),
+            critic=self.critic.module if self.critic else None,
+            beat=lambda: board.enter(State.TRAINING),
         )
+
+    def build_policy(self) -> Policy:
+        """On resume from the checkpoint, whose weights are merged; LoRA goes on from the first
+        model and the checkpoint's adapter."""
+        setup, model, train = self.setup, self.config.model, self.config.train
+        folder = setup.tokenizer_folder if train.lora_rank else setup.folder
+        policy = load_policy(
+            folder, model.dtype, train.gradient_checkpointing, model.trust_remote_code
+        )
+        if train.lora_rank:
+            torch.manual_seed(self.config.seed)  # every rank draws the same adapters
+            lora.add_adapters(policy.model, train.lora_rank)
+            if train.gradient_checkpointing:
+                policy.model.enable_input_require_grads()
+        if train.compile:
+            policy.model.base_model.compile(dynamic=True)
+        return policy.to(self.device)
+
+    def build_reference(self) -> Policy | None:
+        """The model that the run began with, frozen."""
+        if not self.config.train.kl_coef:
+            return None
+        model = self.config.model
+        source = self.setup.tokenizer_folder
+        reference = load_policy(source, model.dtype, trust_remote_code=model.trust_remote_code)
+        return reference.requires_grad_(False).to(self.device)
 
     # -- a step
 
     def train(self, batch: Batch) -> dict[str, float | None]:
         started = time.perf_counter()
         self.board.enter(State.TRAINING)
-        groups = items_of(batch, self.setup.ring, self.config.buffer.max_staleness)
-        parts = minibatches(groups, self.config.train.num_minibatches)
-        lr = learning_rate(batch.step - 1, self.config.train.lr, self.config.train.warmup_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        mine = [self.my_micro_batches(part) for part in parts]
-        prox = [self.proximal(micro_batches) for micro_batches in mine]
-        sums: dict[str, float] = defaultdict(float)
-        norms = []
-        for i, micro_batches in enumerate(mine):
-            num_trainable = sum(int(item.trainable.sum()) for item in parts[i])
-            norms.append(self.update(micro_batches, prox[i], max(1, num_trainable), sums, i == 0))
-        self.sum_over_ranks(sums)
+        lr, *_ = [replica.begin_step(batch.step - 1) for replica in self.replicas]
+        prepared = self.preparer.prepare(batch)
+        sums: Sums = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
+        norms = [self.update(minibatch, sums, batch) for minibatch in prepared.minibatches]
+        taken = [norm for norm in norms if norm is not None]
+        values = self.summary(self.over_ranks(sums))
         seconds = time.perf_counter() - started
-        everything = [item for group in groups for item in group]
         return {
-            **self.summary(sums),
-            **staleness(everything, batch.version),
-            "train/grad_norm": float(np.mean(norms)),
+            **values,
+            **prepared.values,
+            **staleness(prepared.items, batch.version),
+            "train/grad_norm": float(np.mean(taken)) if taken else None,
+            "train/skipped_updates": len(norms) - len(taken),
             "train/lr": lr,
-            "train/tokens_per_s": sum(item.length for item in everything) / seconds,
+            "train/tokens_per_s": sum(item.length for item in prepared.items) / seconds,
         }
 
-    def my_micro_batches(self, items: list[Item]) -> list[MicroBatch]:
-        """Every rank computes the same split and takes its own part."""
-        lengths = [item.length for item in items]
-        split = split_over_ranks(lengths, self.setup.num_ranks, self.config.train.max_tokens)
-        return [
-            pack([items[place] for place in places], self.device)
-            for places in split[self.setup.rank]
-        ]
+    def update(self, minibatch: Minibatch, sums: Sums, batch: Batch) -> float | None:
+        """One optimizer step. Gives the policy's gradient norm before clipping, or None if the
+        step could not be taken."""
+        for replica in self.replicas:
+            replica.zero_grad()
+        total = torch.zeros((), device=self.device)
+        last = len(minibatch.micro_batches) - 1
+        # DDP averages over ranks; the loss is a sum over all of them.
+        scale = self.setup.num_ranks / minibatch.num_trainable
+        for i, micro in enumerate(minibatch.micro_batches):
+            self.board.enter(State.TRAINING)
+            with self.learner.syncing(i == last):
+                found = micro_loss(self.learner.parallel, micro, self.config, minibatch.progress)
+                (found.loss.sum * scale).backward()
+            total += found.loss.sum.detach()
+            add_metrics(sums, micro, found, minibatch.progress)
+            if self.critic is not None:
+                with self.critic.syncing(i == last):
+                    error = value_loss(self.critic.parallel, micro)
+                    (error * scale).backward()
+                total += error.detach()
+                sums["value_loss"] += error.detach()
+        norms = [replica.clip() for replica in self.replicas]
+        if not self.is_finite(total, *norms):
+            self.skip(minibatch, batch, {"loss": float(total), "grad_norm": float(norms[0])})
+            return None
+        for replica in self.replicas:
+            replica.step()
+        return float(norms[0])
 
-    def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        self.board.enter(State.TRAINING)
-        return self.parallel(
-            micro.tokens_T,
-            micro.positions_T,
-            micro.cu_seqlens_S1,
-            micro.max_seqlen,
-            self.config.rollout.temperature,
-            micro.trainable_T | micro.at_equal_version_T,
-        )
-
-    @torch.no_grad()
-    def proximal(self, micro_batches: list[MicroBatch]) -> list[Tensor | None]:
-        """π_prox of each micro-batch, or None where the step's own forward gives it."""
-        if self.config.train.num_minibatches == 1 or self.config.train.objective == "naive":
-            return [None] * len(micro_batches)
-        return [self.forward(micro)[0] for micro in micro_batches]
-
-    def update(
-        self,
-        micro_batches: list[MicroBatch],
-        prox: list[Tensor | None],
-        num_trainable: int,
-        sums: dict[str, float],
-        is_first: bool,
-    ) -> float:
-        """One optimizer step. Gives the gradient norm before clipping."""
-        self.optimizer.zero_grad(set_to_none=True)
-        for i, (micro, prox_T) in enumerate(zip(micro_batches, prox, strict=True)):
-            with self.syncing_gradients(i == len(micro_batches) - 1):
-                logprobs_T, entropy_T = self.forward(micro)
-                at_start_T = logprobs_T.detach() if prox_T is None else prox_T
-                tokens = Tokens(
-                    logprobs_T, at_start_T, micro.behav_T, micro.advantages_T, micro.trainable_T
-                )
-                loss = self.objective(tokens, self.settings)
-                # DDP averages over ranks; the loss is a sum over all of them.
-                (loss.sum * (self.setup.num_ranks / num_trainable)).backward()
-            equal_T = micro.at_equal_version_T
-            if not is_first and prox_T is None:  # the weights have moved on from that version
-                equal_T = torch.zeros_like(equal_T)
-            sums["loss"] += loss.sum.item()
-            sums["entropy"] += entropy_T[micro.trainable_T].sum().item()
-            sums["gap"] += (at_start_T - micro.behav_T).abs()[equal_T].sum().item()
-            sums["at_equal_version"] += equal_T.sum().item()
-            sums["tokens"] += loss.metrics.num_tokens.item()
-            sums["clipped"] += loss.metrics.num_clipped.item()
-            sums["capped"] += loss.metrics.num_capped.item()
-            sums["behav_ratio"] += loss.metrics.behav_ratio.item()
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.train.grad_clip)
-        self.optimizer.step()
-        return float(norm)
-
-    @contextlib.contextmanager
-    def syncing_gradients(self, is_last: bool) -> Iterator[None]:
-        if self.setup.num_ranks > 1 and not is_last:
-            with self.parallel.no_sync():  # type: ignore[operator]
-                yield
-        else:
-            yield
-
-    def sum_over_ranks(self, sums: dict[str, float]) -> None:
+    def is_finite(self, *values: Tensor) -> bool:
+        """On every rank: they must all step, or none."""
+        finite = torch.stack([value.detach().float() for value in values]).isfinite().all().float()
         if self.setup.num_ranks > 1:
-            values = torch.tensor(list(sums.values()), dtype=torch.float64, device=self.device)
+            dist.all_reduce(finite, dist.ReduceOp.MIN)
+        return bool(finite)
+
+    def skip(self, minibatch: Minibatch, batch: Batch, seen: dict[str, float]) -> None:
+        for replica in self.replicas:
+            replica.zero_grad()
+        self.num_skipped += 1
+        if not self.setup.run_dir or self.num_skipped > nonfinite.MAX_SAVED:
+            return
+        folder = nonfinite.folder(Path(self.setup.run_dir), batch.step, minibatch.progress)
+        nonfinite.save_part(folder, self.setup.rank, minibatch, seen)
+        if self.setup.num_ranks > 1:
+            dist.barrier()
+        if self.setup.rank == 0:
+            source = Path(self.setup.tokenizer_folder)
+            nonfinite.save_rest(folder, self.policy, self.config, source, minibatch, batch)
+            self.notes.append(
+                f"step {batch.step}: the loss or its gradient was not finite, so the weights were "
+                f"left as they are; look at it with: {nonfinite.command(folder)}"
+            )
+
+    def over_ranks(self, sums: Sums) -> dict[str, float]:
+        values = torch.stack(list(sums.values()))
+        if self.setup.num_ranks > 1:
             dist.all_reduce(values)
-            sums.update(zip(sums, values.tolist(), strict=True))
+        return dict(zip(sums, values.tolist(), strict=True))
 
     def summary(self, sums: dict[str, float]) -> dict[str, float | None]:
         tokens = max(1, sums["tokens"])
         equal = sums["at_equal_version"]
-        return {
+        values: dict[str, float | None] = {
             "train/loss": sums["loss"] / tokens,
             "train/entropy": sums["entropy"] / tokens,
             "train/clip_frac": sums["clipped"] / tokens,
@@ -179,20 +197,29 @@ class Trainer:
             "train/tokens": sums["tokens"],
             "train/logprob_gap": sums["gap"] / equal if equal else None,
         }
+        if self.preparer.reference is not None and self.config.train.kl_in == "loss":
+            values["train/kl"] = sums["kl"] / tokens
+        if self.critic is not None:
+            values["train/value_loss"] = sums["value_loss"] / tokens
+        return values
 
     # -- what it gives
 
     def publish(self, version: int) -> float:
         """Rank 0 copies its weights into the store. Gives the seconds it took."""
         self.board.enter(State.PUBLISHING)
-        canary = self.canary()
         started = time.perf_counter()
-        weights = self.policy.model.state_dict()
+        weights = lora.merged(self.policy.model)
+        store = self.setup.store
         try:
-            in_order = [weights[spec.name] for spec in self.setup.store.table]
+            in_order = (weights[spec.name]() for spec in store.table)
+            # On CUDA the copies run on a stream of their own, beside the canary's forward.
+            with store.publishing(version) as slot:
+                self.publisher.copy(slot.tensors, in_order)
+                slot.canary[:] = self.canary()
+                self.publisher.wait()
         except KeyError as missing:
             raise MinirlError(f"the model has no tensor {missing}, which its file has") from None
-        self.setup.store.publish(version, in_order, canary)
         return time.perf_counter() - started
 
     @torch.no_grad()
@@ -210,9 +237,32 @@ class Trainer:
 
     def save(self, request: Save) -> None:
         self.board.enter(State.SAVING)
-        source = Path(self.setup.tokenizer_folder)
-        checkpoint.save(Path(request.folder), self.policy, self.optimizer, source, request.state)
-        checkpoint.prune(Path(request.folder).parent.parent, self.config.checkpoint.keep)
+        for replica in self.replicas:
+            gather_state(replica.optimizer)
+        if self.setup.rank == 0:
+            source, folder = Path(self.setup.tokenizer_folder), Path(request.folder)
+            checkpoint.save(folder, self.learner, self.critic, source, request.state)
+            checkpoint.prune(folder.parent.parent, self.config.checkpoint.keep)
+
+
+def add_metrics(sums: Sums, micro: MicroBatch, found: MicroLoss, progress: float) -> None:
+    equal_T, metrics = micro.at_equal_version_T, found.loss.metrics
+    if progress > 0 and micro.prox_T is None:  # the weights have moved on from that version
+        equal_T = torch.zeros_like(equal_T)
+    gap_T = (found.prox_T - micro.behav_T).abs()
+    new = {
+        "loss": found.loss.sum.detach(),
+        "entropy": found.entropy_T[micro.trainable_T].sum(),
+        "gap": torch.where(equal_T, gap_T, 0.0).sum(),
+        "at_equal_version": equal_T.sum(),
+        "tokens": metrics.num_tokens,
+        "clipped": metrics.num_clipped,
+        "capped": metrics.num_capped,
+        "behav_ratio": metrics.behav_ratio,
+        "kl": metrics.kl,
+    }
+    for name, value in new.items():
+        sums[name] += value
 
 
 def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
@@ -239,9 +289,11 @@ def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
             if setup.rank == 0:
                 version = request.batch.version + 1
                 values["weights/publish_s"] = trainer.publish(version)
-                pipe.send(Trained(version, values))
+                pipe.send(Trained(version, values, tuple(trainer.notes)))
+            trainer.notes.clear()
         elif isinstance(request, Save):
             trainer.save(request)
-            pipe.send(Saved(request.folder))
+            if setup.rank == 0:
+                pipe.send(Saved(request.folder))
         else:
             return

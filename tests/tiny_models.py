@@ -1,4 +1,4 @@
-"""A tiny random Qwen3 as an ordinary Hugging Face folder: no warm-up, written in a moment."""
+"""Tiny random models as ordinary Hugging Face folders: no warm-up, written in a moment."""
 
 from pathlib import Path
 
@@ -11,6 +11,9 @@ hide_broken_torchvision()
 
 from transformers import (  # noqa: E402
     GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -19,24 +22,28 @@ from transformers import (  # noqa: E402
 PAD, EOS, VOCAB, POSITIONS = 0, 1, 384, 512
 
 
-def write(folder: Path, tied: bool = True, seed: int = 0) -> Path:
+COMMON = dict(
+    vocab_size=VOCAB,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,  # vLLM on CPU refuses 16
+    max_position_embeddings=POSITIONS,
+    initializer_range=0.07,
+    eos_token_id=EOS,
+    pad_token_id=PAD,
+)
+
+
+def write(folder: Path, tied: bool = True, seed: int = 0, is_llama: bool = False) -> Path:
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCAB,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,  # vLLM on CPU refuses 16
-            max_position_embeddings=POSITIONS,
-            initializer_range=0.07,
-            tie_word_embeddings=tied,
-            eos_token_id=EOS,
-            pad_token_id=PAD,
-        )
-    )
+    if is_llama:
+        llama = LlamaConfig(**COMMON, bos_token_id=None, tie_word_embeddings=tied)
+        model: PreTrainedModel = LlamaForCausalLM(llama)
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**COMMON, tie_word_embeddings=tied))
     model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
     model.save_pretrained(folder)
     tokenizer(POSITIONS).save_pretrained(folder)

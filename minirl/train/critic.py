@@ -1,0 +1,70 @@
+"""The critic of the estimator "gae": what reward is still to come, at every token.
+
+A value head on its own copy of the policy's backbone, trained in the same rank on the same
+micro-batches. The head starts at 0: the first step's advantages are then the rewards themselves.
+
+Axes: T tokens of all sequences, E width of the model, S1 sequences + 1.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minirl.devices import hide_broken_torchvision
+from minirl.train import attention
+from minirl.train.batch import MicroBatch
+from minirl.train.policy import without_dropout
+
+hide_broken_torchvision()
+
+from transformers import AutoModel, PreTrainedModel  # noqa: E402
+
+
+class Critic(nn.Module):
+    def __init__(self, backbone: PreTrainedModel, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.backbone, self.dtype = backbone, dtype
+        self.head = nn.Linear(backbone.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(
+        self, tokens_T: Tensor, positions_T: Tensor, cu_seqlens_S1: Tensor, max_seqlen: int
+    ) -> Tensor:
+        """The value of the state in which each token was written: of the tokens before it. The
+        first token of a sequence has none before it and is 0."""
+        use_bf16 = tokens_T.is_cuda and self.dtype == torch.bfloat16
+        with torch.autocast(tokens_T.device.type, torch.bfloat16, enabled=use_bf16):
+            hidden_TE = self.backbone(
+                input_ids=tokens_T[None],
+                position_ids=positions_T[None],
+                cu_seqlens=cu_seqlens_S1,
+                max_seqlen=max_seqlen,
+                use_cache=False,
+            ).last_hidden_state[0]
+        values_T = self.head(hidden_TE.float())[:, 0]
+        return torch.where(positions_T > 0, F.pad(values_T[:-1], (1, 0)), 0.0 * values_T)
+
+
+def load_critic(
+    folder: str, dtype_str: str, gradient_checkpointing: bool, trust_remote_code: bool
+) -> Critic:
+    backbone = AutoModel.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation=attention.NAME,
+        trust_remote_code=trust_remote_code,
+    )
+    if gradient_checkpointing:
+        backbone.gradient_checkpointing_enable({"use_reentrant": False})
+    critic = Critic(backbone, getattr(torch, dtype_str))
+    without_dropout(critic)
+    return critic.train()
+
+
+def value_loss(critic: nn.Module, micro: MicroBatch) -> Tensor:
+    """Half the squared error, summed over the tokens that train."""
+    assert micro.returns_T is not None
+    values_T = critic(micro.tokens_T, micro.positions_T, micro.cu_seqlens_S1, micro.max_seqlen)
+    error_T = torch.where(micro.trainable_T, values_T - micro.returns_T, 0.0)
+    return error_T.square().sum() / 2

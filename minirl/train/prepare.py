@@ -1,0 +1,208 @@
+"""Stages 5 and 6 of a step: all that must be known of a batch before its first update.
+
+Takes a batch, gives each minibatch as this rank's micro-batches, whole: packed, with π_prox, the
+reference's logprobs, advantages, returns and loss weights, each only where the recipe needs it.
+Forwards without gradients run on the very micro-batches that are trained after, so that at the
+first minibatch π_θ equals π_prox to the bit. What a rank computes of its own tokens is summed into
+one column for the whole batch: then every rank knows all of it, and computes the same advantages.
+
+Axes: T tokens of a micro-batch, A tokens of the whole batch, N written tokens of a trajectory.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from minirl.config import Config
+from minirl.records import Batch
+from minirl.shm.ring import TrajectoryRing
+from minirl.train.advantage import EPSILON, estimate, gae
+from minirl.train.batch import Item, MicroBatch, items_of, loss_weights, minibatches, pack
+from minirl.train.loss import forward, logprobs_of
+from minirl.train.objective import kl_estimate
+from minirl.train.packing import split_over_ranks
+
+Column = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """This rank's part of one optimizer step."""
+
+    micro_batches: list[MicroBatch]
+    num_trainable: int  # over all ranks
+    progress: float  # the share of the step's minibatches that come before it
+
+
+@dataclass(frozen=True)
+class Prepared:
+    minibatches: list[Minibatch]
+    items: list[Item]  # of the whole batch
+    values: dict[str, float | None] = field(default_factory=dict)  # metrics
+
+
+@dataclass
+class Preparer:
+    """What does not change from step to step. `policy` and `critic` are those being trained."""
+
+    config: Config
+    ring: TrajectoryRing
+    device: str
+    rank: int
+    num_ranks: int
+    policy: nn.Module
+    reference: nn.Module | None
+    critic: nn.Module | None
+    beat: Callable[[], None]
+
+    def prepare(self, batch: Batch) -> Prepared:
+        train = self.config.train
+        groups = items_of(batch, self.ring, self.config.buffer.max_staleness)
+        items = [item for group in groups for item in group]
+        parts = minibatches(groups, train.num_minibatches)
+        mine = [[self.with_forwards(m) for m in self.micro_batches(part)] for part in parts]
+        flat = [micro for micro_batches in mine for micro in micro_batches]
+        penalties_A, values = self.penalties(items, flat)
+        if self.critic is None:
+            advantages_A, returns_A = self.by_trajectory(groups, penalties_A), None
+        else:
+            advantages_A, returns_A = self.by_token(items, flat, penalties_A)
+        columns = {
+            "advantages_T": advantages_A,
+            "returns_T": returns_A,
+            "weights_T": self.weights(parts, len(advantages_A)),
+        }
+        finished = []
+        for i, (part, micro_batches) in enumerate(zip(parts, mine, strict=True)):
+            num_trainable = sum(int(item.trainable.sum()) for item in part)
+            whole = [with_columns(micro, columns) for micro in micro_batches]
+            finished.append(Minibatch(whole, max(1, num_trainable), i / len(parts)))
+        return Prepared(finished, items, values)
+
+    def micro_batches(self, items: list[Item]) -> list[MicroBatch]:
+        """Every rank computes the same split and takes its own part."""
+        lengths = [item.length for item in items]
+        split = split_over_ranks(lengths, self.num_ranks, self.config.train.max_tokens)
+        return [
+            pack([items[place] for place in places], self.device) for places in split[self.rank]
+        ]
+
+    def with_forwards(self, micro: MicroBatch) -> MicroBatch:
+        """π_prox and the reference. One minibatch needs no forward for π_prox: it is the detached
+        π_θ of the step's own."""
+        train = self.config.train
+        if train.num_minibatches > 1 and train.objective != "naive" and train.proximal == "forward":
+            self.beat()
+            micro = replace(micro, prox_T=logprobs_of(self.policy, micro, self.config))
+        if self.reference is not None:
+            self.beat()
+            with torch.no_grad():
+                ref_T, _ = forward(self.reference, micro, self.config, micro.trainable_T)
+            micro = replace(micro, ref_T=ref_T)
+        return micro
+
+    # -- columns of the whole batch
+
+    def gather(
+        self, flat: list[MicroBatch], num_tokens: int, of: Callable[[MicroBatch], Tensor]
+    ) -> Column:
+        """A column that each rank computes for its own tokens, and every rank gets whole."""
+        column_A = torch.zeros(num_tokens, device=self.device)
+        for micro in flat:
+            if not micro.is_dummy:
+                column_A[micro.index_T] = of(micro)
+        if self.num_ranks > 1:
+            dist.all_reduce(column_A)
+        return column_A.cpu().numpy()
+
+    def penalties(
+        self, items: list[Item], flat: list[MicroBatch]
+    ) -> tuple[Column | None, dict[str, float | None]]:
+        """kl_coef · KL(π_behav‖π_ref) at each trained token, where it is a part of the reward."""
+        train = self.config.train
+        if self.reference is None or train.kl_in != "reward":
+            return None, {}
+
+        def kl(micro: MicroBatch) -> Tensor:
+            assert micro.ref_T is not None
+            kl_T = kl_estimate(train.kl_kind, micro.behav_T, micro.ref_T)
+            return torch.where(micro.trainable_T, kl_T, 0.0)
+
+        kl_A = self.gather(flat, _num_tokens(items), kl)
+        num_trainable = sum(int(item.trainable.sum()) for item in items)
+        return train.kl_coef * kl_A, {"train/kl": float(kl_A.sum() / max(1, num_trainable))}
+
+    def by_trajectory(self, groups: list[list[Item]], penalties_A: Column | None) -> Column:
+        rewards = [[item.reward for item in group] for group in groups]
+        penalties = None
+        if penalties_A is not None:
+            penalties = [[float(penalties_A[i.place].sum()) for i in group] for group in groups]
+        advantages = estimate(self.config.train.estimator, rewards, penalties)
+        values = [value for group in advantages for value in group]
+        lengths = [item.length for group in groups for item in group]
+        return np.repeat(np.asarray(values, np.float32), lengths)
+
+    def by_token(
+        self, items: list[Item], flat: list[MicroBatch], penalties_A: Column | None
+    ) -> tuple[Column, Column]:
+        """GAE over the written tokens, advantages normalised over the batch's trained tokens."""
+        assert self.critic is not None
+        train, num_tokens = self.config.train, _num_tokens(items)
+        values_A = self.gather(flat, num_tokens, self.critic_values)
+        advantages_A, returns_A = np.zeros_like(values_A), np.zeros_like(values_A)
+        for item in items:
+            at = np.flatnonzero(item.written) + item.start
+            if len(at):
+                rewards_N = (
+                    -penalties_A[at] if penalties_A is not None else np.zeros_like(values_A[at])
+                )
+                rewards_N[-1] += item.reward
+                advantages_A[at], returns_A[at] = gae(
+                    rewards_N, values_A[at], train.gamma, train.gae_lambda
+                )
+        trainable_A = np.concatenate([item.trainable for item in items])
+        if trainable_A.any():
+            trained = advantages_A[trainable_A]
+            advantages_A = (advantages_A - trained.mean()) / (trained.std() + EPSILON)
+        return advantages_A, returns_A
+
+    @torch.no_grad()
+    def critic_values(self, micro: MicroBatch) -> Tensor:
+        assert self.critic is not None
+        self.beat()
+        return self.critic(
+            micro.tokens_T, micro.positions_T, micro.cu_seqlens_S1, micro.max_seqlen
+        ).float()
+
+    def weights(self, parts: list[list[Item]], num_tokens: int) -> Column | None:
+        """None where every token counts the same."""
+        kind = self.config.train.loss_norm
+        if kind == "token":
+            return None
+        weights_A = np.zeros(num_tokens, np.float32)
+        for part in parts:
+            counts = [int(item.trainable.sum()) for item in part]
+            found = loss_weights(counts, kind, self.config.rollout.max_new_tokens)
+            for item, weight in zip(part, found, strict=True):
+                weights_A[item.place] = weight
+        return weights_A
+
+
+def with_columns(micro: MicroBatch, columns: dict[str, Column | None]) -> MicroBatch:
+    index = micro.index_T.cpu().numpy()
+    own: dict[str, Any] = {
+        name: torch.from_numpy(column_A[index]).to(micro.tokens_T.device)
+        for name, column_A in columns.items()
+        if column_A is not None
+    }
+    return replace(micro, **own)
+
+
+def _num_tokens(items: list[Item]) -> int:
+    return sum(item.length for item in items)

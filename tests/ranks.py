@@ -1,0 +1,259 @@
+"""Synthetic batches, and trainer ranks to train them: in processes of their own, or in this one."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import plain_script
+import torch
+from crew import TRAINER_PLACE, Inbox, crew
+from plain_script import Weights
+from safetensors.torch import load_file
+
+from minirl.config import BufferConfig, Config, RolloutConfig, TrainConfig
+from minirl.devices import Placement
+from minirl.fleet import Role, Worker
+from minirl.model import weight_table
+from minirl.records import Batch, Group, StopReason, Trajectory
+from minirl.shm.board import Board
+from minirl.shm.ring import TrajectoryRing
+from minirl.shm.weights import WeightStore
+from minirl.train.messages import Ready, Save, Saved, Train, Trained, TrainerSetup
+from minirl.train.trainer import Trainer
+
+ETA = 2
+FIRST_VERSION = 5  # so that there are versions to be stale by
+LONGEST = 64
+CONFIG = Config(
+    rollout=RolloutConfig(temperature=0.8),
+    buffer=BufferConfig(max_staleness=ETA),
+    train=TrainConfig(lr=1e-3, max_tokens=4096, clip_low=0.02, clip_high=0.03),
+)
+
+
+# Synthetic batches ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the trajectories of a batch are made up."""
+
+    num_groups: int = 4
+    group_size: int = 3
+    versions: tuple[int, ...] = (0,)  # of equal spans of an answer, relative to the batch's
+    noise: float = 0.0  # of the logprobs that came with the tokens
+    is_reward_equal: bool = False
+
+
+EQUAL = Recipe(is_reward_equal=True, noise=0.3)
+STALE = Recipe(versions=(-ETA - 2, -ETA - 1), noise=0.3)
+FRESH = Recipe()
+MIXED = Recipe(versions=(-ETA - 1, -ETA, -1, 0), noise=0.8)
+FEW = Recipe(num_groups=2, group_size=2, versions=(-1, 0), noise=0.3)
+RECIPES = (EQUAL, STALE, FRESH, MIXED, FEW)
+
+
+@dataclass(frozen=True)
+class Data:
+    ring: TrajectoryRing
+    batches: tuple[Batch, ...]
+
+
+def make_data(tied_folder: Path) -> Data:
+    """One ring and the batches of five steps, in the order of RECIPES."""
+    model, rng = plain_script.load(tied_folder), random.Random(0)
+    num_cells = sum(recipe.num_groups * recipe.group_size for recipe in RECIPES)
+    ring = TrajectoryRing(num_cells, LONGEST)
+    free = iter(range(num_cells))
+    batches = []
+    for i, recipe in enumerate(RECIPES):
+        version = FIRST_VERSION + i
+        groups = [
+            make_group(recipe, 100 * i + j, version, ring, free, model, rng)
+            for j in range(recipe.num_groups)
+        ]
+        batches.append(Batch(i + 1, version, tuple(groups)))
+    return Data(ring, tuple(batches))
+
+
+def make_group(
+    recipe: Recipe,
+    group_id: int,
+    version: int,
+    ring: TrajectoryRing,
+    free: Iterator[int],
+    model: torch.nn.Module,
+    rng: random.Random,
+) -> Group:
+    prompt = [rng.randrange(2, 384) for _ in range(rng.randrange(3, 9))]
+    trajectories = []
+    for _ in range(recipe.group_size):
+        answer = [rng.randrange(2, 384) for _ in range(rng.randrange(4, LONGEST - 8))]
+        tokens = prompt + answer
+        with torch.no_grad():
+            exact_T = plain_script.logprobs(model, tokens, CONFIG.rollout.temperature)
+        logprobs = [value + rng.gauss(0, recipe.noise) for value in exact_T[len(prompt) :].tolist()]
+        spans = np.array_split(np.arange(len(answer)), len(recipe.versions))
+        ages = zip(spans, recipe.versions, strict=True)
+        versions = [version + age for span, age in ages for _ in span]
+        cell = next(free)
+        ring.write(cell, group_id, prompt, answer, logprobs, versions)
+        trajectories.append(
+            Trajectory(cell, len(tokens), len(answer), StopReason.LENGTH, versions[0], versions[-1])
+        )
+    rewards = [1.0] * recipe.group_size
+    if not recipe.is_reward_equal:
+        rewards = [float(i % 2) + i / 8 for i in range(recipe.group_size)]
+    return Group(group_id, group_id, tuple(trajectories), tuple(rewards))
+
+
+# Ranks ----------------------------------------------------------------------------------------
+
+
+def read_store(store: WeightStore) -> Weights:
+    """What was published last."""
+    found: Weights = {}
+
+    def copy(slot: int) -> None:
+        found.update((name, view.clone()) for name, view in store.views(slot))
+
+    store.read(copy)
+    return found
+
+
+class LocalRank:
+    """The only rank, in this process: what most options need, without the wait for a start."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        ring: TrajectoryRing,
+        checkpoint: Path | None = None,
+        run_dir: str = "",
+    ):
+        self.store = WeightStore(weight_table(folder), config.model.dtype)
+        torch.manual_seed(config.seed)
+        setup = TrainerSetup(
+            config=config,
+            folder=str(checkpoint or folder),
+            tokenizer_folder=str(folder),
+            rank=0,
+            num_ranks=1,
+            rendezvous="",
+            placement=TRAINER_PLACE,
+            ring=ring,
+            store=self.store,
+            is_resumed=checkpoint is not None,
+            version=FIRST_VERSION,
+            run_dir=run_dir,
+        )
+        self.board = Board(1)
+        self.trainer = Trainer(setup, self.board.writer(0))
+        self.trainer.publish(FIRST_VERSION)
+
+    def train(self, batch: Batch) -> dict[str, float | None]:
+        values = self.trainer.train(batch)
+        self.trainer.publish(self.store.latest + 1)
+        return values
+
+    def save(self, folder: Path) -> Path:
+        self.trainer.save(Save(str(folder), {}))
+        return folder
+
+    def weights(self) -> Weights:
+        return read_store(self.store)
+
+    def momentum(self) -> Weights:
+        """Adam's running mean of the gradient, by parameter."""
+        learner = self.trainer.learner
+        return {
+            name: learner.optimizer.state[p]["exp_avg"].clone()
+            for name, p in self.trainer.policy.model.named_parameters()
+            if p.requires_grad
+        }
+
+
+class Ranks:
+    """Trainer ranks in processes of their own."""
+
+    def __init__(self, inbox: Inbox, workers: list[Worker], store: WeightStore):
+        self.inbox, self.workers, self.store = inbox, workers, store
+
+    def train(self, batch: Batch) -> Trained:
+        for worker in self.workers:
+            worker.send(Train(batch))
+        return self.inbox.take(self.workers[0], Trained)
+
+    def save(self, folder: Path, state: dict[str, int]) -> None:
+        for worker in self.workers:
+            worker.send(Save(str(folder), state))
+        assert self.inbox.take(self.workers[0], Saved).folder == str(folder)
+
+    def weights(self) -> Weights:
+        return read_store(self.store)
+
+
+@contextmanager
+def ranks(
+    tmp_path: Path,
+    folder: Path,
+    config: Config,
+    ring: TrajectoryRing,
+    num_ranks: int = 1,
+    resumed_at: int | None = None,
+    place: Placement = TRAINER_PLACE,
+) -> Iterator[Ranks]:
+    store = WeightStore(weight_table(folder), config.model.dtype)
+    with crew(tmp_path / "logs", num_ranks) as inbox:
+        workers = []
+        for rank in range(num_ranks):
+            setup = TrainerSetup(
+                config=config,
+                folder=str(folder),
+                tokenizer_folder=str(folder),
+                rank=rank,
+                num_ranks=num_ranks,
+                rendezvous=str(tmp_path / "rendezvous"),
+                placement=place,
+                ring=ring,
+                store=store,
+                is_resumed=resumed_at is not None,
+                version=FIRST_VERSION if resumed_at is None else resumed_at,
+            )
+            body = "minirl.train.trainer:run"
+            workers.append(inbox.fleet.spawn(Role.TRAIN, rank, body, setup, place))
+        for worker in workers:
+            inbox.take(worker, Ready)
+        yield Ranks(inbox, workers, store)
+
+
+def relative_error(ours: Weights, theirs: Weights, before: Weights | None = None) -> float:
+    """|ours - theirs| / |theirs - before|, over all weights."""
+    assert ours.keys() == theirs.keys()
+    difference = sum(float((ours[n] - theirs[n]).square().sum()) for n in theirs)
+    moved = sum(float((theirs[n] - (before[n] if before else 0)).square().sum()) for n in theirs)
+    return (difference / moved) ** 0.5
+
+
+def are_equal(ours: Weights, theirs: Weights) -> bool:
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
+
+
+def momentum(checkpoint: Path) -> Weights:
+    state = load_file(checkpoint / "trainer" / "optimizer.safetensors")
+    field = "/exp_avg"
+    return {key.removesuffix(field): state[key] for key in state if key.endswith(field)}
+
+
+def masters(checkpoint: Path) -> Weights:
+    """The weights that training goes on from, in float32."""
+    path = checkpoint / "trainer" / "master.safetensors"
+    weights = load_file(path if path.is_file() else checkpoint / "model.safetensors")
+    assert {w.dtype for w in weights.values()} == {torch.float32}
+    return weights

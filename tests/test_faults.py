@@ -1,0 +1,140 @@
+"""What happens to whole runs: killed processes, Ctrl-C, broken rewards and reloads, stalls."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from processes import Run, assert_accounted
+
+pytestmark = pytest.mark.vllm
+
+
+def test_killed_engine_and_verifier_are_replaced_and_every_group_is_accounted_for(
+    tmp_path: Path, tied_folder: Path
+) -> None:
+    run = Run(tmp_path / "run", model__path=tied_folder, train__steps=6)
+    run.wait_for_step(1)
+    first = run.workers()
+    run.kill("rollout-0")
+    run.kill("verify-0")
+    ended = run.end()
+    assert ended.code == 0, ended
+    assert "rollout-0 was killed by SIGKILL: replaced" in ended.out
+    assert "verify-0 was killed by SIGKILL: replaced" in ended.out
+    assert first.keys() == {"rollout-0", "train-0", "verify-0"}
+    lines = run.metrics()
+    assert_accounted(lines, max_staleness=2)
+    assert len(lines) == 6 and lines[-1]["buffer/groups_trained"] == 6 * 4
+    assert run.summary()["drops"]["worker_died"] >= 1
+
+
+def test_killed_trainer_ends_the_run_in_one_line_and_resume_goes_on(
+    tmp_path: Path, tied_folder: Path
+) -> None:
+    changes = {"model__path": tied_folder, "checkpoint__every": 1, "train__steps": 5}
+    run = Run(tmp_path / "run", devices__train=2, **changes)
+    run.wait_for_step(2)
+    run.wait_until(lambda: any((run.dir / "checkpoints").glob("step-*")))
+    run.kill("train-1")
+    ended = run.end()
+    assert ended.code == 1, ended
+    assert ended.err.startswith("minirl: train-1 was killed by SIGKILL")
+    assert len(ended.err.splitlines()) == 1 and "Traceback" not in ended.out + ended.err
+
+    again = Run(tmp_path / "run", "--resume", **changes)  # with one rank: devices may change
+    ended = again.end()
+    assert ended.code == 0, ended
+    assert "going on from" in ended.out
+    assert_accounted(again.metrics(), max_staleness=2)
+    assert len(again.metrics()) == 5
+
+    other = Run(tmp_path / "run", "--resume", **changes, train__lr=0.5).end()
+    assert other.code == 2
+    assert other.err.startswith("minirl: train.lr = 0.5: the run to resume was begun with 0.0003;")
+
+
+def test_ctrl_c_finishes_the_step_and_saves_and_resume_completes(
+    tmp_path: Path, tied_folder: Path
+) -> None:
+    changes = {"model__path": tied_folder, "train__steps": 200}
+    run = Run(tmp_path / "run", **changes)
+    run.wait_for_step(2)
+    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: to everybody
+    ended = run.end()
+    assert ended.code == 130, ended
+    assert not run.summary()["finished"] and "--resume" in ended.out
+    saved = len(run.metrics())
+    assert (run.dir / "checkpoints" / f"step-{saved:06d}").is_dir()
+
+    again = Run(run.dir, "--resume", **{**changes, "train__steps": saved + 2})
+    assert again.end().code == 0
+    assert_accounted(again.metrics(), max_staleness=2)
+    assert len(again.metrics()) == saved + 2
+
+
+def test_killed_controller_takes_all_its_workers_with_it(tmp_path: Path, tied_folder: Path) -> None:
+    run = Run(tmp_path / "run", model__path=tied_folder, train__steps=200)
+    run.wait_for_step(1)
+    run.process.send_signal(signal.SIGKILL)
+    assert run.end().code == -signal.SIGKILL
+
+
+def test_reward_that_fails_or_hangs_is_a_dropped_group_never_a_zero(
+    tmp_path: Path, tied_folder: Path
+) -> None:
+    run = Run(
+        tmp_path / "run",
+        model__path=tied_folder,
+        tasks__timeout_s=0.5,
+        tasks__kind=f'"{Path(__file__).parent / "noisy_task.py"}:Broken"',
+        train__steps=3,
+    )
+    ended = run.end()
+    assert ended.code == 0, ended
+    assert_accounted(run.metrics(), max_staleness=2)
+    assert all(line["reward/mean"] == 1.0 for line in run.metrics())
+    drops = run.summary()["drops"]
+    assert drops["reward_error"] >= 1 and drops["reward_timeout"] >= 1
+
+
+def test_stalled_worker_ends_the_run_with_stacks_and_exit_code_3(
+    tmp_path: Path, tied_folder: Path
+) -> None:
+    run = Run(
+        tmp_path / "run",
+        model__path=tied_folder,
+        train__steps=200,
+        log__stall_s=15,
+    )
+    run.wait_for_step(1)
+    run.kill("train-0", signal.SIGSTOP)
+    ended = run.end()
+    assert ended.code == 3, ended
+    assert ended.err.startswith("minirl: train-0 has been ")
+    report = (run.dir / "stall.txt").read_text()
+    assert "--- rollout-0" in report and "worker.py" in report
+
+
+@pytest.mark.parametrize("how", ["not_applied", "one_missing", "torn"])
+def test_broken_reload_stops_the_run_and_names_the_tensor(
+    how: str, tmp_path: Path, tied_folder: Path
+) -> None:
+    run = Run(
+        tmp_path / "run",
+        program=(str(Path(__file__).parent / "broken_run.py"), how),
+        model__path=tied_folder,
+        tasks__kind=f'"{Path(__file__).parent / "noisy_task.py"}:EvenLength"',
+        train__lr=1e-2,
+    )
+    ended = run.end()
+    assert ended.code == 1, ended
+    names = {
+        "not_applied": "model.embed_tokens.weight",
+        "one_missing": "model.layers.1.mlp.up_proj.weight (and 0 more)",
+        "torn": "model.layers.",
+    }
+    start = "minirl: rollout-0: version "
+    assert ended.err.startswith(start) and "did not reach the engine" in ended.err, ended
+    assert f"tensor {names[how]}" in ended.err
+    assert len(ended.err.splitlines()) == 1

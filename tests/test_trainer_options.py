@@ -1,0 +1,382 @@
+"""What a recipe may ask of a trainer: algorithms, LoRA, a critic, shards; a batch that blows up.
+
+Most run in this process with one rank; what ranks must agree on runs in real processes.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plain_script
+import pytest
+import torch
+from plain_script import PlainScript, Weights
+from ranks import (
+    CONFIG,
+    FRESH,
+    LONGEST,
+    MIXED,
+    RECIPES,
+    Data,
+    LocalRank,
+    are_equal,
+    make_data,
+    masters,
+    momentum,
+    ranks,
+    relative_error,
+)
+from safetensors.torch import load_file
+
+from minirl.algorithms import ALGORITHMS
+from minirl.config import Config
+from minirl.records import Batch
+from minirl.train import lora
+from minirl.train.objective import OBJECTIVES
+from minirl.train.replay import replay
+
+from transformers import AutoModelForCausalLM  # isort: skip
+
+INFINITY = float("inf")
+
+
+@pytest.fixture(scope="module")
+def data(tied_folder: Path) -> Data:
+    return make_data(tied_folder)
+
+
+def batch_of(data: Data, recipe: object, step: int = 1) -> Batch:
+    return replace(data.batches[RECIPES.index(recipe)], step=step)  # type: ignore[arg-type]
+
+
+def with_train(**values: Any) -> Config:
+    return replace(CONFIG, train=replace(CONFIG.train, **values))
+
+
+def of_algorithm(name: str, **values: Any) -> Config:
+    parts = {key.removeprefix("train."): value for key, value in ALGORITHMS[name].items()}
+    return with_train(algorithm=name, **{**parts, "num_minibatches": 2, **values})
+
+
+# Algorithms -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_trains_and_the_split_changes_nothing(
+    name: str, data: Data, tied_folder: Path
+) -> None:
+    batch, found = batch_of(data, MIXED), []
+    for max_tokens in (4096, LONGEST):
+        config = of_algorithm(name, max_tokens=max_tokens, kl_coef=0.05, critic_lr=1e-3)
+        rank = LocalRank(tied_folder, config, data.ring)
+        before = rank.weights()
+        values = rank.train(batch)
+        assert values["train/skipped_updates"] == 0
+        assert values["train/grad_norm"] > 0 and values["train/kl"] > 0
+        assert ("train/value_loss" in values) == (name == "ppo")
+        assert not are_equal(rank.weights(), before)
+        found.append((values, rank.momentum()))
+    assert relative_error(found[0][1], found[1][1]) < 1e-5
+    for key in ("train/loss", "train/kl", "train/clip_frac", "train/behav_ratio_mean"):
+        assert found[0][0][key] == pytest.approx(found[1][0][key], rel=1e-4, abs=1e-6), key
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("proximal", ["forward", "loglinear"])
+def test_one_on_policy_step_has_the_gradient_of_reinforce(
+    objective: str, proximal: str, data: Data, tied_folder: Path
+) -> None:
+    config = with_train(objective=objective, proximal=proximal, grad_clip=1e6, kl_coef=0.1)
+    batch = batch_of(data, FRESH)
+    rank = LocalRank(tied_folder, config, data.ring)
+    values = rank.train(batch)
+    # The first step of a run: ratio 1, nothing clipped, KL 0.
+    assert values["train/behav_ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert values["train/clip_frac"] == 0
+    assert values["train/kl"] == pytest.approx(0, abs=1e-9)
+    plain = PlainScript(tied_folder, config)
+    sequences = [s for g in batch.groups for s in plain.read(g, batch.version, data.ring)]
+    total = torch.zeros(())
+    for s in sequences:
+        logprobs_T = plain_script.logprobs(plain.model, s.tokens, config.rollout.temperature)
+        total = total - (s.advantage * logprobs_T)[s.trains_T].sum()
+    (total / plain_script.count(sequences)).backward()
+    # After one step Adam's momentum is a tenth of the gradient.
+    expected = {name: 0.1 * p.grad for name, p in plain.model.named_parameters()}
+    assert relative_error(rank.momentum(), expected) < 1e-5
+
+
+@pytest.mark.parametrize("loss_norm", ["token", "sequence", "constant"])
+def test_a_trajectory_that_is_all_too_stale_trains_nothing(
+    loss_norm: str, data: Data, tied_folder: Path
+) -> None:
+    """Its group's other trajectories train as if it were not there; it still counts as a reward."""
+    batch = batch_of(data, MIXED)
+    first = batch.groups[0].trajectories[0]
+    view = data.ring.read(first.cell, batch.groups[0].id)
+    before = view.versions.copy()
+    config = with_train(loss_norm=loss_norm)
+    written = view.mask == 1
+    try:
+        view.versions[written] = batch.version - 100
+        rank, plain = LocalRank(tied_folder, config, data.ring), PlainScript(tied_folder, config)
+        values = rank.train(batch)
+        assert values["train/skipped_updates"] == 0 and np.isfinite(values["train/loss"])
+        if loss_norm == "token":
+            expected = plain.train(batch, data.ring)
+            assert values["train/tokens"] == expected["train/tokens"]
+            assert relative_error(rank.momentum(), plain.momentum()) < 1e-4
+    finally:
+        view.versions[:] = before
+
+
+def test_the_reference_stays_where_the_run_began(data: Data, tied_folder: Path) -> None:
+    rank = LocalRank(tied_folder, with_train(kl_coef=0.1), data.ring)
+    kl = [rank.train(batch_of(data, FRESH, step))["train/kl"] for step in (1, 2, 3)]
+    assert kl[0] == 0 and 0 < kl[1] < kl[2]
+
+
+def test_log_linear_prox_needs_no_forward_and_is_near_the_exact_one(
+    data: Data, tied_folder: Path
+) -> None:
+    found = []
+    for proximal in ("forward", "loglinear"):
+        config = with_train(proximal=proximal, num_minibatches=2, lr=1e-4)
+        rank = LocalRank(tied_folder, config, data.ring)
+        forwards = []
+        rank.trainer.policy.register_forward_hook(lambda *_: forwards.append(1))  # noqa: B023
+        rank.trainer.train(batch_of(data, FRESH))
+        found.append((len(forwards), rank.momentum()))
+    assert found[1][0] == found[0][0] / 2
+    assert relative_error(found[1][1], found[0][1]) < 0.05
+
+
+# Ranks ----------------------------------------------------------------------------------------
+
+
+def test_two_ranks_give_the_update_of_one_and_leave_one_out_together(
+    data: Data, tied_folder: Path, tmp_path: Path
+) -> None:
+    """With all that ranks must tell each other: values, penalties, adapters, what blew up."""
+    kl = {"kl_coef": 0.1, "kl_in": "reward", "kl_kind": "k1"}
+    config = of_algorithm("ppo", critic_lr=1e-3, lora_rank=4, loss_norm="sequence", **kl)
+    folder = tmp_path / "run" / "checkpoints" / "step-000001"
+    alone = LocalRank(tied_folder, config, data.ring)
+    expected = alone.train(batch_of(data, MIXED))
+    with ranks(tmp_path, tied_folder, config, data.ring, 2) as two:
+        before = two.weights()
+        skipped = two.train(with_infinite_reward(batch_of(data, FRESH), 0))
+        assert skipped.values["train/skipped_updates"] == 2  # GAE is normalised over the batch
+        assert skipped.version == two.store.latest  # published all the same
+        assert are_equal(two.weights(), before)
+        found = two.train(batch_of(data, MIXED)).values
+        two.save(folder, {})
+        weights = two.weights()
+    for key in ("train/loss", "train/grad_norm", "train/value_loss", "train/kl"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), key
+    assert relative_error(momentum(folder), alone.momentum()) < 1e-4
+    assert relative_error(weights, alone.weights()) < 1e-5
+    critic = alone.save(tmp_path / "alone" / "checkpoints" / "step-000001") / "trainer"
+    ours, theirs = (load_file(f / "critic.safetensors") for f in (critic, folder / "trainer"))
+    assert relative_error(ours, theirs) < 1e-5
+
+
+def test_a_sharded_optimizer_resumes_to_the_bit_and_also_unsharded(
+    data: Data, tied_folder: Path, tmp_path: Path
+) -> None:
+    config = with_train(shard_optimizer=True, weight_decay=0.1)
+    first, second = batch_of(data, FRESH), batch_of(data, MIXED, 2)
+    folders = [tmp_path / run / "checkpoints" / "step-000001" for run in ("one", "two")]
+    with ranks(tmp_path / "one", tied_folder, config, data.ring, 2) as one:
+        one.train(first)
+        one.save(folders[0], {})
+        one.train(second)
+        uninterrupted = one.weights()
+    version = second.version
+    with ranks(tmp_path / "two", folders[0], config, data.ring, 2, resumed_at=version) as two:
+        two.train(second)
+        assert are_equal(two.weights(), uninterrupted)
+        two.save(folders[1], {})
+    state = load_file(folders[1] / "trainer" / "optimizer.safetensors")
+    assert all(float(state[key]) == 2 for key in state if key.endswith("/step"))
+    alone = LocalRank(tied_folder, with_train(weight_decay=0.1), data.ring, folders[0])
+    alone.train(second)
+    assert relative_error(alone.momentum(), momentum(folders[1])) < 1e-5
+
+
+# A critic -------------------------------------------------------------------------------------
+
+
+def test_a_critic_learns_and_resumes_to_the_bit(
+    data: Data, tied_folder: Path, tmp_path: Path
+) -> None:
+    config = of_algorithm("ppo", critic_lr=3e-3)
+    rank = LocalRank(tied_folder, config, data.ring)
+    errors = [rank.train(batch_of(data, FRESH, 1 + i))["train/value_loss"] for i in range(8)]
+    assert errors[-1] < errors[0] / 2
+    folder = rank.save(tmp_path / "a" / "checkpoints" / "step-000008")
+    last = batch_of(data, MIXED, 9)
+    rank.train(last)
+    again = LocalRank(tied_folder, config, data.ring, checkpoint=folder)
+    again.train(last)
+    assert are_equal(again.weights(), rank.weights())
+    critics = [dict(r.trainer.critic.module.named_parameters()) for r in (rank, again)]
+    assert are_equal(*critics)
+
+
+def test_a_fresh_critic_gives_the_rewards_of_the_batch_normalised(
+    data: Data, tied_folder: Path
+) -> None:
+    """Its values are 0, so with γ = λ = 1 every token's advantage is its trajectory's reward."""
+    rank = LocalRank(tied_folder, of_algorithm("ppo"), data.ring)
+    prepared = rank.trainer.preparer.prepare(batch_of(data, FRESH))
+    rewards = np.concatenate([np.full(i.trainable.sum(), i.reward) for i in prepared.items])
+    for minibatch in prepared.minibatches:
+        for micro in minibatch.micro_batches:
+            trains_T = micro.trainable_T
+            expected_T = (micro.returns_T - rewards.mean()) / (rewards.std() + 1e-4)
+            torch.testing.assert_close(
+                micro.advantages_T[trains_T], expected_T[trains_T].float(), atol=1e-5, rtol=1e-5
+            )
+
+
+# LoRA -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_lora_publishes_and_saves_merged_weights(
+    gradient_checkpointing: bool, data: Data, untied_folder: Path, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+
+    config = with_train(lora_rank=4, gradient_checkpointing=gradient_checkpointing)
+    rank = LocalRank(untied_folder, config, data.ring)
+    base = plain_script.load(untied_folder)
+    assert are_equal(rank.weights(), _parameters(base))  # B is 0: nothing has changed yet
+    rank.train(batch_of(data, FRESH))
+    folder = rank.save(tmp_path / "run" / "checkpoints" / "step-000001")
+    published = rank.weights()
+    changed = {name for name, w in published.items() if not torch.equal(w, _parameters(base)[name])}
+    assert changed and all(name.endswith("_proj.weight") for name in changed)
+    # peft itself merges the saved adapter to the same, and the checkpoint is an ordinary folder.
+    theirs = PeftModel.from_pretrained(base, str(folder / "adapter")).merge_and_unload()
+    assert relative_error(published, _parameters(theirs)) < 1e-7
+    assert are_equal(_parameters(AutoModelForCausalLM.from_pretrained(folder)), published)
+    # What is published is what was computed with: the canary is the merged model's.
+    merged = plain_script.load(folder)
+    assert rank.trainer.canary() == pytest.approx(plain_script.canary(merged), abs=1e-5)
+
+
+def _parameters(model: torch.nn.Module) -> Weights:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_lora_resumes_to_the_bit(dtype: str, data: Data, tied_folder: Path, tmp_path: Path) -> None:
+    config = with_train(lora_rank=4)
+    config = replace(config, model=replace(config.model, dtype=dtype))
+    rank = LocalRank(tied_folder, config, data.ring)
+    rank.train(batch_of(data, FRESH))
+    folder = rank.save(tmp_path / "run" / "checkpoints" / "step-000001")
+    rank.train(batch_of(data, MIXED, 2))
+    again = LocalRank(tied_folder, config, data.ring, checkpoint=folder)
+    again.train(batch_of(data, MIXED, 2))
+    assert are_equal(again.weights(), rank.weights())
+    assert are_equal(again.momentum(), rank.momentum())
+    assert lora.is_adapted(again.trainer.policy.model)
+
+
+# Updates that cannot be taken -----------------------------------------------------------------
+
+
+def with_infinite_reward(batch: Batch, group: int) -> Batch:
+    groups = list(batch.groups)
+    rewards = (INFINITY, *groups[group].rewards[1:])
+    groups[group] = replace(groups[group], rewards=rewards)
+    return replace(batch, groups=tuple(groups))
+
+
+def test_an_update_that_is_not_finite_is_left_out_and_can_be_replayed(
+    data: Data, tied_folder: Path, tmp_path: Path
+) -> None:
+    config = with_train(num_minibatches=2)
+    batch = batch_of(data, MIXED)
+    rank = LocalRank(tied_folder, config, data.ring, run_dir=str(tmp_path))
+    good = LocalRank(tied_folder, config, data.ring)
+    bad = with_infinite_reward(batch, 3)  # in the second minibatch
+    values = rank.train(bad)
+    assert values["train/skipped_updates"] == 1 and values["train/grad_norm"] > 0
+    # The first minibatch was trained, and only it.
+    first_half = replace(batch, groups=batch.groups[:2])
+    one = replace(config, train=replace(config.train, num_minibatches=1))
+    half = LocalRank(tied_folder, one, data.ring)
+    half.train(first_half)
+    assert are_equal(rank.weights(), half.weights())
+    # Training goes on.
+    after = rank.train(batch)
+    assert after["train/skipped_updates"] == 0
+    assert all(w.isfinite().all() for w in rank.weights().values())
+    assert not are_equal(good.weights(), rank.weights())
+
+    (note,) = rank.trainer.notes
+    saved = tmp_path / "nonfinite" / "step-000001-50"
+    assert note.endswith(f"minirl replay {saved}")
+    assert json.loads((saved / "batch.json").read_text())["step"] == 1
+    assert are_equal(masters(saved / "weights"), half.weights())
+    assert not [path for path in saved.rglob("*") if path.suffix in (".pt", ".pkl", ".bin")]
+    found = replay(saved)
+    assert not np.isfinite(found.loss)
+    assert {bad.what for bad in found.bad_trajectories} == {"the advantage"}
+    assert len(found.bad_trajectories) == len(bad.groups[3].trajectories)
+    done = subprocess.run(
+        [sys.executable, "-m", "minirl.cli", "replay", str(saved)], capture_output=True, text=True
+    )
+    assert done.returncode == 1, done.stderr
+    assert "the advantage is not finite from token" in done.stdout
+
+
+def test_replay_computes_the_very_loss(data: Data, tied_folder: Path, tmp_path: Path) -> None:
+    """Of a batch that was saved although it is finite."""
+    from minirl.train import nonfinite
+
+    config = of_algorithm("gspo", kl_coef=0.1, num_minibatches=1, max_tokens=384)
+    rank = LocalRank(tied_folder, config, data.ring)
+    batch = batch_of(data, MIXED)
+    (minibatch,) = rank.trainer.preparer.prepare(batch).minibatches
+    nonfinite.save_part(tmp_path, 0, minibatch, {})
+    nonfinite.save_rest(tmp_path, rank.trainer.policy, config, tied_folder, minibatch, batch)
+    values = rank.train(batch)
+    found = replay(tmp_path)
+    assert found.loss == pytest.approx(values["train/loss"], rel=1e-5)
+    assert found.grad_norm == pytest.approx(values["train/grad_norm"], rel=1e-5)
+    assert not found.bad_trajectories and not found.bad_gradients
+
+
+def test_only_the_first_few_bad_batches_are_kept(
+    data: Data, tied_folder: Path, tmp_path: Path
+) -> None:
+    rank = LocalRank(tied_folder, CONFIG, data.ring, run_dir=str(tmp_path))
+    before = rank.weights()
+    for step in range(1, 5):
+        bad = with_infinite_reward(batch_of(data, FRESH, step), 0)
+        assert rank.train(bad)["train/skipped_updates"] == 1
+    assert are_equal(rank.weights(), before)
+    assert len(list((tmp_path / "nonfinite").iterdir())) == 2
+
+
+# torch.compile --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_compiled_model_learns_the_same(data: Data, tied_folder: Path) -> None:
+    found = []
+    for is_compiled in (False, True):
+        rank = LocalRank(tied_folder, with_train(compile=is_compiled), data.ring)
+        for step, recipe in enumerate((FRESH, MIXED), start=1):
+            rank.train(batch_of(data, recipe, step))
+        found.append(rank.momentum())
+    assert relative_error(*found) < 1e-4
