@@ -106,7 +106,8 @@ class ByVersion:
             del self._ids[version]
 
     def older_than(self, version: int) -> list[int]:
-        return [i for v in sorted(self._ids) if v < version for i in self._ids[v]]
+        old = [v for v in self._ids if v < version]  # mostly none, and asked for all the time
+        return [i for v in sorted(old) for i in self._ids[v]] if old else []
 
     def oldest_first(self) -> Iterator[int]:
         for version in sorted(self._ids):

@@ -81,11 +81,11 @@ class Group:
 
     @property
     def head_version(self) -> int:
-        return min(t.head_version for t in self.trained)
+        return min([t.head_version for t in self.trained])
 
     @property
     def newest_version(self) -> int:
-        return max(t.tail_version for t in self.trained)
+        return max([t.tail_version for t in self.trained])
 
 
 @dataclass(frozen=True)

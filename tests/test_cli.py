@@ -216,3 +216,26 @@ def test_doctor_names_a_remedy_for_whatever_fails(monkeypatch: pytest.MonkeyPatc
     )
     assert findings["transformers"].detail.endswith("no answer in 1 s")
     assert all(finding.remedy for finding in findings.values() if not finding.ok)
+
+
+def test_plan_needs_no_gpu_and_names_the_split_to_take() -> None:
+    done = minirl("plan", "recipes/gsm8k-2gpu.toml", "--gpu", "4090", "--num", "3", "--mean", "200")
+    assert done.returncode == 0, done.stderr
+    assert "TOO BIG: lower train.max_tokens to" in done.stdout
+    assert "1 + 2" in done.stdout and done.stdout.count("take this") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ([], 'recipe = "": is missing; name one, such as recipes/gsm8k.toml'),
+        (["recipes/gsm8k.toml", "--gpu", "T4"], '--gpu = "T4": is not in the table; one of H100, '),
+        (["recipes/gsm8k.toml", "--gpus", "8"], '--gpus = "8": is not a range from 2 to 4096; '),
+        (["recipes/gsm8k.toml", "--num", "1"], "--num = 1: 1 cannot be split into engines of 1 "),
+        (["recipes/gsm8k.toml", "--run", "no"], '--run = "no": has no lengths.jsonl; '),
+    ],
+)
+def test_plan_refuses_in_one_line(args: list[str], line: str) -> None:
+    done = minirl("plan", *args)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"minirl: {line}") and len(done.stderr.splitlines()) == 1

@@ -133,7 +133,14 @@ def test_import_minirl_does_no_work() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["minirl.config", "minirl.buffer", "minirl.cli", "minirl.tasks.verifier", "minirl.fleet"],
+    [
+        "minirl.config",
+        "minirl.buffer",
+        "minirl.cli",
+        "minirl.tasks.verifier",
+        "minirl.fleet",
+        "minirl.plan.report",
+    ],
 )
 def test_light_modules_load_no_torch(module: str) -> None:
     """The recipe is checked before torch is loaded, and a verifier stays a small process."""

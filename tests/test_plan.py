@@ -99,8 +99,26 @@ def test_the_remedy_of_a_training_gpu_is_one_that_helps() -> None:
     tokens = int(bill.remedy.rpartition(" ")[2].replace(",", ""))
     assert train_bill(config(max_tokens=tokens), card, shape, 1).is_ok
     assert not train_bill(config(max_tokens=tokens + 1024), card, shape, 1).is_ok
-    hopeless = train_bill(config(), card, TABLE["Qwen2.5-7B"], 1)
+    large = TABLE["Qwen2.5-7B"]
+    hopeless = train_bill(config(lora_rank=32), card, large, 1)
     assert hopeless.remedy.startswith("take a smaller model")
+    assert "train.lora_rank = 32" in train_bill(config(), card, large, 1).remedy
+    assert "train.shard_optimizer" in train_bill(config(), card, large, 2).remedy
+
+
+def test_a_training_gpu_also_holds_what_the_algorithm_needs() -> None:
+    shape, card = TABLE["Qwen3-0.6B"], GPUS["H100"]
+    num = shape.num_parameters
+
+    def sizes(num_ranks: int = 1, **train: Any) -> dict[str, float]:
+        return dict(train_bill(config(**train), card, shape, num_ranks).items)
+
+    assert sizes(kl_coef=0.1)["reference"] == 4 * num
+    assert sizes(estimator="gae")["critic"] == 16 * num
+    assert sizes(4, shard_optimizer=True)["optimizer"] == 2 * num
+    adapted = sizes(lora_rank=16)
+    assert adapted["weights"] == 4 * num
+    assert adapted["gradients"] == 4 * shape.num_adapted(16) < 0.02 * 4 * num
 
 
 def test_splits_cover_the_box_and_the_recommended_is_the_fastest_or_as_good() -> None:
@@ -168,3 +186,18 @@ def test_the_balance_of_a_run_weighs_steps_by_their_time_and_leaves_the_first_ou
     ]
     assert balance(lines, 1, 1) == Balance(1, 1, 0.0, pytest.approx(0.5))
     assert balance(lines[:1], 1, 1) is None
+
+
+def test_auto_split_of_a_resumed_run_is_what_its_steps_recommend(tmp_path: Path) -> None:
+    from minirl.launch import _split
+    from minirl.recipe import to_toml
+
+    wanted = with_split(config(), 4, 4)
+    auto = replace(wanted, devices=replace(wanted.devices, split="auto"))
+    assert _split(auto, "cpu", None) == auto  # nothing is known of this device
+    (tmp_path / "recipe.toml").write_text(to_toml(auto))
+    assert _split(auto, "cpu", tmp_path) == auto  # nor of this run yet
+    line = {"rollout/idle_frac": 0.0, "train/idle_frac": 0.41}
+    lines = [json.dumps({"step": i, "seconds": float(i), **line}) for i in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert _split(auto, "cpu", tmp_path) == with_split(auto, 5, 3)

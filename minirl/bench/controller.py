@@ -4,6 +4,8 @@
                            the two below. 1 is what that pool could do alone
     generation_efficiency  of the engines' places, when generation is the bottleneck
     training_efficiency    of the trainers' time, when training is
+    …_speed                the same by steps a second; the draw of the answers' lengths, and a
+                           machine that wakes sleepers late, count too
     controller_us_a_group  CPU time of the controller for one group, all its trajectories included
 
 The shape is an 8-GPU box: 6 engines of 256 places, 2 ranks, 512 groups of 16 in flight, and answers
@@ -90,6 +92,7 @@ class Prompts:
 class Outcome:
     generation: float  # share of places at work
     training: float  # share of the trainers' time
+    speed: float  # steps, against those of the slower pool alone
     us_a_group: float
 
 
@@ -130,10 +133,13 @@ def play(shape: Shape, train_s: float, folder: Path) -> Outcome:
     finally:
         fleet.kill()
     lines = journal.log.lines[shape.num_warm : shape.num_warm + shape.num_counted]
+    before = journal.log.lines[shape.num_warm - 1]
     journal.close()
+    seconds = lines[-1]["seconds"] - before["seconds"]
     return Outcome(
         1 - fmean(line["rollout/idle_frac"] for line in lines),
         1 - fmean(line["train/idle_frac"] for line in lines),
+        len(lines) * max(train_s, shape.generation_s) / seconds,
         1e6 * cpu_s / buffer.ledger.submitted,
     )
 
@@ -150,5 +156,7 @@ def measure(options: Options) -> list[Figure]:
         at_least("efficiency", min(generation.generation, training.training), GOAL, "1 is alone"),
         Figure("generation_efficiency", generation.generation, note="training idles by half"),
         Figure("training_efficiency", training.training, note="generation could do 1.3 ×"),
+        Figure("generation_speed", generation.speed, note="steps / those of the engines alone"),
+        Figure("training_speed", training.speed, note="steps / those of the trainers alone"),
         Figure("controller_us_a_group", generation.us_a_group, note="CPU time, 16 answers to one"),
     ]

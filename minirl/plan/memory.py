@@ -62,10 +62,17 @@ def rollout_bill(config: Config, gpu: Gpu, shape: Shape, usual_tokens: float) ->
 
 def train_bill(config: Config, gpu: Gpu, shape: Shape, num_ranks: int) -> Bill:
     """float32 weights, gradients and AdamW on every rank (DDP); activations in model.dtype."""
-    num, size = shape.num_parameters, bytes_of(config.model.dtype)
-    items = [("weights", 4.0 * num), ("gradients", 4.0 * num), ("optimizer", 8.0 * num)]
+    num, size, train = shape.num_parameters, bytes_of(config.model.dtype), config.train
+    trained = shape.num_adapted(train.lora_rank) if train.lora_rank else num
+    optimizer = 8.0 * trained / (num_ranks if train.shard_optimizer else 1)
+    items = [("weights", 4.0 * num), ("gradients", 4.0 * trained), ("optimizer", optimizer)]
     if num_ranks > 1:
-        items.append(("DDP buckets", 4.0 * num))
+        items.append(("DDP buckets", 4.0 * trained))
+    if train.estimator == "gae":  # of the same size, and always trained whole
+        share = num_ranks if train.shard_optimizer else 1
+        items.append(("critic", num * (8.0 + 8.0 / share + (4.0 if num_ranks > 1 else 0.0))))
+    if train.kl_coef:
+        items.append(("reference", 4.0 * num))
     if size == 2:
         items.append(("bfloat16 copies", 2.0 * num))
     activations = config.train.max_tokens * activation_bytes(config, shape)
@@ -77,7 +84,7 @@ def train_bill(config: Config, gpu: Gpu, shape: Shape, num_ranks: int) -> Bill:
     free = gpu.memory_bytes - fixed
     remedy = ""
     if free < activations:
-        remedy = _train_remedy(config, shape, free)
+        remedy = _train_remedy(config, shape, free, num_ranks)
     return Bill(tuple(items), gpu.memory_bytes, remedy)
 
 
@@ -93,15 +100,19 @@ def activation_bytes(config: Config, shape: Shape) -> float:
     return layer * shape.layers
 
 
-def _train_remedy(config: Config, shape: Shape, free: float) -> str:
+def _train_remedy(config: Config, shape: Shape, free: float, num_ranks: int) -> str:
     longest = config.max_tokens_per_trajectory
     fit = int(free / activation_bytes(config, shape))
     if fit >= longest:
         return f"lower train.max_tokens to {max(longest, fit // 256 * 256):,}"
     thrifty = replace(config, train=replace(config.train, gradient_checkpointing=True))
     fit = int(free / activation_bytes(thrifty, shape))
+    if fit < longest and num_ranks > 1 and not config.train.shard_optimizer:
+        return "set train.shard_optimizer = true"
+    if fit < 1 and not config.train.lora_rank:
+        return "set train.lora_rank = 32, or take a smaller model: every training GPU holds it all"
     if fit < 1:
-        return "take a smaller model: every training GPU holds all of it, with its optimizer"
+        return "take a smaller model: every training GPU holds all of it"
     if fit < longest:
         return f"shorten answers: at best {fit:,} tokens fit, and one needs {longest:,}"
     size = min(config.train.max_tokens, max(longest, fit // 256 * 256))

@@ -40,8 +40,11 @@ def costs(config: Config, gpu: Gpu, shape: Shape, num_train: int, mean_tokens: f
 def passes(config: Config) -> float:
     """Forwards' worth of compute to a trained token: backward is two."""
     train = config.train
-    has_proximal = train.num_minibatches > 1 and train.objective != "naive"
-    return 3.0 + train.gradient_checkpointing + has_proximal
+    is_ratio = train.objective != "naive" and train.proximal == "forward"
+    has_proximal = train.num_minibatches > 1 and is_ratio
+    learner = 3.0 + train.gradient_checkpointing
+    critic = learner + 1 if train.estimator == "gae" else 0.0  # and its values before the step
+    return learner + has_proximal + bool(train.kl_coef) + critic
 
 
 def _fixed_s(config: Config, gpu: Gpu, num: int, num_train: int) -> float:

@@ -28,6 +28,12 @@ class Shape:
         embeddings = self.vocab * self.hidden * (1 if self.is_tied else 2)
         return self.layers * layer + embeddings + self.hidden
 
+    def num_adapted(self, rank: int) -> int:
+        """Parameters of low-rank adapters on all linear layers."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = 2 * (self.hidden + queries) + 2 * (self.hidden + keys)
+        return self.layers * rank * (attention + 3 * (self.hidden + self.intermediate))
+
     @property
     def kv_values_per_token(self) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim

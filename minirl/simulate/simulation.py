@@ -95,9 +95,12 @@ class Simulation:
 
     def feed(self) -> None:
         needed = (self.setup.num_steps - len(self.steps)) * self.buffer.batch_size
+        count = self.buffer.num_to_begin(needed)
+        if not count:
+            return
         sent: dict[int, list[Sequence]] = {}
         lengths = self.setup.lengths
-        for _ in range(self.buffer.num_to_begin(needed)):
+        for _ in range(count):
             if not self.buffer.can_admit(self.buffer.version):
                 break
             engine = self.dispatcher.assign(self.buffer.next_id, self.setup.group_size)
