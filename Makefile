@@ -26,8 +26,8 @@ slow: $(VENV)/ready
 # CPU torch, and a gigabyte of triton that nothing on a CPU uses: these go again.
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --no-compile "$(TORCH)" 2>/dev/null || $(BIN)/pip install -q --no-compile "$(TORCH)" --index-url $(CPU_WHEELS)
-	$(BIN)/pip install -q --no-compile -e ".[cpu,dev]"
+	$(BIN)/pip install -q "$(TORCH)" 2>/dev/null || $(BIN)/pip install -q "$(TORCH)" --index-url $(CPU_WHEELS)
+	$(BIN)/pip install -q -e ".[cpu,dev]"
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec triton
 	touch $@
 
