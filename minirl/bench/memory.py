@@ -11,7 +11,7 @@ import torch
 
 from minirl.train.policy import head_logprobs
 
-VOCAB, WIDTH = 150_000, 256
+VOCAB, WIDTH = 150_000, 128
 CHUNKED, FULL = "chunked", "full"
 
 

@@ -35,7 +35,7 @@ SIZES = {
         sigma=1.2,
         max_new_tokens=1984,
         max_tokens=8192,
-        repeats=7,
+        repeats=5,
     ),
     "135m": Size(
         num_groups=8,
@@ -113,7 +113,7 @@ def _memory(here: Stage, num_tokens: int) -> Figure:
 def _two_ranks(here: Stage, folder: str, size: Size, vocab: int) -> Figure:
     drawn, config = draw(size, vocab), size.config(lr=1e-6)
     speeds: dict[int, list[float]] = {1: [], 2: []}
-    for _ in range(max(1, size.repeats // 2)):
+    for _ in range(2 if size.repeats > 1 else 1):
         for num_ranks, found in speeds.items():
             found.append(tokens_per_s(here.folder, folder, config, drawn, num_ranks, size.repeats))
     ratio = median(speeds[2]) / median(speeds[1])

@@ -113,6 +113,7 @@ def _varlen(
     return out
 
 
+@torch.compiler.disable  # its shapes are new in every micro-batch: each would be compiled
 def _by_runs(
     query_THD: Tensor,
     key_THD: Tensor,
