@@ -7,7 +7,8 @@
                                the longest of them leaves room for
     dynamic_over_fixed         tokens/s with dynamic micro-batches / with a fixed number of
                                sequences: the most that fit even if all are as long as allowed.
-                               The budget is one longest trajectory, as in the paper's figure 6a
+                               The budget is one longest trajectory, the tightest there is; with a
+                               roomier one dynamic micro-batches gain less, as the next line shows
     dynamic_over_fixed_roomy   the same with a budget of four longest trajectories
     chunked_over_full_memory   peak memory above the inputs of chunked logprobs and their gradient /
                                of log_softmax over all logits, at a vocabulary of 150 k
