@@ -45,8 +45,9 @@ class Unsure(EvenLength):
     """Even is right, but an answer in seven raises and a few hang."""
 
     def reward(self, example: Example, answer: Answer) -> float:
-        if answer.text != "right" and answer.num_tokens % 7 == 3:
+        kind = sum(answer.text.encode())
+        if answer.text != "right" and kind % 7 == 3:
             raise ValueError("no verdict")
-        if answer.text != "right" and answer.num_tokens % 41 == 5:
+        if answer.text != "right" and kind % 41 == 5:
             time.sleep(60)
         return super().reward(example, answer)

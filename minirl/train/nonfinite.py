@@ -75,7 +75,7 @@ def save_rest(
         "progress": minibatch.progress,
         "num_trainable": minibatch.num_trainable,
         "command": command(saved),
-        "groups": [asdict(group) for group in batch.groups],
+        "groups": [{**asdict(g), "masked": sorted(g.masked)} for g in batch.groups],
     }
     (saved / "batch.json").write_text(json.dumps(record, indent=2) + "\n")
 
