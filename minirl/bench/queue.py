@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 
 from minirl.bench import Figure, Options, at_least, median
 from minirl.bench.stage import stage
+from minirl.config import BYTES_PER_TOKEN
 from minirl.errors import MinirlError
 from minirl.records import StopReason, Trajectory
 from minirl.rollout.worker import Finished
-from minirl.shm.ring import BYTES_PER_TOKEN, TrajectoryRing
+from minirl.shm.ring import TrajectoryRing
 from minirl.shm.segment import Segment
 
 DEPTH = 32  # trajectories on the way at once

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from minirl.errors import MinirlError
 from minirl.shm.segment import Segment, aligned
 
-BYTES_PER_TOKEN = 4 + 1 + 4 + 4  # token, mask, logprob, version
 NOTHING = -1  # the seal of a cell without an entry; also the version of a token no model wrote
 
 Column: TypeAlias = Sequence[int] | Sequence[float] | NDArray[np.number]
