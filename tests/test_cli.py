@@ -158,14 +158,14 @@ def test_wrong_run_dir(tmp_path: Path, args: list[str], line: str) -> None:
 
 
 def test_resume_takes_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from minirl.cli import _choose_run_dir
+    from minirl.cli.train import choose_run_dir
 
     monkeypatch.chdir(tmp_path)
     for name in ("r-20250101-000000", "r-20250102-000000", "r-2gpu-20260101-000000"):
         (tmp_path / "runs" / name).mkdir(parents=True)
-    chosen = _choose_run_dir(Path("some/r.toml"), None, resume=True)
+    chosen = choose_run_dir(Path("some/r.toml"), None, resume=True)
     assert chosen == Path("runs/r-20250102-000000")
-    fresh = _choose_run_dir(Path("some/r.toml"), None, resume=False)
+    fresh = choose_run_dir(Path("some/r.toml"), None, resume=False)
     assert fresh.match("runs/r-????????-??????")
     assert not fresh.exists()
 

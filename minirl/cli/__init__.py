@@ -1,0 +1,33 @@
+"""The command line: parse, call, exit code. The only room that imports typer.
+
+A file a subject; each registers its commands when it is imported, in the order of `--help`. Imports
+stay inside the commands, so that `minirl --help` answers at once and loads no torch. Every
+MinirlError ends as one line on stderr and its exit code; a traceback is always our bug.
+"""
+
+import sys
+from importlib import import_module
+
+from minirl.cli.app import app
+from minirl.errors import MinirlError, one_line
+
+SUBJECTS = (
+    "train",
+    "plan",
+    "machine",
+    "recipe",
+    "replay",
+)
+for subject in SUBJECTS:
+    import_module(f"minirl.cli.{subject}")
+
+
+def main() -> None:
+    """The console entry."""
+    try:
+        app(prog_name="minirl")
+    except MinirlError as error:
+        print(f"minirl: {one_line(str(error), limit=2000)}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)

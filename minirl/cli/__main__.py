@@ -1,0 +1,5 @@
+"""`python -m minirl.cli`."""
+
+from minirl.cli import main
+
+main()
