@@ -78,6 +78,11 @@ TABLE = (
         "train/logprob_gap",
         "mean |vLLM's logprob - the trainer's| over tokens written by the step's starting version",
     ),
+    Metric(
+        "train/spliced_gap",
+        'the same over those that follow older versions\' tokens: what rollout.on_update = "keep" '
+        "makes inexact",
+    ),
     Metric("train/tokens_per_s", "tokens trained on (prompts too) / seconds the ranks were at it"),
     Metric("train/tokens", "trained tokens of this step"),
     Metric("train/idle_frac", "time rank 0 waited for a batch in this step / its seconds"),

@@ -79,6 +79,31 @@ def test_tensor_parallel_engine_trains_and_leaves_nothing(
     assert_accounted(run.metrics(), max_staleness=2)
 
 
+def test_ppo_with_adapters_trains_and_what_kept_kv_makes_inexact_is_reported(
+    tmp_path: Path, tied_folder: Path
+) -> None:
+    run = Run(
+        tmp_path / "run",
+        model__path=tied_folder,
+        train__algorithm="ppo",
+        train__lora_rank=4,
+        train__lr=1e-2,  # adapters begin at 0: versions must differ to be told apart
+        train__kl_coef=0.01,
+        train__steps=6,
+        rollout__on_update="keep",
+        rollout__max_num_seqs=8,  # of 48: some always run when weights come
+        tasks__kind=f'"{Path(__file__).parent / "noisy_task.py"}:EvenLength"',
+    )
+    ended = run.end()
+    assert ended.code == 0, ended
+    lines = run.metrics()
+    assert_accounted(lines, max_staleness=2)
+    assert all(line["train/value_loss"] > 0 for line in lines)
+    assert lines[0]["train/kl"] == pytest.approx(0, abs=1e-5) and lines[-1]["train/kl"] > 0
+    assert lines[0]["train/logprob_gap"] < 1e-5, "nothing was kept yet"
+    assert max(line.get("train/spliced_gap", 0.0) for line in lines) > 1e-4
+
+
 def test_some_rewards_of_a_group_may_fail_and_every_filter_counts(
     tmp_path: Path, tied_folder: Path
 ) -> None:
@@ -115,6 +140,8 @@ def test_smoke_recipe_learns(tmp_path: Path) -> None:
     assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.40
     assert summary["multi_version_trajectories"] > 0
     assert summary["logprob_gap_max"] < 1e-3
+    spliced = [line["train/spliced_gap"] for line in run.metrics() if "train/spliced_gap" in line]
+    assert spliced and max(spliced) < 1e-4, "KV was not computed anew under new weights"
     assert_accounted(run.metrics(), max_staleness=2)
     rewards = [line["reward/mean"] for line in run.metrics()]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3

@@ -185,10 +185,12 @@ def test_two_ranks_give_the_update_of_one_and_leave_one_out_together(
     assert relative_error(ours, theirs) < 1e-5
 
 
-def test_a_sharded_optimizer_resumes_to_the_bit_and_also_unsharded(
+def test_a_sharded_optimizer_trains_as_a_whole_one_and_resumes_to_the_bit(
     data: Data, tied_folder: Path, tmp_path: Path
 ) -> None:
-    config = with_train(shard_optimizer=True, weight_decay=0.1)
+    """Under a learning rate that changes every step, which each rank's share must follow."""
+    options = {"weight_decay": 0.1, "warmup_steps": 1, "schedule": "linear", "steps": 3}
+    config = with_train(shard_optimizer=True, **options)
     first, second = batch_of(data, FRESH), batch_of(data, MIXED, 2)
     folders = [tmp_path / run / "checkpoints" / "step-000001" for run in ("one", "two")]
     with ranks(tmp_path / "one", tied_folder, config, data.ring, 2) as one:
@@ -203,9 +205,13 @@ def test_a_sharded_optimizer_resumes_to_the_bit_and_also_unsharded(
         two.save(folders[1], {})
     state = load_file(folders[1] / "trainer" / "optimizer.safetensors")
     assert all(float(state[key]) == 2 for key in state if key.endswith("/step"))
-    alone = LocalRank(tied_folder, with_train(weight_decay=0.1), data.ring, folders[0])
-    alone.train(second)
-    assert relative_error(alone.momentum(), momentum(folders[1])) < 1e-5
+    resumed = LocalRank(tied_folder, with_train(**options), data.ring, folders[0])
+    resumed.train(second)
+    assert relative_error(resumed.momentum(), momentum(folders[1])) < 1e-5
+    alone = LocalRank(tied_folder, with_train(**options), data.ring)
+    rates = [alone.train(batch)["train/lr"] for batch in (first, second)]
+    assert rates[0] != rates[1]
+    assert relative_error(alone.weights(), uninterrupted) < 1e-6
 
 
 # A critic -------------------------------------------------------------------------------------

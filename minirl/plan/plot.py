@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from minirl.plan import paper
 
 WIDTH, HEIGHT, MARGIN = 360, 240, 48
-PAPER, OURS, OTHER = "#888888", "#1f6fb4", "#c8572b"
+PAPER, OURS, OTHER, THIRD = "#888888", "#1f6fb4", "#c8572b", "#7a5195"
 Point = tuple[float, float]
 
 
@@ -60,9 +60,10 @@ def draw() -> str:
     labels = [f"{s.num_gpus}" for s in scales]
     scaling = Panel(WIDTH, "speed-up by GPUs: 1.5B, 16k, 512 × 16", labels, 8, "×")
     ideal = [s.num_gpus / scales[0].num_gpus for s in scales]
-    scaling.line(ideal, PAPER, "linear", 2)
-    scaling.line([s.asynchronous for s in scales], OURS, "η = 8, simulated", 1)
-    scaling.line([s.synchronous for s in scales], OTHER, "η = 0, simulated", 0)
+    scaling.line(ideal, PAPER, "linear", 3)
+    scaling.line([s.asynchronous for s in scales], OURS, "η = 8, simulated", 2)
+    scaling.line([s.synchronous for s in scales], OTHER, "η = 0, simulated", 1)
+    scaling.line([s.colocated for s in scales], THIRD, "colocated, simulated", 0)
     size = f'viewBox="0 0 {2 * WIDTH} {HEIGHT}" width="{2 * WIDTH}" height="{HEIGHT}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">'
     white = f'<rect width="{2 * WIDTH}" height="{HEIGHT}" fill="white"/>'

@@ -103,6 +103,10 @@ class WeightStore:
                 views.append((spec.name, tensor))
                 offset += aligned(num_bytes)
             self._slots.append(views)
+        self._open = [
+            OpenSlot([tensor for _, tensor in views], canary)
+            for views, canary in zip(self._slots, self._canaries, strict=True)
+        ]
 
     @property
     def latest(self) -> int:
@@ -120,7 +124,7 @@ class WeightStore:
         slot = version % NUM_SLOTS
         # Odd: being written. It is odd already where an earlier writer died in this slot.
         self._sequence[slot] += 2 if self._sequence[slot] % 2 else 1
-        yield OpenSlot([tensor for _, tensor in self._slots[slot]], self._canaries[slot])
+        yield self._open[slot]
         self._sequence[slot] += 1
         self._latest[0] = version
 
@@ -128,10 +132,12 @@ class WeightStore:
         self, version: int, weights: Iterable[torch.Tensor], canary: NDArray[np.float32]
     ) -> None:
         """`weights` in the order of the table, on any device, in any float dtype."""
+        in_order = list(weights)
+        if len(in_order) != len(self.table):
+            raise ValueError(f"{len(in_order)} tensors for a table of {len(self.table)}")
         with self.publishing(version) as slot:
             # One call: in a small model the calls cost more than the bytes.
-            pairs = list(zip(slot.tensors, weights, strict=True))
-            torch._foreach_copy_([tensor for tensor, _ in pairs], [weight for _, weight in pairs])
+            torch._foreach_copy_(slot.tensors, in_order)
             slot.canary[:] = canary
 
     def views(self, slot: int) -> Iterator[tuple[str, torch.Tensor]]:

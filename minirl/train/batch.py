@@ -47,6 +47,11 @@ class Item:
         """Written by the very version that the step starts from."""
         return self.written & (self.staleness == 0)
 
+    @property
+    def spliced(self) -> NDArray[np.bool_]:
+        """Of those the ones that follow tokens of an older version: weights changed under them."""
+        return self.at_equal_version & bool((self.staleness > 0).any())
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -62,6 +67,7 @@ class MicroBatch:
     staleness_T: Tensor
     trainable_T: Tensor
     at_equal_version_T: Tensor
+    spliced_T: Tensor
     is_dummy: bool = False
     prox_T: Tensor | None = None
     ref_T: Tensor | None = None
@@ -138,6 +144,7 @@ def pack(items: Sequence[Item], device: str) -> MicroBatch:
         staleness_T=column([item.staleness for item in items], torch.float32),
         trainable_T=column([item.trainable for item in items], torch.bool),
         at_equal_version_T=column([item.at_equal_version for item in items], torch.bool),
+        spliced_T=column([item.spliced for item in items], torch.bool),
     )
 
 
@@ -155,6 +162,7 @@ def _dummy(device: str) -> MicroBatch:
         staleness_T=zeros_T,
         trainable_T=zeros_T.bool(),
         at_equal_version_T=zeros_T.bool(),
+        spliced_T=zeros_T.bool(),
         is_dummy=True,
     )
 

@@ -187,7 +187,7 @@ class Trainer:
 
     def summary(self, sums: dict[str, float]) -> dict[str, float | None]:
         tokens = max(1, sums["tokens"])
-        equal = sums["at_equal_version"]
+        equal, spliced = sums["at_equal_version"], sums["spliced"]
         values: dict[str, float | None] = {
             "train/loss": sums["loss"] / tokens,
             "train/entropy": sums["entropy"] / tokens,
@@ -196,6 +196,7 @@ class Trainer:
             "train/capped_frac": sums["capped"] / tokens,
             "train/tokens": sums["tokens"],
             "train/logprob_gap": sums["gap"] / equal if equal else None,
+            "train/spliced_gap": sums["spliced_gap"] / spliced if spliced else None,
         }
         if self.preparer.reference is not None and self.config.train.kl_in == "loss":
             values["train/kl"] = sums["kl"] / tokens
@@ -246,15 +247,18 @@ class Trainer:
 
 
 def add_metrics(sums: Sums, micro: MicroBatch, found: MicroLoss, progress: float) -> None:
-    equal_T, metrics = micro.at_equal_version_T, found.loss.metrics
-    if progress > 0 and micro.prox_T is None:  # the weights have moved on from that version
-        equal_T = torch.zeros_like(equal_T)
+    metrics = found.loss.metrics
+    is_comparable = progress == 0 or micro.prox_T is not None  # else the weights have moved on
+    equal_T = micro.at_equal_version_T & is_comparable
+    spliced_T = micro.spliced_T & is_comparable
     gap_T = (found.prox_T - micro.behav_T).abs()
     new = {
         "loss": found.loss.sum.detach(),
         "entropy": found.entropy_T[micro.trainable_T].sum(),
         "gap": torch.where(equal_T, gap_T, 0.0).sum(),
         "at_equal_version": equal_T.sum(),
+        "spliced_gap": torch.where(spliced_T, gap_T, 0.0).sum(),
+        "spliced": spliced_T.sum(),
         "tokens": metrics.num_tokens,
         "clipped": metrics.num_clipped,
         "capped": metrics.num_capped,
