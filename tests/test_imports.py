@@ -20,7 +20,7 @@ LEVELS = (
     {"simulate"},
     {"plan"},
     {"journal", "loop"},
-    {"launch", "console", "doctor"},
+    {"launch", "console", "doctor", "sweep"},
     {"bench"},
     {"cli"},
 )

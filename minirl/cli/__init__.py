@@ -17,6 +17,7 @@ SUBJECTS = (
     "machine",
     "recipe",
     "replay",
+    "sweep",
 )
 for subject in SUBJECTS:
     import_module(f"minirl.cli.{subject}")

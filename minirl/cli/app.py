@@ -64,3 +64,11 @@ def size(num_bytes: int) -> str:
         if num_bytes >= scale:
             return f"{num_bytes / scale:.1f} {unit}"
     return f"{num_bytes} bytes"
+
+
+def show_columns(rows: Sequence[Sequence[str]]) -> None:
+    """Not through rich, which would cut names and figures to a narrow terminal."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        typer.echo("  ".join(cells).rstrip())

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from minirl.cli.app import app, show
+from minirl.cli.app import app, show, show_columns
 
 
 def _benches() -> str:
@@ -58,8 +58,4 @@ def bench(
 ) -> None:
     from minirl.bench import Options, run
 
-    rows = run(name, Options(model), json_file).rows()
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:  # not through rich, which would cut figures' names to a narrow terminal
-        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        typer.echo("  ".join(cells).rstrip())
+    show_columns(run(name, Options(model), json_file).rows())
