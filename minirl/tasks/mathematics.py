@@ -12,11 +12,13 @@ another thread nothing bounds it but tasks.timeout_s.
 Leaves out: proofs, and answers with units: these are what the text says.
 """
 
+import logging
 import re
 import threading
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
+from minirl.config import TasksConfig
 from minirl.errors import RecipeError
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Task
@@ -25,7 +27,7 @@ from minirl.tasks.gsm8k import instructed
 from minirl.tasks.sources import Row
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
-LIMIT_S = 3
+LIMIT_S = 5
 MAX_CHARS = 1000
 """A longer box is wrong: no reference comes near it, and to parse it costs."""
 
@@ -34,6 +36,10 @@ class Mathematics(Task):
     data = "DigitalLearningGmbH/MATH-lighteval"
     prompt_column, reference_column = "problem", "solution"
     options = {"instruction": INSTRUCTION}  # noqa: RUF012
+
+    def __init__(self, config: TasksConfig, seed: int = 0):
+        super().__init__(config, seed)
+        _warm_up()
 
     def example(self, row: Row) -> Example:
         asked = super().example(row)
@@ -51,6 +57,16 @@ class Mathematics(Task):
 def is_equal(reference: str, answer: str) -> bool:
     """Whether the answer's result is the reference. Raises where the reference cannot be read, or
     where it took too long to say."""
+    _warm_up()
+    from math_verify.errors import TimeoutException
+
+    try:
+        return _is_equal(reference, answer)
+    except TimeoutException:  # no Exception by its class: it would take the verifier down
+        raise TimeoutError(f"math-verify took longer than {LIMIT_S} s") from None
+
+
+def _is_equal(reference: str, answer: str) -> bool:
     box = last_box(final(answer))
     if box is not None and (len(box) > MAX_CHARS or _base(box) not in (0, _base(reference))):
         return False
@@ -75,13 +91,23 @@ def is_equal(reference: str, answer: str) -> bool:
 @lru_cache(maxsize=1024)
 def _parsed(latex: str, is_text: bool = False) -> tuple[Any, ...]:
     """What math-verify makes of it. Empty: nothing that it can read."""
+    from math_verify import parse
+
+    text = latex if is_text else rf"\boxed{{{plain(latex)}}}"
+    return tuple(parse(text, parsing_timeout=_limit_s(), raise_on_error=True))
+
+
+@cache
+def _warm_up() -> None:
+    """sympy imports much of itself at the first comparison: not within anybody's time limit."""
     try:
-        from math_verify import parse
+        from math_verify import parse, verify
     except ImportError:
         rule = "math-verify is not installed"
         raise RecipeError("tasks.kind", "math", rule, "pip install 'minirl[math]'") from None
-    text = latex if is_text else rf"\boxed{{{plain(latex)}}}"
-    return tuple(parse(text, parsing_timeout=_limit_s(), raise_on_error=True))
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of having no time limit
+    sides = [parse(text, parsing_timeout=None) for text in ("$(x+1)^2$", "$x^2+2x+1$")]
+    verify(*sides, timeout_seconds=None)
 
 
 def _limit_s() -> int | None:
