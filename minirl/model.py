@@ -6,12 +6,14 @@ safetensors headers) and its tokenizer. This is all of the model that the contro
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.rules import find_model
-from minirl.shm.weights import TensorSpec
+
+if TYPE_CHECKING:
+    from minirl.shm.weights import TensorSpec
 
 TOKENIZER_FILES = ("*.json", "*.txt", "*.jinja", "*.model")
 WHOLE_TOKENIZERS = (
@@ -48,9 +50,11 @@ def _download(config: Config, patterns: tuple[str, ...]) -> Path:
         ) from None
 
 
-def weight_table(folder: Path) -> tuple[TensorSpec, ...]:
+def weight_table(folder: Path) -> "tuple[TensorSpec, ...]":
     """Every tensor of the checkpoint, in a fixed order. A tied head is the embedding: left out."""
     from safetensors import safe_open
+
+    from minirl.shm.weights import TensorSpec  # not at the top: it loads torch
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:

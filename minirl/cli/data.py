@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @app.command(
-    help="""Show what the model will see: prompts as rendered, their lengths, references, duplicates.
+    help="""Show what the model will see: rendered prompts, their lengths, references, duplicates.
 
 Reads the recipe's data and the model's tokenizer; loads no model and no torch. Also runs the task's
 self-check: references score 1, shuffled ones less.

@@ -87,11 +87,7 @@ class Task:
 
     @cached_property
     def _train(self) -> list[Example]:
-        examples = self._examples(TRAIN)
-        if not examples:
-            where = self.config.data or self.data
-            raise RecipeError("tasks.data", where, "has no training rows", "check data and split")
-        return examples
+        return self._examples(TRAIN)
 
     @cached_property
     def _test(self) -> list[Example]:
@@ -110,6 +106,9 @@ class Task:
             else:
                 place = Row({}, f"{type(self).__name__}.load", f"row {number} of {split}")
                 raise bad_row(place, "is neither a dict nor an Example", "yield one of these")
+        if not found:
+            where, rule = self.config.data or self.data, f"has no rows to {split} on"
+            raise RecipeError("tasks.data", where, rule, "check data, splits and load")
         return found
 
 

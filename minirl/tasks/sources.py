@@ -64,15 +64,21 @@ class Source:
         return _hub_rows(self.data, name)
 
     def _side(self, rows: Iterable[Row], is_test: bool) -> Iterator[Row]:
+        hashed = []
         for row in rows:
             prompt = json.dumps(_column(row, self.prompt_column), sort_keys=True, default=str)
-            if is_held_out(prompt, HELDOUT_SHARE) == is_test:
-                yield row
+            hashed.append((_hash(prompt) % HELDOUT_SHARE, row))
+        lowest = min((rest for rest, _ in hashed), default=0)  # 0, but for a handful of rows
+        return (row for rest, row in hashed if (rest == lowest) == is_test)
 
 
 def is_held_out(prompt: str, one_in: int) -> bool:
     """By a hash of the prompt's text, which needs no list of what is held out."""
-    return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "big") % one_in == 0
+    return _hash(prompt) % one_in == 0
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
 
 def bad_row(row: Row, rule: str, remedy: str) -> RecipeError:
