@@ -31,9 +31,21 @@ class ModelConfig:
 @dataclass(frozen=True)
 class TasksConfig:
     kind: str = "arithmetic"
-    """Which task: "arithmetic", "gsm8k", or one's own as "my_task.py:MyTask"."""
+    """Which task: "arithmetic", "countdown", "gsm8k", "math", or one's own as "my_task.py:MyTask"
+    (beside the recipe, or in the working folder) or "package.module:MyTask"."""
     data: str = ""
-    """Where the task's data is: a hub name or a local folder. Empty: the task's own default."""
+    """A folder, a .jsonl, .csv or .parquet file (beside the recipe, or in the working folder), or
+    a hub name. Empty: the task's own."""
+    prompt_column: str = ""
+    """Column of the data that holds prompts, text or chat messages. Empty: the task's own."""
+    reference_column: str = ""
+    """Column of the data that holds references. Empty: the task's own."""
+    train_split: str = "train"
+    """Split of the data to train on: of the hub, or a file's name in the folder."""
+    test_split: str = "test"
+    """Split to evaluate on. Empty, or where the data is one file: a tenth of the training rows."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What the task itself can be told, as the table [tasks.options]; docs/tasks.md lists it."""
     max_prompt_tokens: int = 256
     """Prompts longer than this are dropped, with a count."""
     verifiers: int = 1
@@ -44,6 +56,17 @@ class TasksConfig:
     """Rewards of a group that may fail, and are left out; with more the group is dropped."""
     overlong_tokens: int = 0
     """Answers within this many tokens of the limit lose reward, up to 1 at it (DAPO); 0 is off."""
+    format: str = ""
+    """What a well-formed answer looks like: "boxed", "hashes", "think", "think_answer" or a regular
+    expression for the whole answer; empty is off. Evaluations never count it."""
+    format_weight: float = 0.1
+    """Reward that a well-formed answer gets on top, where tasks.format is set."""
+    length_weight: float = 0.0
+    """Reward that an answer of rollout.max_new_tokens loses, a shorter one its share; 0 is off."""
+    reward_weight: float = 1.0
+    """What the task's own reward is multiplied with before the parts above are added."""
+    reward_clip: tuple[float, ...] = ()
+    """[low, high]: the sum of all parts is kept within these; empty is off."""
 
 
 @dataclass(frozen=True)
@@ -238,6 +261,9 @@ KEYS: dict[str, Field[Any]] = {f.name: f for f in fields(Config) if f.name not i
     f"{section}.{f.name}": f for section, cls in SECTIONS.items() for f in fields(cls)
 }
 """Every key of a recipe, dotted: "seed", "train.lr"."""
+
+TABLE = "tasks.options"
+"""The one key that is a table of its own, whose names the task decides."""
 
 
 def get(config: Config, key: str) -> Any:

@@ -147,7 +147,8 @@ class Journal:
     ) -> None:
         ledger = buffer.ledger
         trajectories = [t for group in batch.groups for t in group.trajectories]
-        rewards = [reward for group in batch.groups for reward in group.rewards]
+        rewards = [reward for group in batch.groups for reward in group.own_rewards]
+        formed = [is_formed for group in batch.groups for is_formed in group.formed]
         cut = [t.stop is StopReason.LENGTH for t in trajectories]
         self.trained_tokens += int(values["train/tokens"] or 0)
         self.num_multi_version += sum(t.head_version != t.tail_version for t in trajectories)
@@ -157,6 +158,10 @@ class Journal:
             "seconds": round(self.seconds, 3),
             "reward/mean": fmean(rewards),
             "reward/std": pstdev(rewards),
+            "reward/shaped_mean": fmean(
+                reward for group in batch.groups for reward in group.rewards
+            ),
+            "reward/format_frac": fmean(formed) if formed else None,
             "reward/penalty_mean": fmean(penalty(self.config, t) for t in trajectories),
             "reward/failures": self._num_per_step - len(trajectories),
             "rollout/length_mean": fmean(t.num_written for t in trajectories),
@@ -192,7 +197,8 @@ class Journal:
                 "prompt": prompt.example.prompt,
                 "answer": texts[0],
                 "reference": prompt.example.reference,
-                "reward": group.rewards[0],
+                "reward": group.own_rewards[0],
+                "shaped": group.rewards[0],
                 "versions": [
                     group.trajectories[0].head_version,
                     group.trajectories[0].tail_version,

@@ -246,7 +246,7 @@ class Loop:
     def on_rewards(self, request: Grade, graded: Graded) -> None:
         prompt = self.prompts[request.group_id]
         ticket = (request.group_id, prompt.index)
-        group = judge(self.config, ticket, request.trajectories, graded.rewards)
+        group = judge(self.config, ticket, request.trajectories, graded.rewards, graded.formed)
         if isinstance(group, Drop):
             self.drop(request.group_id, group)
             return

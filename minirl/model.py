@@ -6,28 +6,41 @@ safetensors headers) and its tokenizer. This is all of the model that the contro
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.rules import find_model
-from minirl.shm.weights import TensorSpec
 
-NEEDED_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
+if TYPE_CHECKING:
+    from minirl.shm.weights import TensorSpec
+
+TOKENIZER_FILES = ("*.json", "*.txt", "*.jinja", "*.model")
+WHOLE_TOKENIZERS = (
+    "PreTrainedTokenizerFast",
+    "TokenizersBackend",
+    "Qwen2Tokenizer",
+    "Qwen2TokenizerFast",
+)
+NEEDED_FILES = (*TOKENIZER_FILES, "*.safetensors")
 
 
 def local_folder(config: Config) -> Path:
     """A local folder as it is; a hub name from the cache or by download."""
-    path = config.model.path
-    if Path(path).is_dir():
-        return Path(path)
+    if Path(config.model.path).is_dir():
+        return Path(config.model.path)
+    return _download(config, NEEDED_FILES)
+
+
+def _download(config: Config, patterns: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
 
+    path, is_whole = config.model.path, patterns == NEEDED_FILES
     try:
-        return Path(snapshot_download(path, allow_patterns=list(NEEDED_FILES)))
+        return Path(snapshot_download(path, allow_patterns=list(patterns)))
     except Exception as error:  # the hub library raises a dozen kinds of its own
         cached = find_model(config)
-        if cached is not None and any(cached.glob("*.safetensors")):
+        if cached is not None and (any(cached.glob("*.safetensors")) or not is_whole):
             return cached
         raise RecipeError(
             "model.path",
@@ -37,9 +50,11 @@ def local_folder(config: Config) -> Path:
         ) from None
 
 
-def weight_table(folder: Path) -> tuple[TensorSpec, ...]:
+def weight_table(folder: Path) -> "tuple[TensorSpec, ...]":
     """Every tensor of the checkpoint, in a fixed order. A tied head is the embedding: left out."""
     from safetensors import safe_open
+
+    from minirl.shm.weights import TensorSpec  # not at the top: it loads torch
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -53,6 +68,23 @@ def weight_table(folder: Path) -> tuple[TensorSpec, ...]:
                 table.append(TensorSpec(name, tuple(tensors.get_slice(name).get_shape())))
     is_tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", False)
     return tuple(spec for spec in table if not (is_tied and spec.name == "lm_head.weight"))
+
+
+def load_tokenizer_alone(config: Config) -> Any:
+    """The tokenizer of the recipe's model without its weights, and without torch where the folder
+    says that its tokenizer.json is all there is to it."""
+    path = config.model.path
+    folder = Path(path) if Path(path).is_dir() else _download(config, TOKENIZER_FILES)
+    try:
+        about = json.loads((folder / "tokenizer_config.json").read_text())
+    except (OSError, ValueError):
+        about = {}
+    is_whole = about.get("tokenizer_class") in WHOLE_TOKENIZERS
+    if is_whole and (folder / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    return load_tokenizer(folder, config.model.trust_remote_code)
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:

@@ -6,19 +6,23 @@ value came from, or a RecipeError: one line with key, value, rule and remedy.
 
 import difflib
 import json
+import math
+import os
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin
 
 from minirl.algorithms import ALGORITHMS
-from minirl.config import KEYS, SECTIONS, Config, get
+from minirl.config import KEYS, SECTIONS, TABLE, Config, get
 from minirl.errors import RecipeError, one_line
 from minirl.rules import validate
 
 MAX_RECIPE_BYTES = 2**20
+ANCHORED = ("tasks.kind", "tasks.data")
 
 FOREIGN_NAMES = {
     "learning_rate": "train.lr",
@@ -53,6 +57,7 @@ class _Layer:
     values: dict[str, Any]
     name: str
     lines: dict[str, int]
+    folder: Path = Path()  # that files are looked for in first
 
     def origin(self, key: str) -> str:
         return f"{self.name}:{self.lines[key]}" if key in self.lines else self.name
@@ -64,8 +69,11 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     origins = dict.fromkeys(KEYS, "default")
     for layer in [*_read_chain(path), *map(_parse_override, overrides)]:
         for key, value in _flatten(layer):
-            values[key] = _typed(key, value, layer.origin(key))
+            typed = _typed(key, value, layer.origin(key))
+            values[key] = _anchored(key, typed, layer.folder) if key in ANCHORED else typed
             origins[key] = layer.origin(key)
+            if key.startswith(f"{TABLE}."):
+                origins[TABLE] = layer.name
     algorithm = values.get("train.algorithm", "")
     for key, value in ALGORITHMS.get(algorithm, {}).items():  # an unknown one: validate says so
         if key not in values:
@@ -77,6 +85,19 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
         origin = origins.get(error.key, "default")
         raise error if origin == "default" else error.at(origin) from None
     return Loaded(config, origins)
+
+
+def _anchored(key: str, value: str, folder: Path) -> str:
+    """The file that a value names, beside its recipe or else in the working folder, by its whole
+    path: the run then goes on from anywhere. A value that names no file stays as it is."""
+    place, colon, name = value.rpartition(":") if key == "tasks.kind" else (value, "", "")
+    if not place or (colon and not place.endswith(".py")):
+        return value
+    for base in (folder, Path()):
+        with suppress(OSError, ValueError):  # a name that no file system allows
+            if (base / place).exists():
+                return os.path.abspath(base / place) + colon + name
+    return value
 
 
 def _read_chain(path: Path) -> list[_Layer]:
@@ -124,7 +145,7 @@ def _read_layer(path: Path, key: str, value: str, origin: str = "") -> _Layer:
         reason = str(error) if known else "a number too long or brackets too deep"
         rule = f"is not valid TOML: {one_line(reason)}"
         raise wrong(rule, "mend it there (strings take quotes, numbers none)") from None
-    return _Layer(table, path.name, _line_numbers(text))
+    return _Layer(table, path.name, _line_numbers(text), path.parent)
 
 
 def _suggest_file(path: Path) -> str:
@@ -189,7 +210,10 @@ def _flatten(layer: _Layer) -> Iterator[tuple[str, Any]]:
         else:
             for name, inner in value.items():
                 dotted = f"{key}.{name}"
-                if dotted not in KEYS:
+                if dotted == TABLE and isinstance(inner, dict):
+                    yield from ((f"{dotted}.{option}", given) for option, given in inner.items())
+                    continue
+                if dotted not in KEYS and not dotted.startswith(f"{TABLE}."):
                     raise _unknown_key(key, name, inner, layer.origin(dotted))
                 yield dotted, inner
 
@@ -233,6 +257,8 @@ def _names() -> dict[str, list[str]]:
 
 def _typed(key: str, value: Any, origin: str) -> Any:
     """The value as its field's type: an int may stand for a float, a bool never for an int."""
+    if key.startswith(TABLE):
+        return _typed_option(key, value, origin)
     wanted, default = KEYS[key].type, KEYS[key].default
     if wanted is float and type(value) is int:
         try:
@@ -259,14 +285,44 @@ def _typed(key: str, value: Any, origin: str) -> Any:
     raise RecipeError(key, value, f"must be {kind[cast(type, wanted)]}", remedy, origin)
 
 
+def _typed_option(key: str, value: Any, origin: str) -> Any:
+    """Plain values and lists of them: what can be written back and compared on resume."""
+    if key == TABLE:
+        remedy = "write [tasks.options] and under it name = value"
+        raise RecipeError(key, value, "is a table, not a value", remedy, origin)
+    name = key.removeprefix(f"{TABLE}.")
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        remedy = "letters, digits and _, the first a letter"
+        raise RecipeError(key, value, "is no name for an option", remedy, origin)
+    for item in value if isinstance(value, list) else [value]:
+        is_plain = type(item) in (str, int, float, bool)
+        if type(item) is float:
+            is_plain = math.isfinite(item)
+        elif type(item) is str:
+            is_plain = all(c != "\x7f" and not "\ud800" <= c <= "\udfff" for c in item)
+        if not is_plain:
+            rule = "must be text, a finite number, true, false or a list of these"
+            raise RecipeError(key, value, rule, "write it like 3 or [0.5, 0.5]", origin)
+    return value
+
+
 def _typed_list(key: str, value: Any, item: type, origin: str) -> tuple[Any, ...]:
+    if item is float and isinstance(value, list):
+        value = [float(v) if type(v) is int and abs(v) < 2**53 else v for v in value]
     if isinstance(value, list) and all(type(v) is item for v in value):
         return tuple(value)
-    rule, example = {str: ("strings", '["####"]'), int: ("whole numbers", "[151645]")}[item]
+    rule, example = {
+        str: ("strings", '["####"]'),
+        int: ("whole numbers", "[151645]"),
+        float: ("numbers", "[0.0, 1.0]"),
+    }[item]
     raise RecipeError(key, value, f"must be a list of {rule}", f"write it like {example}", origin)
 
 
 def _build(values: dict[str, Any]) -> Config:
+    options = {k.removeprefix(f"{TABLE}."): v for k, v in values.items() if k.startswith(TABLE)}
+    values = {key: value for key, value in values.items() if not key.startswith(TABLE)}
+    values[TABLE] = options
     sections = {
         section: cls(
             **{f.name: values[k] for f in fields(cls) if (k := f"{section}.{f.name}") in values}
@@ -305,7 +361,9 @@ def _write(config: Config, mark: Callable[[str, str], str]) -> str:
 def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, tuple):
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name} = {_toml_value(v)}' for name, v in value.items())}}}"
+    if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(_toml_value, value))}]"
     # A TOML basic string is a JSON string, save for control characters, which validate refuses.
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)

@@ -72,6 +72,13 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     rewards: tuple[float, ...]
     masked: frozenset[int] = frozenset()  # places that count in the baseline but are not trained
+    plain: tuple[float, ...] = ()  # the task's own rewards, where the recipe shapes them
+    formed: tuple[bool, ...] = ()  # which answers have the form of tasks.format, where it is set
+
+    @property
+    def own_rewards(self) -> tuple[float, ...]:
+        """The task's own, without what the recipe adds and takes off."""
+        return self.plain or self.rewards
 
     @property
     def trained(self) -> tuple[Trajectory, ...]:

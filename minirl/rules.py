@@ -21,7 +21,18 @@ from minirl.algorithms import ALGORITHMS
 from minirl.config import KEYS, TINY, Config, get
 from minirl.errors import RecipeError, one_line
 
-BUILTIN_TASKS = ("arithmetic", "gsm8k")
+BUILTIN_TASKS = ("arithmetic", "countdown", "gsm8k", "math")
+FORMATS = ("boxed", "hashes", "think", "think_answer")
+NEEDED = ("model.path", "tasks.kind", "tasks.train_split")
+NAMES = (
+    *NEEDED,
+    "tasks.data",
+    "tasks.test_split",
+    "tasks.prompt_column",
+    "tasks.reference_column",
+    "tasks.format",
+)
+"""Keys that are one line of text; those of NEEDED are not empty."""
 FOREIGN_VALUES = {
     "gpu": "cuda",
     "bf16": "bfloat16",
@@ -79,6 +90,9 @@ RANGES = {
     "tasks.timeout_s": Range(0, 86_400, "10 seconds suit most rewards", is_low_open=True),
     "tasks.max_failures": Range(0, 4094, "0 drops a group with its first failed reward"),
     "tasks.overlong_tokens": Range(0, 10**6, "0 is off; DAPO takes a fifth of the limit"),
+    "tasks.format_weight": Range(0, 1000, "0.1 is usual", is_low_open=True),
+    "tasks.length_weight": Range(0, 1000, "0 is off, 0.1 is much"),
+    "tasks.reward_weight": Range(0, 1000, "1 is usual", is_low_open=True),
     "devices.rollout": Range(1, 1024, "one box has 1 to 16 devices"),
     "devices.train": Range(1, 1024, "one box has 1 to 16 devices"),
     "devices.tensor_parallel": Range(1, 1024, "1 unless the model is too large for one GPU"),
@@ -141,15 +155,22 @@ def validate(config: Config) -> None:
         if not text or any(category(c) == "Cs" for c in text):
             stop = config.rollout.stop
             raise RecipeError("rollout.stop", stop, "has a text that cannot occur", "take it out")
-    for key in ("model.path", "tasks.kind", "tasks.data"):
-        value = get(config, key)
-        if not value.strip() and key != "tasks.data":
-            raise RecipeError(key, value, "must not be empty", f'"{KEYS[key].default}" is built in')
-        if any(category(c) in ("Cc", "Cs") for c in value):
-            raise RecipeError(key, value, "has a control character", "take it out")
+    _validate_names(config)
     _validate_batch(config)
     _validate_algorithm(config)
     _validate_rest(config)
+    _validate_shaping(config)
+
+
+def _validate_names(config: Config) -> None:
+    for key in NAMES:
+        value = get(config, key)
+        if not value.strip() and key in NEEDED:
+            word = "usual" if key == "tasks.train_split" else "built in"
+            remedy = f'"{KEYS[key].default}" is {word}'
+            raise RecipeError(key, value, "must not be empty", remedy)
+        if any(category(c) in ("Cc", "Cs") for c in value):
+            raise RecipeError(key, value, "has a control character", "take it out")
 
 
 def _validate_batch(config: Config) -> None:
@@ -226,6 +247,25 @@ def _validate_filters(config: Config) -> None:
         raise RecipeError("buffer.target_staleness", target, "must be -1, or 0 or more", remedy)
 
 
+def _validate_shaping(config: Config) -> None:
+    tasks = config.tasks
+    if re.fullmatch(r"\w+", tasks.format) and tasks.format not in FORMATS:
+        near = difflib.get_close_matches(tasks.format, FORMATS, n=1)
+        remedy = f'did you mean "{near[0]}"?' if near else "or write a regular expression"
+        rule = f"must be one of {', '.join(FORMATS)}"
+        raise RecipeError("tasks.format", tasks.format, rule, remedy)
+    try:
+        re.compile(tasks.format)
+    except (re.error, OverflowError, RecursionError) as error:
+        rule = f"is no regular expression ({one_line(str(error), 80)})"
+        raise RecipeError("tasks.format", tasks.format, rule, 'such as "<a>.*</a>"') from None
+    clip = tasks.reward_clip
+    is_range = len(clip) == 2 and all(map(math.isfinite, clip)) and clip[0] < clip[1]
+    if clip and not is_range:
+        rule = "must be two finite numbers, the lower first"
+        raise RecipeError("tasks.reward_clip", clip, rule, "write it like [0.0, 1.0]")
+
+
 def _multiples(value: int, of: int) -> str:
     below, above = value // of * of, (value // of + 1) * of
     return f"make it {below} or {above}" if below else f"make it {above}"
@@ -276,7 +316,7 @@ def check_task(config: Config) -> None:
         raise RecipeError("tasks.kind", kind, "has no class name", 'write "my_task.py:MyTask"')
     if place.endswith(".py"):
         if not _is(Path.is_file, place):
-            remedy = "it is looked for from the folder that minirl runs in"
+            remedy = "it is looked for beside the recipe, then in the working folder"
             raise RecipeError("tasks.kind", kind, f"there is no file {one_line(place)}", remedy)
     elif not all(part.isidentifier() for part in place.split(".")):
         remedy = 'write "my_task.py:MyTask" or "package.module:MyTask"'

@@ -14,6 +14,7 @@ from minirl.tasks.arithmetic import (
     MAX_TOTAL,
     STEP_WEIGHTS,
     Arithmetic,
+    Difficulty,
     Problem,
     Step,
     Stream,
@@ -131,3 +132,25 @@ def test_sloppy_demonstrations_guess_and_slip_as_often_as_told() -> None:
     slips = [sloppy_demonstration(p, rng, no_working=0.0, slip=0.2) for p in problems]
     clean = sum(s == demonstration(p) for p, s in zip(problems, slips, strict=True))
     assert clean / 2000 == pytest.approx(0.8**3, abs=0.04)
+
+
+def test_difficulty_is_the_recipes_and_lengths_follow_it() -> None:
+    hard = {"step_weights": [0, 0, 0, 0, 0, 1, 3], "max_amount": 400, "max_start": 900}
+    task = Arithmetic(TasksConfig(options={**hard, "max_total": 2000, "doubles": 0.0}), seed=3)
+    prompts = [str(task.train(index).prompt) for index in range(300)]
+    steps = Counter(prompt.count(" on ") for prompt in prompts)
+    assert set(steps) == {6, 7} and steps[7] > 2 * steps[6]
+    assert not any("doubles" in prompt for prompt in prompts)
+    assert max(int(task.train(index).reference) for index in range(300)) > 500
+    trained = set(prompts)
+    assert trained.isdisjoint(str(e.prompt) for e in task.heldout(100))
+    few = Arithmetic(TasksConfig(options={"step_weights": [1], "max_start": 2, "max_amount": 1}))
+    assert 0 < len(few.heldout(5000)) < 5000, "it gives up where there are no more"
+
+
+def test_the_defaults_are_the_problems_that_the_tiny_model_was_warmed_up_on() -> None:
+    from minirl.train.tiny import tiny_model_folder
+
+    assert Arithmetic(TasksConfig(), 3).train(5) == TASK.train(5)
+    assert Difficulty(**{**Arithmetic.options, "step_weights": STEP_WEIGHTS}) == Difficulty()
+    assert tiny_model_folder(0).name == "tiny-3b5670c2-seed0"

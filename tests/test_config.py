@@ -197,6 +197,13 @@ def value_of(key: str) -> st.SearchStrategy:
     if key in rules.CHOICES:
         return st.sampled_from(rules.CHOICES[key])
     kind = c.KEYS[key].type
+    if key == c.TABLE:
+        plain = st.integers() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False)
+        plain = plain | st.text(
+            st.characters(exclude_categories=("Cs",), exclude_characters="\x7f")
+        )
+        names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,5}", fullmatch=True)
+        return st.dictionaries(names, plain | st.lists(plain, max_size=3), max_size=3)
     if kind is bool:
         return st.booleans()
     if kind is str:
@@ -205,6 +212,8 @@ def value_of(key: str) -> st.SearchStrategy:
         return st.lists(st.text(max_size=5).filter(lambda t: t.isprintable() and t)).map(tuple)
     if kind == tuple[int, ...]:
         return st.lists(st.integers(0, 10**6)).map(tuple)
+    if kind == tuple[float, ...]:
+        return st.sampled_from([(), (0.0, 1.0), (-1e9, 2.5)])
     limits = rules.RANGES[key]
     if kind is int:
         return st.integers(int(limits.low), int(limits.high))
@@ -224,9 +233,11 @@ def valid_configs(draw: st.DrawFn) -> Config:
     values["rollout.top_k"] = values.get("rollout.top_k", 0) & ~1
     values |= {"train.objective": "decoupled", "train.kl_in": "reward"}
     values["train.dual_clip"] = values.get("train.dual_clip", 0.0) and 3.0
-    for key in ("model.path", "tasks.kind"):
+    for key in ("model.path", "tasks.kind", "tasks.train_split"):
         values[key] = f"x{values.get(key, '')}"
-    return recipe._build(values)
+    values["tasks.format"] = draw(st.sampled_from(["", "boxed", "a+b", r"\d\s.*"]))
+    options = values.pop(c.TABLE, {})
+    return recipe._build(values | {f"{c.TABLE}.{name}": value for name, value in options.items()})
 
 
 quick = settings(
@@ -327,6 +338,9 @@ def test_every_field_is_explained_and_every_number_has_a_range() -> None:
     rules.validate(Config())
 
 
+BUILT_IN = ", ".join(rules.BUILTIN_TASKS)
+
+
 def small(**sections: object) -> Config:
     return dataclasses.replace(Config(), **sections)
 
@@ -410,13 +424,14 @@ def test_check_memory() -> None:
         ("gsm8k", ""),
         ("here.py:MyTask", ""),
         ("package.module:MyTask", ""),
-        ("gsm8", 'is none of arithmetic, gsm8k; did you mean "gsm8k"?'),
-        ("chess", 'is none of arithmetic, gsm8k; your own is "my_task.py:MyTask"'),
-        ("here.py", 'is none of arithmetic, gsm8k; your own is "my_task.py:MyTask"'),
+        ("gsm8", f'is none of {BUILT_IN}; did you mean "gsm8k"?'),
+        ("chess", f'is none of {BUILT_IN}; your own is "my_task.py:MyTask"'),
+        ("here.py", f'is none of {BUILT_IN}; your own is "my_task.py:MyTask"'),
         ("here.py:", 'has no class name; write "my_task.py:MyTask"'),
         (
             "gone.py:MyTask",
-            "there is no file gone.py; it is looked for from the folder that minirl runs in",
+            "there is no file gone.py; "
+            "it is looked for beside the recipe, then in the working folder",
         ),
         (
             "a-b:MyTask",
@@ -448,3 +463,31 @@ def test_find_model(folder: Path) -> None:
     write("model/config.json", '{"num_attention_heads": 2}')
     assert rules.find_model(config) == Path("model")
     assert rules.read_model_config(config, Path("model")) == {"num_attention_heads": 2}
+
+
+def test_files_are_looked_for_beside_the_recipe_and_then_here(folder: Path) -> None:
+    Path("mine").mkdir()
+    for name in ("mine/task.py", "mine/rows.jsonl", "here.py"):
+        write(name, "")
+    mine = write("mine/r.toml", '[tasks]\nkind = "task.py:T"\ndata = "rows.jsonl"\n')
+    tasks = load(mine).config.tasks
+    assert tasks.kind == f"{folder / 'mine/task.py'}:T"
+    assert tasks.data == str(folder / "mine/rows.jsonl")
+    leaf = write("leaf.toml", 'extends = "mine/r.toml"\n')
+    assert load(leaf).config.tasks == tasks, "beside the recipe that names it"
+    assert load(mine, ["tasks.kind=here.py:T"]).config.tasks.kind == f"{folder / 'here.py'}:T"
+    for kind in ("task.py:T", "package.module:T", "gsm8k"):  # not here, or no file at all
+        assert load(mine, [f"tasks.kind={kind}"]).config.tasks.kind == kind
+    saved = write("saved.toml", recipe.to_toml(load(mine).config))
+    assert load(saved).config == load(mine).config
+
+
+def test_options_come_from_every_layer_and_each_knows_where(folder: Path) -> None:
+    write("base.toml", '[tasks.options]\na = 1\nb = ["x", "y\\n"]\n')
+    leaf = write("leaf.toml", 'extends = "base.toml"\ntasks.options.a = 2\n')
+    loaded = load(leaf, ["tasks.options.c=0.5", "tasks.options={d=true}"])
+    assert loaded.config.tasks.options == {"a": 2, "b": ["x", "y\n"], "c": 0.5, "d": True}
+    assert loaded.origins["tasks.options.b"] == "base.toml:3"
+    assert 'options = {a = 2, b = ["x", "y\\n"], c = 0.5, d = true}' in recipe.to_toml(
+        loaded.config
+    )

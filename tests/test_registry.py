@@ -8,9 +8,10 @@ import pytest
 from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.records import Answer, Example, StopReason
+from minirl.rules import BUILTIN_TASKS
 from minirl.tasks import Task
 from minirl.tasks.arithmetic import Arithmetic
-from minirl.tasks.registry import make_task, self_check
+from minirl.tasks.registry import BUILT_IN, make_task, self_check
 
 TASK = """
 from minirl.records import Example
@@ -112,6 +113,29 @@ def test_a_kind_that_leads_nowhere_is_one_recipe_error(kind: str) -> None:
     assert caught.value.key == "tasks.kind" and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["arithmetic", "countdown"])
+def test_generated_tasks_prove_themselves(kind: str) -> None:
+    checked = self_check(make_task(config_for(kind)), kind)
+    assert checked.num_right == 32 and checked.num_wrong >= 28
+
+
+def test_the_built_in_tasks_are_those_that_the_rules_name() -> None:
+    assert tuple(sorted(BUILT_IN)) == tuple(sorted(BUILTIN_TASKS))
+
+
+def test_a_task_without_a_reward_says_so(tmp_path: Path) -> None:
+    text = "from minirl.tasks import Task\n\nclass Doubling(Task):\n    "
+    text += "def load(self, split): return [{'prompt': 'a', 'reference': 'b'}]"
+    with pytest.raises(RecipeError, match="Doubling has no reward"):
+        self_check(task_from(tmp_path, text), "mine.py:Doubling")
+
+
+def test_a_constructor_that_raises_is_one_recipe_error(tmp_path: Path) -> None:
+    text = "class Doubling:\n    def __init__(self, config, seed): raise OSError('no disk')"
+    with pytest.raises(RecipeError, match=r"cannot be loaded \(OSError: no disk\)"):
+        task_from(tmp_path, text)
+
+
 class Plain:
     """A right task, to be broken one way at a time."""
 
@@ -159,14 +183,53 @@ class Single(Plain):
     num_train = 1
 
 
-@pytest.mark.parametrize("task", [Plain(), SameReferences(), Single()])
+class Spellings(Plain):
+    """7 and 7.0 are two references and one answer."""
+
+    def train(self, index: int) -> Example:
+        number = index // 2
+        return Example(str(index), str(number) if index % 2 else f"{number}.0")
+
+    def reward(self, example: Example, answer: Answer) -> float:
+        return float(float(answer.text) == float(example.reference))
+
+
+class Partial(Plain):
+    def reward(self, example: Example, answer: Answer) -> float:
+        return 1.0 if answer.text == example.reference else 0.3
+
+
+@pytest.mark.parametrize("task", [Plain(), SameReferences(), Single(), Spellings(), Partial()])
 def test_a_right_task_passes(task: Task) -> None:
     self_check(task, "mine")
+
+
+class OneWay(Plain):
+    """Takes 8 for 7, but not 7 for 8."""
+
+    def reward(self, example: Example, answer: Answer) -> float:
+        return float(int(answer.text) - int(example.reference) in (0, 1))
+
+
+class Raising(Plain):
+    def reward(self, example: Example, answer: Answer) -> float:
+        raise KeyError("no such column")
+
+
+class WrongInTest(Plain):
+    def heldout(self, count: int) -> list[Example]:
+        return [Example("a", "b"), Example("a", "31")]
+
+    def reward(self, example: Example, answer: Answer) -> float:
+        return float(answer.text == example.reference and example.prompt != "a")
 
 
 @pytest.mark.parametrize(
     ("task", "why"),
     [
+        (OneWay(), "a wrong answer scores 1"),
+        (Raising(), r"its self-check failed \(KeyError: 'no such column'\)"),
+        (WrongInTest(), "its own reference scores 0, not 1"),
         (WrongSolution(), "its own reference scores 0, not 1"),
         (LastIsWrong(), "its own reference scores 0, not 1"),
         (NotANumber(), "its own reference scores nan, not 1"),

@@ -16,6 +16,7 @@ SUBJECTS = (
     "plan",
     "machine",
     "recipe",
+    "data",
     "replay",
     "sweep",
 )

@@ -21,6 +21,7 @@ from enum import StrEnum
 
 from minirl.config import TasksConfig
 from minirl.records import Answer, Example, StopReason
+from minirl.tasks import Task, need
 
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 NAMES = ("Tom", "Ann", "Ben", "Eva", "Max", "Zoe", "Sam", "Mia")
@@ -33,6 +34,20 @@ DOUBLES = "doubles"
 STEP_WEIGHTS = (0.20, 0.24, 0.20, 0.14, 0.10, 0.07, 0.05)  # of 1, 2, ... 7 steps
 DOUBLES_SHARE = 0.12
 MAX_START, MAX_AMOUNT, MAX_TOTAL = 20, 9, 60
+
+
+@dataclass(frozen=True)
+class Difficulty:
+    """What [tasks.options] sets. The defaults are what the tiny model is warmed up on."""
+
+    step_weights: tuple[float, ...] = STEP_WEIGHTS
+    max_start: int = MAX_START
+    max_amount: int = MAX_AMOUNT
+    max_total: int = MAX_TOTAL
+    doubles: float = DOUBLES_SHARE
+
+
+DEFAULT = Difficulty()
 HELDOUT_SHARE = 8  # one problem in so many is held out
 
 _MARK = "#### "
@@ -104,34 +119,47 @@ class Problem:
 
 
 def draw_problem(
-    seed: int, stream: Stream, index: int, step_weights: Sequence[float] = STEP_WEIGHTS
+    seed: int,
+    stream: Stream,
+    index: int,
+    step_weights: Sequence[float] | None = None,
+    difficulty: Difficulty = DEFAULT,
 ) -> Problem:
     """The problem at `index` of a stream, the same at every call and on its stream's side."""
     rng = random.Random(f"{seed}/{stream.value}/{index}")
-    num_steps = rng.choices(range(1, len(step_weights) + 1), step_weights)[0]
+    weights = difficulty.step_weights if step_weights is None else step_weights
+    num_steps = rng.choices(range(1, len(weights) + 1), weights)[0]
     while True:  # the redraw keeps num_steps, and with it the distribution of lengths
-        problem = _draw(rng, num_steps)
+        problem = _draw(rng, num_steps, difficulty)
         if problem.is_heldout == stream.is_heldout:
             return problem
 
 
-def _draw(rng: random.Random, num_steps: int) -> Problem:
-    name, thing, start = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, MAX_START)
+def _draw(rng: random.Random, num_steps: int, difficulty: Difficulty) -> Problem:
+    name, thing = rng.choice(NAMES), rng.choice(THINGS)
+    start = rng.randint(2, difficulty.max_start)
     more, less = rng.sample(MORE, len(MORE)), rng.sample(LESS, len(LESS))
     total, steps = start, []
     for day in DAYS[:num_steps]:
-        step = _draw_step(rng, day, total, more, less)
+        step = _draw_step(rng, day, total, (more, less), difficulty)
         total = step.apply(total)
         steps.append(step)
     return Problem(name, thing, start, tuple(steps))
 
 
-def _draw_step(rng: random.Random, day: str, total: int, more: list[str], less: list[str]) -> Step:
-    """A step that keeps the total between 1 and MAX_TOTAL; takes its verb from `more` or `less`."""
-    if 2 * total <= MAX_TOTAL and rng.random() < DOUBLES_SHARE:
+def _draw_step(
+    rng: random.Random,
+    day: str,
+    total: int,
+    verbs: tuple[list[str], list[str]],
+    difficulty: Difficulty,
+) -> Step:
+    """A step that keeps the total between 1 and max_total; takes its verb from more or less."""
+    more, less = verbs
+    if 2 * total <= difficulty.max_total and rng.random() < difficulty.doubles:
         return Step(day, DOUBLES, 0)
-    amount = rng.randint(1, MAX_AMOUNT)
-    can_add, can_take = total + amount <= MAX_TOTAL, total - amount >= 1
+    amount = rng.randint(1, difficulty.max_amount)
+    can_add, can_take = total + amount <= difficulty.max_total, total - amount >= 1
     is_more = can_add if can_add != can_take else rng.random() < 0.5
     return Step(day, (more if is_more else less).pop(), amount)
 
@@ -162,25 +190,47 @@ def sloppy_demonstration(
     return f"{working} {_MARK}{total}"
 
 
-class Arithmetic:
-    """The task (see `minirl.tasks.Task`). Its prompts are text; the answer starts with a space."""
+class Arithmetic(Task):
+    """Its prompts are text; the answer starts with a space."""
 
     num_train = 2**31
+    options = {  # noqa: RUF012
+        "step_weights": list(STEP_WEIGHTS),
+        "max_start": MAX_START,
+        "max_amount": MAX_AMOUNT,
+        "max_total": MAX_TOTAL,
+        "doubles": DOUBLES_SHARE,
+    }
 
     def __init__(self, config: TasksConfig, seed: int = 0):
-        self.seed = seed
+        super().__init__(config, seed)
+        given, weights = self.options, self.options["step_weights"]
+        is_weights = all(type(w) in (int, float) and w >= 0 for w in weights)
+        is_weights = is_weights and 1 <= len(weights) <= len(DAYS) and sum(weights) > 0
+        rule = "must be the weights of 1, 2, … up to 7 steps, not all 0"
+        need(self, "step_weights", is_weights, rule)
+        need(self, "max_amount", given["max_amount"] >= 1, "must be at least 1")
+        need(self, "max_start", given["max_start"] >= 2, "must be at least 2")
+        most = given["max_start"] + given["max_amount"]
+        rule = "must be at least max_start + max_amount, so that every step can be taken"
+        need(self, "max_total", given["max_total"] >= most, rule)
+        need(self, "doubles", 0 <= given["doubles"] <= 1, "must be a share between 0 and 1")
+        self.difficulty = Difficulty(**{**given, "step_weights": tuple(map(float, weights))})
+
+    def _drawn(self, stream: Stream, index: int) -> Example:
+        return _example(draw_problem(self.seed, stream, index, difficulty=self.difficulty))
 
     def train(self, index: int) -> Example:
-        return _example(draw_problem(self.seed, Stream.TRAIN, index))
+        return self._drawn(Stream.TRAIN, index)
 
     def heldout(self, count: int) -> Sequence[Example]:
-        """`count` different examples."""
+        """`count` different examples, where there are so many."""
         found: dict[str, Example] = {}
-        index = 0
-        while len(found) < count:
-            example = _example(draw_problem(self.seed, Stream.HELDOUT, index))
+        for index in range(100 * count + 1000):  # an easy setting has few different problems
+            if len(found) == count:
+                break
+            example = self._drawn(Stream.HELDOUT, index)
             found.setdefault(str(example.prompt), example)
-            index += 1
         return list(found.values())
 
     def reward(self, example: Example, answer: Answer) -> float:

@@ -72,10 +72,27 @@ class Consumed:
 
 
 def encode(example: Example, tokenizer: Any) -> tuple[int, ...]:
-    """Text as it is; chat messages through the model's own template."""
+    """What the model sees. A template writes its own special tokens, so none are added to it."""
+    is_templated = not isinstance(example.prompt, str) and has_template(tokenizer)
+    text = render(example, tokenizer)
+    if is_templated:
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
+    return tuple(tokenizer.encode(text))
+
+
+def render(example: Example, tokenizer: Any) -> str:
+    """Text as it is; chat messages through the model's own template. A model without one gets the
+    text of a single message and a line break, and of several messages "role: text" a line each,
+    with "assistant:" at the end."""
     if isinstance(example.prompt, str):
-        return tuple(tokenizer.encode(example.prompt))
-    text = tokenizer.apply_chat_template(
-        list(example.prompt), tokenize=False, add_generation_prompt=True
-    )
-    return tuple(tokenizer.encode(text, add_special_tokens=False))
+        return example.prompt
+    messages = list(example.prompt)
+    if has_template(tokenizer):
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    if len(messages) == 1:
+        return f"{messages[0]['content']}\n"
+    return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:"
+
+
+def has_template(tokenizer: Any) -> bool:
+    return getattr(tokenizer, "chat_template", "its own") is not None

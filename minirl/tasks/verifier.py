@@ -11,7 +11,7 @@ been GRADING and for how long, replaces the worker, and may have the group grade
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from minirl.shm.board import BoardWriter, State
 from minirl.shm.ring import TrajectoryRing
 from minirl.tasks import Task
 from minirl.tasks.registry import make_task
+from minirl.tasks.shaping import is_formed
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Graded:
     rewards: tuple[float | None, ...]  # None: failed, as `error` says
     texts: tuple[str, ...]
     error: str = ""
+    formed: tuple[bool, ...] = ()  # which have the form of tasks.format, where it is set
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,15 @@ def run(setup: VerifierSetup, board: BoardWriter, pipe: Connection) -> None:
         request = pipe.recv()
         if not isinstance(request, Grade):
             return
-        pipe.send(grade(request, task, setup.ring, tokenizer, board))
+        graded = grade(request, task, setup.ring, tokenizer, board)
+        pipe.send(with_forms(graded, setup.config.tasks.format))
+
+
+def with_forms(graded: Graded, format: str) -> Graded:
+    """Here and not in the controller: a regular expression can take for ever."""
+    if not format or not graded.rewards:
+        return graded
+    return replace(graded, formed=tuple(is_formed(format, text) for text in graded.texts))
 
 
 def grade(

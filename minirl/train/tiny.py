@@ -1,4 +1,4 @@
-"""What the tiny model is and where it is kept. No torch: the controller looks here first.
+"""What the tiny model is, its tokenizer, and where it is kept. No torch: the controller looks here.
 
 Takes a seed, gives a folder in the cache; warmup.py says how the model in it is made.
 """
@@ -7,8 +7,12 @@ import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from minirl.tasks.arithmetic import Stream, demonstration, draw_problem
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 # One digit to a token, with its space: " 5" then follows its verb at once, in the prompt and in
 # the working, and a plain induction head finds it. As " " and "5" it would follow a token that is
@@ -70,3 +74,38 @@ def _recipe_hash(recipe: Recipe) -> str:
     problems = [draw_problem(0, Stream.WARMUP, index) for index in range(50)]
     taught = "".join(p.prompt + demonstration(p) for p in problems)
     return hashlib.sha256(f"{recipe}{PIECES}{taught}".encode()).hexdigest()[:8]
+
+
+def build_tokenizer() -> "Tokenizer":
+    """Byte-level BPE in which each word of the task is one token, the same for every seed."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    problems = [draw_problem(0, Stream.WARMUP, index) for index in range(2000)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,  # more than there are pieces: about 430 come out
+        special_tokens=["<pad>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((p.prompt + demonstration(p) for p in problems), trainer)
+    return tokenizer
+
+
+class TinyTokenizer:
+    """The same as the folder's, for who only wants to look at prompts: needs no model built."""
+
+    chat_template = None
+
+    def __init__(self) -> None:
+        self._tokenizer = build_tokenizer()
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids

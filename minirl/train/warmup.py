@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
 
 from minirl.config import TasksConfig
@@ -41,7 +41,7 @@ from minirl.tasks.arithmetic import (
     draw_problem,
     sloppy_demonstration,
 )
-from minirl.train.tiny import PIECES, RECIPE, Recipe, tiny_model_folder
+from minirl.train.tiny import RECIPE, Recipe, build_tokenizer, tiny_model_folder
 
 hide_broken_torchvision()
 
@@ -109,27 +109,6 @@ def build_tiny_model(folder: Path, seed: int, report: Report, recipe: Recipe = R
                 return
             report(f"warm-up: attempt {attempt + 1} failed, starting over with another sub-seed")
     raise MinirlError(f"warm-up: no model after {recipe.max_attempts} attempts with seed {seed}")
-
-
-def build_tokenizer() -> Tokenizer:
-    """Byte-level BPE in which each word of the task is one token, the same for every seed."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    problems = [draw_problem(0, Stream.WARMUP, index) for index in range(2000)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=512,  # more than there are pieces: about 430 come out
-        special_tokens=["<pad>", "<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((p.prompt + demonstration(p) for p in problems), trainer)
-    return tokenizer
 
 
 def _enrol(tokenizer: Tokenizer, recipe: Recipe, seed: int, attempt: int, report: Report) -> Pupil:

@@ -1,0 +1,137 @@
+"""Competition mathematics: the answer is an expression, compared by value (math-verify, sympy).
+
+An answer is right when the model ended it and math-verify finds the expression in its last box
+equal to the reference; without a box, the expression that math-verify itself finds in the text
+(after "the answer is", in $…$, or the last one). The reference column may hold the bare answer or a
+worked solution that ends in a box.
+
+math-verify bounds its own time by SIGALRM, which works in a process's main thread only: there, as
+in a verifier, a comparison that takes too long raises, and the group is dropped (rule 7). In
+another thread nothing bounds it but tasks.timeout_s.
+
+Leaves out: proofs, and answers with units: these are what the text says.
+"""
+
+import logging
+import re
+import threading
+from functools import cache, lru_cache
+from typing import Any
+
+from minirl.config import TasksConfig
+from minirl.errors import RecipeError
+from minirl.records import Answer, Example, StopReason
+from minirl.tasks import Task
+from minirl.tasks.answers import final, last_box
+from minirl.tasks.gsm8k import instructed
+from minirl.tasks.sources import Row
+
+INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
+LIMIT_S = 5
+MAX_CHARS = 1000
+"""A longer box is wrong: no reference comes near it, and to parse it costs."""
+
+
+class Mathematics(Task):
+    data = "DigitalLearningGmbH/MATH-lighteval"
+    prompt_column, reference_column = "problem", "solution"
+    options = {"instruction": INSTRUCTION}  # noqa: RUF012
+
+    def __init__(self, config: TasksConfig, seed: int = 0):
+        super().__init__(config, seed)
+        _warm_up()
+
+    def example(self, row: Row) -> Example:
+        asked = super().example(row)
+        reference = last_box(asked.reference)
+        prompt = instructed(asked, self.options["instruction"])
+        return Example(prompt, asked.reference if reference is None else reference)
+
+    def reward(self, example: Example, answer: Answer) -> float:
+        return float(answer.stop is StopReason.STOP and is_equal(example.reference, answer.text))
+
+    def solution(self, example: Example) -> str:
+        return rf"\boxed{{{example.reference}}}"
+
+
+def is_equal(reference: str, answer: str) -> bool:
+    """Whether the answer's result is the reference. Raises where the reference cannot be read, or
+    where it took too long to say."""
+    _warm_up()
+    from math_verify.errors import TimeoutException
+
+    try:
+        return _is_equal(reference, answer)
+    except TimeoutException:  # no Exception by its class: it would take the verifier down
+        raise TimeoutError(f"math-verify took longer than {LIMIT_S} s") from None
+
+
+def _is_equal(reference: str, answer: str) -> bool:
+    box = last_box(final(answer))
+    if box is not None and (len(box) > MAX_CHARS or _base(box) not in (0, _base(reference))):
+        return False
+    wanted = _parsed(reference)
+    if not wanted:
+        raise ValueError(f"the reference {reference!r} cannot be read as mathematics")
+    given = _parsed(final(answer)[-MAX_CHARS:], is_text=True) if box is None else _parsed(box)
+    if not given:
+        return False
+    from math_verify import verify
+
+    is_interval = any(mark in reference for mark in ("[", "]", r"\infty", r"\cup"))
+    return verify(
+        list(wanted),
+        list(given),
+        allow_set_relation_comp=is_interval,  # x ≤ 3 for (-∞, 3], but no point for 1 < x < 2
+        timeout_seconds=_limit_s(),
+        raise_on_error=True,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _parsed(latex: str, is_text: bool = False) -> tuple[Any, ...]:
+    """What math-verify makes of it. Empty: nothing that it can read."""
+    from math_verify import parse
+
+    text = latex if is_text else rf"\boxed{{{plain(latex)}}}"
+    return tuple(parse(text, parsing_timeout=_limit_s(), raise_on_error=True))
+
+
+@cache
+def _warm_up() -> None:
+    """sympy imports much of itself at the first comparison: not within anybody's time limit."""
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        rule = "math-verify is not installed"
+        raise RecipeError("tasks.kind", "math", rule, "pip install 'minirl[math]'") from None
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of having no time limit
+    sides = [parse(text, parsing_timeout=None) for text in ("$(x+1)^2$", "$x^2+2x+1$")]
+    verify(*sides, timeout_seconds=None)
+
+
+def _limit_s() -> int | None:
+    is_main = threading.current_thread() is threading.main_thread()
+    return LIMIT_S if is_main else None
+
+
+def plain(latex: str) -> str:
+    """What math-verify would stumble over, in words that it knows."""
+    latex = re.sub(r"(?:\\ |[\s.])+$", "", latex)
+    latex = re.sub(r"\\text\{\s*(-?\d[\d.,/]*)([^{}]*)\}", r"\1\\text{\2}", latex)
+    latex = re.sub(r"(?<![\d.}])(\d+) (\d+)/(\d+)(?!\d)", r"\1\\frac{\2}{\3}", latex)
+    return re.sub(r"(\d*)\.(\d*)\\overline\{(\d+)\}", _recurring, latex)
+
+
+def _recurring(match: re.Match[str]) -> str:
+    """0.1\\overline{6} as 15/90."""
+    whole, once, again = match.groups()
+    bottom = (10 ** len(again) - 1) * 10 ** len(once)
+    top = int(whole + once + again) - int(whole + once or "0")
+    return rf"\frac{{{top}}}{{{bottom}}}"
+
+
+def _base(latex: str) -> int:
+    """17_8 is written to base 8; 0 where no base is written."""
+    match = re.fullmatch(r"\s*[\dA-F]+_\{?(\d{1,2})\}?\s*", latex)
+    return int(match[1]) if match else 0

@@ -1,0 +1,132 @@
+"""`minirl data`: what it shows is what a run would see."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from minirl.config import Config
+from minirl.errors import RecipeError
+from minirl.model import load_tokenizer, load_tokenizer_alone
+from minirl.records import Example
+from minirl.tasks.prompts import encode, render
+from minirl.tasks.registry import make_task
+from minirl.tasks.survey import survey
+
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
+ROWS = [
+    ("What is 1 + 1?", "2"),
+    ("What is 2 + 2?", "#### 4"),
+    ("what is  1 + 1?", "2"),  # but for case and space, the first again
+    ("What is 3 + 3? " + "Think! " * 40, "6"),
+]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    for split, rows in (("train", ROWS), ("test", [("What is 2 + 2?", "4"), ("And 5?", "5")])):
+        lines = [json.dumps({"question": q, "answer": a}) for q, a in rows]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
+    path = tmp_path / "r.toml"
+    path.write_text('[tasks]\nkind = "gsm8k"\ndata = "."\nmax_prompt_tokens = 200\n')
+    return path
+
+
+@pytest.fixture(scope="module")
+def with_template(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("chat")
+    tokenizer = AutoTokenizer.from_pretrained(tied_folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    # Python itself says which modules were loaded: none of them may be torch.
+    return subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "minirl.cli", "data", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"},
+    )
+
+
+def is_loaded(done: subprocess.CompletedProcess[str], module: str) -> bool:
+    return any(line.split("|")[-1].strip() == module for line in done.stderr.splitlines())
+
+
+def test_the_tiny_models_view_of_rows_of_ones_own(recipe: Path) -> None:
+    done = run(str(recipe), "--show", "1", cwd=recipe.parent.parent)  # from another folder
+    assert done.returncode == 0, done.stderr[-2000:]
+    shown = done.stdout
+    assert "What is 1 + 1?\nPlease reason step by step" in shown and "reference: 2" in shown
+    for line in (
+        "4 references score 1",
+        "1 of 4 (25.0%) above tasks.max_prompt_tokens = 200",
+        "1 prompts that came before",
+        "1 of 2 held-out prompts are trained on, such as",
+        "the model has none",
+        "tokens of a training prompt",
+    ):
+        assert line in shown, shown
+    assert not is_loaded(done, "torch") and is_loaded(done, "tokenizers")
+
+
+def test_a_chat_template_is_applied_without_torch(recipe: Path, with_template: Path) -> None:
+    done = run(str(recipe), "--set", f"model.path={with_template}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "<|user|>What is 1 + 1?" in done.stdout and "####.<|assistant|>" in done.stdout
+    assert not is_loaded(done, "torch")
+
+
+def test_a_wrong_recipe_is_one_line(recipe: Path) -> None:
+    done = run(str(recipe), "--set", "tasks.prompt_column=q")
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2
+    assert last.startswith("minirl: tasks.data = ") and 'line 1 has no column "q"' in last
+    assert "name yours in tasks.prompt_column" in last
+
+
+def test_the_light_tokenizer_is_the_runs_own(with_template: Path, tied_folder: Path) -> None:
+    chat = Example(({"role": "user", "content": "Tom has 7 apples."},), "")
+    for folder in (with_template, tied_folder):
+        base = Config()
+        config = replace(base, model=replace(base.model, path=str(folder)))
+        light, whole = load_tokenizer_alone(config), load_tokenizer(folder, False)
+        for example in (chat, Example("Tom has 7 apples.", "")):
+            assert encode(example, light) == encode(example, whole)
+            assert render(example, light) == render(example, whole)
+
+
+def test_a_model_without_a_template_gets_plain_text(tied_folder: Path) -> None:
+    tokenizer = load_tokenizer(tied_folder, False)
+    one = ({"role": "user", "content": "2?"},)
+    assert render(Example(one, ""), tokenizer) == "2?\n"
+    several = ({"role": "system", "content": "Brief."}, *one)
+    assert render(Example(several, ""), tokenizer) == "system: Brief.\nuser: 2?\nassistant:"
+
+
+def test_the_histogram_counts_every_prompt() -> None:
+    from minirl.train.tiny import TinyTokenizer
+
+    config = Config()
+    found = survey(config, make_task(config), TinyTokenizer(), limit=300)
+    lines = list(found.histogram())
+    assert sum(int(line.split()[-1]) for line in lines) == 300 and 5 <= len(lines) <= 10
+    assert len(found.test.examples) == config.eval.num_prompts
+    assert dict(found.rows())["in both"] == "0 of 256 held-out prompts are trained on"
+
+
+def test_no_model_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    base = Config()
+    config = replace(base, model=replace(base.model, path="nobody/no-such-model-here"))
+    with pytest.raises(RecipeError, match="cannot be had from the hub"):
+        load_tokenizer_alone(config)

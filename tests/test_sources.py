@@ -1,0 +1,210 @@
+"""Rows from files: every kind gives the same, and a bad row is one line with its place."""
+
+import csv
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minirl.config import Config, TasksConfig
+from minirl.errors import RecipeError
+from minirl.records import Answer, Example, StopReason
+from minirl.tasks import Task
+from minirl.tasks.countdown import Countdown
+from minirl.tasks.gsm8k import INSTRUCTION, Gsm8k
+from minirl.tasks.mathematics import Mathematics
+from minirl.tasks.registry import make_task, self_check
+
+ROWS = [{"q": f"What is {i}, twice?", "a": str(2 * i), "more": i} for i in range(60)]
+
+
+class Plain(Task):
+    def reward(self, example: Example, answer: Answer) -> float:
+        return float(answer.text == example.reference)
+
+
+def config(data: Path | str, **changes: Any) -> TasksConfig:
+    base = TasksConfig(data=str(data), prompt_column="q", reference_column="a")
+    return replace(base, **changes)
+
+
+def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0].keys())
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".csv", ".parquet"])
+def test_one_file_holds_out_a_tenth_by_its_prompts(tmp_path: Path, kind: str) -> None:
+    task = Plain(config(write(tmp_path / f"rows{kind}")))
+    test = task.heldout(100)
+    train = [task.train(i) for i in range(task.num_train)]
+    everything = {Example(row["q"], row["a"]) for row in ROWS}
+    assert {*test, *train} == everything and len(test) + len(train) == 60
+    assert 1 <= len(test) <= 15
+    assert list(test) == list(Plain(config(write(tmp_path / "again.jsonl"))).heldout(100))
+    backwards = Plain(config(write(tmp_path / "back.jsonl", ROWS[::-1])))
+    assert set(backwards.heldout(100)) == set(test), "the order does not matter"
+    self_check(task, "mine")
+
+
+def test_a_handful_of_rows_still_holds_one_out(tmp_path: Path) -> None:
+    task = Plain(config(write(tmp_path / "rows.jsonl", ROWS[:2])))
+    assert (task.num_train, len(task.heldout(5))) == (1, 1)
+
+
+def test_a_folder_has_a_file_a_split_and_parts_are_one(tmp_path: Path) -> None:
+    write(tmp_path / "data" / "train-00000-of-00002.parquet", ROWS[:20])
+    write(tmp_path / "data" / "train-00001-of-00002.parquet", ROWS[20:30])
+    write(tmp_path / "data" / "dev.csv", ROWS[30:33])
+    task = Plain(config(tmp_path, test_split="dev"))
+    assert task.num_train == 30 and task.train(29).reference == "58"
+    assert [e.reference for e in task.heldout(2)] == ["60", "62"]
+    held = Plain(config(tmp_path, test_split=""))
+    assert held.num_train + len(held.heldout(99)) == 30
+
+
+def test_a_set_as_the_hub_library_saves_it_for_offline_use(tmp_path: Path) -> None:
+    """`datasets` itself reads the folder where it is given a name that is no file of ours."""
+    from datasets import load_dataset
+
+    write(tmp_path / "train.jsonl")
+    rows = load_dataset("json", data_files=str(tmp_path / "train.jsonl"), split="train")
+    rows.to_parquet(tmp_path / "out.parquet")
+    assert Plain(config(tmp_path / "out.parquet")).num_train > 40
+
+
+def test_prompts_may_be_messages_and_references_numbers(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
+    rows = [{"q": chat, "a": 2}, {"q": chat[1:], "a": [1, "x"]}]
+    write(tmp_path / "train.jsonl", rows)
+    task = Plain(config(tmp_path))
+    assert task.train(0) == Example(tuple(chat), "2")
+    assert task.train(1).reference == '[1, "x"]'
+
+
+BAD = [
+    ("train.jsonl", '{"q": 1', "line 1 is not JSON"),
+    ("train.jsonl", '{"q": "a", "a": "b"}\n[1]', "line 2 is no JSON object"),
+    ("train.jsonl", '{"q": "a", "b": "c"}', 'line 1 has no column "a", it has q, b'),
+    ("train.jsonl", '{"q": "a", "a": null}', 'line 1 is empty in its column "a"'),
+    ("train.jsonl", '\n\n{"q": " ", "a": "b"}', 'line 3 has no prompt in its column "q"'),
+    (
+        "train.jsonl",
+        '{"q": [{"role": "user"}], "a": "b"}',
+        'line 1 has no prompt in its column "q"',
+    ),
+    ("train.jsonl", '{"q": 7, "a": "b"}', 'line 1 has no prompt in its column "q": 7'),
+    ("train.jsonl", "", "has no rows to train on"),
+    ("train.csv", "q,a\n1,2,3\n", "line 2 has more cells than the 2 columns"),
+    ("train.csv", "q,b\n1,2\n", 'line 2 has no column "a"'),
+    ("train.csv", "q,a\n1\n", 'line 2 is empty in its column "a"'),
+    ("train.parquet", "no", "is not parquet"),
+    ("x.txt", "no", "is a file of another kind"),
+    ("train.jsonl", b"\xff\xfe", "is not UTF-8 text"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "line"), BAD)
+def test_a_bad_row_is_one_line_with_its_place(
+    tmp_path: Path, name: str, text: str | bytes, line: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(RecipeError) as caught:
+        Plain(config(path if path.suffix == ".txt" else tmp_path)).train(0)
+    assert line in str(caught.value) and "\n" not in str(caught.value)
+    assert name in str(caught.value) or line.endswith("train on")
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ("", "this task has no data of its own"),
+        ("./gone", "there is no such file or folder"),
+        ("gone.jsonl", "there is no such file or folder"),
+    ],
+)
+def test_no_data_is_one_line(data: str, line: str) -> None:
+    with pytest.raises(RecipeError, match=line):
+        Plain(config(data)).train(0)
+
+
+class Lists(Plain):
+    def load(self, split: str) -> list[Any]:
+        return [Example("a", "b"), {"q": "c", "a": "d"}, 7][: 3 if split == "train" else 2]
+
+
+def test_load_may_give_examples_and_dicts_and_nothing_else() -> None:
+    task = Lists(config(""))
+    assert task.heldout(9) == [Example("a", "b"), Example("c", "d")]
+    with pytest.raises(RecipeError, match="row 3 of train is neither a dict nor an Example"):
+        task.train(0)
+
+
+def test_a_verifier_reads_no_data() -> None:
+    task = Gsm8k(TasksConfig(data="gone.jsonl"))
+    assert task.reward(Example("", "12"), Answer("#### 12", StopReason.STOP, 1)) == 1.0
+
+
+def test_built_in_tasks_take_ones_own_rows_and_columns(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl")
+    write(tmp_path / "test.jsonl", ROWS[:3])
+    gsm8k = Gsm8k(config(tmp_path))
+    assert gsm8k.train(4).reference == "8"
+    assert gsm8k.train(4).prompt == (
+        {"role": "user", "content": f"What is 4, twice?\n{INSTRUCTION}"},
+    )
+    bare = Gsm8k(config(tmp_path, options={"instruction": ""}))
+    assert bare.train(4).prompt == ({"role": "user", "content": "What is 4, twice?"},)
+    worked = [{"q": "Half?", "a": r"It is \boxed{\frac{1}{2}}."}, {"q": "Third?", "a": "1/3"}]
+    write(tmp_path / "train.jsonl", worked)
+    math = Mathematics(config(tmp_path))
+    assert [math.train(i).reference for i in range(2)] == [r"\frac{1}{2}", "1/3"]
+    self_check(math, "math")
+    rows = [{"q": [1, 2, 3], "a": 6}, {"q": "[4, 5]", "a": "20"}]
+    countdown = Countdown(config(write(tmp_path / "train.jsonl", rows).parent, test_split=""))
+    self_check(countdown, "countdown")
+    assert countdown.num_train == 1
+
+
+def test_a_reference_without_a_number_is_a_bad_row(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", [{"q": "x", "a": "none"}])
+    with pytest.raises(RecipeError, match='line 1 has no number in its column "a"'):
+        Gsm8k(config(tmp_path)).train(0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "line"),
+    [
+        ("gsm8k", {"instrution": ""}, "is no option of this task, it has instruction; did you"),
+        ("gsm8k", {"instruction": 3}, "must be text"),
+        ("countdown", {"use": "most"}, 'must be "all" or "some"'),
+        ("countdown", {"max_numbers": 9}, "must be at most 6"),
+        ("countdown", {"min_numbers": 5}, "must be between 2 and max_numbers"),
+        ("arithmetic", {"step_weights": [0, 0]}, "must be the weights of 1, 2, … up to 7 steps"),
+        ("arithmetic", {"step_weights": 3}, "must be a list"),
+        ("arithmetic", {"max_total": 5}, "must be at least max_start + max_amount"),
+        ("arithmetic", {"zzz": 5}, "is no option of this task"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_one_line(
+    kind: str, options: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(RecipeError, match=re.escape(line)) as caught:
+        make_task(Config(tasks=TasksConfig(kind=kind, options=options)))
+    assert caught.value.key == f"tasks.options.{next(iter(options))}"

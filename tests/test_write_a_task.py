@@ -1,0 +1,127 @@
+"""docs/write-a-task.md, run: every file is written, every command typed."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import assert_accounted
+
+from minirl.recipe import load
+from minirl.records import Answer, StopReason
+from minirl.rules import check_task
+from minirl.tasks.registry import make_task, self_check
+
+PAGE = Path(__file__).parent.parent / "docs" / "write-a-task.md"
+BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def blocks() -> Iterator[tuple[str, str, str]]:
+    for match in BLOCK.finditer(PAGE.read_text()):
+        yield match[1], match[2] or "", match[3]
+
+
+COMMANDS = [text.strip() for kind, _, text in blocks() if kind == "sh"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tutorial")
+    for _, name, text in blocks():
+        if name:
+            (folder / name).write_text(text)
+    return folder
+
+
+def minirl(command: str, cwd: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    program, *arguments = command.split()
+    assert program == "minirl"
+    return subprocess.run(
+        [sys.executable, "-m", "minirl.cli", *arguments, *more],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "COLUMNS": "200"},
+        timeout=300,
+    )
+
+
+def test_the_page_has_what_this_file_runs() -> None:
+    assert COMMANDS == [
+        "minirl data backwards.toml",
+        "minirl train backwards.toml --run-dir backwards-run",
+        "minirl data capitals.toml",
+    ]
+    code = {name: text for kind, name, text in blocks() if kind == "python"}
+    assert len([line for line in code["backwards.py"].splitlines() if line.strip()]) <= 11
+
+
+def test_the_task_says_what_is_right(folder: Path) -> None:
+    config = load(folder / "backwards.toml").config
+    check_task(config)
+    task = make_task(config)
+    assert str(self_check(task, config.tasks.kind)) == (
+        "32 references score 1, 32 shuffled ones less"
+    )
+    example = task.train(0)
+    assert (example.prompt, example.reference) == ("aap backwards is", "paa")
+    assert task.reward(example, Answer(f" {example.reference}", StopReason.STOP, 2)) == 1.0
+    assert task.reward(example, Answer(" xyz", StopReason.STOP, 2)) == 0.0
+    trained = {task.train(i).prompt for i in range(task.num_train)}
+    assert trained.isdisjoint(e.prompt for e in task.heldout(100)) and len(trained) == 180
+
+
+def test_an_option_changes_it(folder: Path) -> None:
+    task = make_task(load(folder / "backwards.toml", ["tasks.options.letters=1"]).config)
+    example = task.train(0)
+    assert task.reward(example, Answer(example.reference[0] + "zz", StopReason.STOP, 2)) == 1.0
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("minirl data")])
+def test_it_can_be_looked_at(folder: Path, command: str) -> None:
+    done = minirl(command, folder)
+    assert done.returncode == 0, done.stderr
+    assert "references score 1" in done.stdout and "reference: " in done.stdout
+    assert "0 prompts that came before" in done.stdout
+    assert "held-out prompts are trained on" in done.stdout
+
+
+def test_a_reward_that_contradicts_itself_is_the_line_on_the_page(
+    folder: Path, tmp_path: Path
+) -> None:
+    for name in ("backwards.py", "backwards.toml"):
+        text = (folder / name).read_text().replace("w[::-1]", "w").replace(".strip()", "[::-1]")
+        (tmp_path / name).write_text(text)
+    done = minirl(COMMANDS[0], tmp_path)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "backwards.py:Backwards" in done.stderr
+    assert "its own reference scores 0, not 1" in done.stderr
+
+
+@pytest.mark.vllm
+def test_it_trains_and_goes_on_from_another_folder(
+    folder: Path, tied_folder: Path, tmp_path: Path
+) -> None:
+    model = ("--set", f"model.path={tied_folder}")  # random weights, in the tiny model's place
+    done = minirl(COMMANDS[1], folder, *model, "--set", "tasks.format=.*a.*")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = folder / "backwards-run"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert_accounted(lines, max_staleness=2)
+    assert len(lines) == 2 and all(0 <= line["reward/format_frac"] <= 1 for line in lines)
+    for line in lines:
+        bonus = 0.1 * line["reward/format_frac"]
+        assert line["reward/shaped_mean"] == pytest.approx(line["reward/mean"] + bonus)
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert all("backwards is" in sample["prompt"] for sample in samples)
+    resumed = load(run / "recipe.toml").config  # as --resume reads it, here from another folder
+    before = Path.cwd()
+    os.chdir(tmp_path)
+    try:
+        self_check(make_task(resumed), resumed.tasks.kind)
+    finally:
+        os.chdir(before)
