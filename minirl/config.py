@@ -31,7 +31,7 @@ class ModelConfig:
 @dataclass(frozen=True)
 class TasksConfig:
     kind: str = "arithmetic"
-    """Which task: "arithmetic", "gsm8k", or one's own as "my_task.py:MyTask"."""
+    """Which task: "arithmetic", "gsm8k", "code", or one's own as "my_task.py:MyTask"."""
     data: str = ""
     """Where the task's data is: a hub name or a local folder. Empty: the task's own default."""
     max_prompt_tokens: int = 256
@@ -40,10 +40,18 @@ class TasksConfig:
     """Processes that compute rewards."""
     timeout_s: float = 10.0
     """A reward that takes longer is a failure, and its verifier is replaced."""
+    memory_gib: float = 4.0
+    """What a verifier may allocate; a reward that wants more fails."""
     max_failures: int = 0
     """Rewards of a group that may fail, and are left out; with more the group is dropped."""
     overlong_tokens: int = 0
     """Answers within this many tokens of the limit lose reward, up to 1 at it (DAPO); 0 is off."""
+    code_reward: str = "all"
+    """Of the task "code": 1 if "all" tests pass and else 0, or the "share" of tests that pass."""
+    test_s: float = 2.0
+    """CPU time of one test of the task "code"; its wall time is 4 times that."""
+    unsafe_code: bool = False
+    """Run a model's code with limits but without namespaces, where the kernel has none for us."""
 
 
 @dataclass(frozen=True)

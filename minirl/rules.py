@@ -21,7 +21,7 @@ from minirl.algorithms import ALGORITHMS
 from minirl.config import KEYS, TINY, Config, get
 from minirl.errors import RecipeError, one_line
 
-BUILTIN_TASKS = ("arithmetic", "gsm8k")
+BUILTIN_TASKS = ("arithmetic", "gsm8k", "code")
 FOREIGN_VALUES = {
     "gpu": "cuda",
     "bf16": "bfloat16",
@@ -56,6 +56,7 @@ class Range:
 
 CHOICES = {
     "model.dtype": ("float32", "bfloat16"),
+    "tasks.code_reward": ("all", "share"),
     "devices.kind": ("auto", "cuda", "cpu"),
     "devices.split": ("manual", "auto"),
     "rollout.on_update": ("recompute", "keep"),
@@ -77,6 +78,8 @@ RANGES = {
     "tasks.max_prompt_tokens": Range(1, 10**6, "256 suits short questions"),
     "tasks.verifiers": Range(1, 1024, "one for every few cores is enough"),
     "tasks.timeout_s": Range(0, 86_400, "10 seconds suit most rewards", is_low_open=True),
+    "tasks.memory_gib": Range(0.25, 4096, "4 suits most rewards"),
+    "tasks.test_s": Range(0, 3600, "2 seconds suit most programs", is_low_open=True),
     "tasks.max_failures": Range(0, 4094, "0 drops a group with its first failed reward"),
     "tasks.overlong_tokens": Range(0, 10**6, "0 is off; DAPO takes a fifth of the limit"),
     "devices.rollout": Range(1, 1024, "one box has 1 to 16 devices"),

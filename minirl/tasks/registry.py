@@ -15,6 +15,7 @@ from minirl.tasks import Task
 BUILT_IN = {
     "arithmetic": "minirl.tasks.arithmetic:Arithmetic",
     "gsm8k": "minirl.tasks.gsm8k:Gsm8k",
+    "code": "minirl.tasks.code:Code",
 }
 SELF_CHECK_EXAMPLES = 32
 
