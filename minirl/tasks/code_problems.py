@@ -52,7 +52,7 @@ TRAIN = [
     ),
     _program(
         "A line holds a whole number n of at least 1. Print the numbers from 1 to n on one line "
-        "with spaces between, with Fizz for multiples of 3, Buzz for those of 5, FizzBuzz for both.",
+        "with spaces between: Fizz for multiples of 3, Buzz for those of 5, FizzBuzz for both.",
         "def say(i):\n    return 'Fizz' * (i % 3 == 0) + 'Buzz' * (i % 5 == 0) or str(i)\n"
         "print(*(say(i) for i in range(1, int(input()) + 1)))",
         ("5\n", "1 2 Fizz 4 Buzz\n"),
@@ -182,7 +182,7 @@ HELDOUT = [
     _program(
         "A line holds two positive whole numbers. Print their greatest common divisor and their "
         "least common multiple with a space between.",
-        "from math import gcd\na, b = map(int, input().split())\nprint(gcd(a, b), a * b // gcd(a, b))",
+        "from math import gcd, lcm\na, b = map(int, input().split())\nprint(gcd(a, b), lcm(a, b))",
         ("12 18\n", "6 36\n"),
         ("7 1\n", "1 7\n"),
     ),

@@ -191,16 +191,17 @@ def bind(source: str, target: str, recursive: int, attributes: int) -> None:
 
 
 def drop_privileges() -> None:
-    """Of init, before any code is run. Bounding set first: that still takes a capability."""
+    """Of init, before any code is run, and of the supervisor: as another user it could not kill
+    init any more, nor would the kernel when the supervisor dies."""
     with contextlib.suppress(PermissionError):  # where groups cannot be dropped
         os.setgroups([])
     os.setresgid(INSIDE, INSIDE, INSIDE)
     os.setresuid(INSIDE, INSIDE, INSIDE)
     drop_capabilities()
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # after setresuid, which clears it
 
 
 def drop_capabilities() -> None:
+    """Bounding set first: that still takes one."""
     for capability in range(64):
         LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     LIBC.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
@@ -243,23 +244,19 @@ def install(program: bytes) -> None:
 
 def supervise(settings: dict[str, Any]) -> dict[str, Any] | None:
     """Gives a job in a worker, and None (after its end) in init. Does not come back itself."""
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != settings["parent"]:
-        os._exit(1)
     if settings["is_isolated"]:
         enter()
         build_root(settings)
     else:
         os.chdir(settings["scratch"])
     init = os.fork()
-    if init == 0:
-        if settings["is_isolated"]:
-            drop_privileges()
-        else:
-            LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        return serve(settings)
     if settings["is_isolated"]:
-        drop_capabilities()
+        drop_privileges()
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # last: a change of user clears it
+    if init == 0:
+        return serve(settings)
+    if os.getppid() != settings["parent"]:  # it died before we could ask to die with it
+        os.kill(init, signal.SIGKILL)
     os.close(0)  # only init reads and writes from here on
     os.close(1)
     watched = os.pidfd_open(init)
@@ -294,7 +291,7 @@ def serve(settings: dict[str, Any]) -> dict[str, Any] | None:
             os.closerange(begun[1] + 1, 1024)
             try:
                 confine(settings)
-            except (Broken, OSError, ValueError) as error:
+            except Exception as error:
                 write_all(2, f"{type(error).__name__}: {error}".encode())
                 os._exit(1)
             write_all(begun[1], b"!")
@@ -317,9 +314,7 @@ def write_all(fd: int, data: bytes) -> None:
         left = left[os.write(fd, left) :]
 
 
-def collect(
-    worker: int, out: int, err: int, settings: dict[str, Any]
-) -> tuple[str, bytes, bytes]:
+def collect(worker: int, out: int, err: int, settings: dict[str, Any]) -> tuple[str, bytes, bytes]:
     """Until the worker ends, says too much or takes too long. Then all that is left is killed."""
     deadline, ended = time.monotonic() + settings["wall_s"], os.pidfd_open(worker)
     room = {out: settings["output_bytes"], err: STDERR_BYTES}
