@@ -51,7 +51,7 @@ class TasksConfig:
     test_s: float = 2.0
     """CPU time of one test of the task "code"; its wall time is 4 times that."""
     unsafe_code: bool = False
-    """Run a model's code with limits but without namespaces, where the kernel has none for us."""
+    """Of the task "code": where the kernel gives no namespaces, run a model's code without."""
 
 
 @dataclass(frozen=True)

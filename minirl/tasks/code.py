@@ -56,8 +56,9 @@ class Problem:
 
 class Code:
     def __init__(self, config: TasksConfig, seed: int = 0):
-        self._is_isolated = not config.unsafe_code
-        if self._is_isolated and (why := why_not()):
+        why = why_not()
+        self._is_isolated = not why
+        if why and not config.unsafe_code:
             rule = f"code cannot be sandboxed here ({why})"
             remedy = "see docs/sandbox.md; true runs code with limits alone, as your own user"
             raise RecipeError("tasks.unsafe_code", False, rule, remedy)
