@@ -193,7 +193,9 @@ def without_namespaces(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_where_there_are_no_namespaces_code_is_refused(tmp_path: Path) -> None:
     recipe = tmp_path / "code.toml"
     recipe.write_text('[tasks]\nkind = "code"\n[devices]\nkind = "cpu"\n')
-    done = without_namespaces("-m", "minirl.cli", "train", str(recipe), "--run-dir", str(tmp_path))
+    done = without_namespaces(
+        "-m", "minirl.cli", "train", str(recipe), "--run-dir", str(tmp_path / "run")
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
     assert "tasks.unsafe_code = false: code cannot be sandboxed here" in done.stderr
