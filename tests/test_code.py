@@ -9,14 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crew import crew
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 import minirl
 from minirl.config import Config, TasksConfig
+from minirl.devices import Placement
 from minirl.errors import RecipeError
-from minirl.records import Answer, StopReason
+from minirl.fleet import Role
+from minirl.records import Answer, StopReason, Trajectory
+from minirl.shm.ring import TrajectoryRing
 from minirl.tasks.code import Code, equal, extract
 from minirl.tasks.registry import make_task, self_check
 from minirl.tasks.sandbox import SandboxFailed, why_not
+from minirl.tasks.verifier import Grade, Graded, VerifierSetup
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"no sandbox here: {why_not()}")
 ADD = {
@@ -170,6 +177,26 @@ def test_a_bad_row_is_one_line(tmp_path: Path, line: str, why: str) -> None:
         Code(config_of(data=str(tmp_path)))
     assert caught.value.key == "tasks.data" and why in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_real_verifier_grades_code(folder: Path, tmp_path: Path) -> None:
+    programs = [ADD["solution"], "print(3)", "x = [0] * 10**12", "while True: pass", "1 / 0"]
+    texts = [f"```python\n{program}\n```" for program in programs]
+    words = {text: i for i, text in enumerate(texts)}
+    Tokenizer(WordLevel(words, unk_token=texts[0])).save(str(tmp_path / "tokenizer.json"))
+    ring = TrajectoryRing(num_cells=len(texts), cell_tokens=4)
+    tasks = config_of(data=str(folder), test_s=0.2, code_reward="share", memory_gib=1.0)
+    setup = VerifierSetup(replace(Config(), tasks=tasks), str(tmp_path), ring)
+    with crew(tmp_path / "logs", 1) as inbox:
+        body = "minirl.tasks.verifier:run"
+        verifier = inbox.fleet.spawn(Role.VERIFY, 0, body, setup, Placement("cpu"))
+        for cell in range(len(texts)):
+            ring.write(cell, 7, [0], [cell], [-1.0], [0])
+        answers = [Trajectory(i, 2, 1, StopReason.STOP, 0, 0) for i in range(len(texts))]
+        verifier.send(Grade(7, Code(tasks).train(0), tuple(answers)))
+        graded = inbox.take(verifier, Graded)
+    assert graded.rewards == (1.0, pytest.approx(1 / 3), 0.0, 0.0, 0.0)
+    assert graded.texts == tuple(texts) and graded.error == ""
 
 
 FALLBACK = """

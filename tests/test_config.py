@@ -410,9 +410,9 @@ def test_check_memory() -> None:
         ("gsm8k", ""),
         ("here.py:MyTask", ""),
         ("package.module:MyTask", ""),
-        ("gsm8", 'is none of arithmetic, gsm8k; did you mean "gsm8k"?'),
-        ("chess", 'is none of arithmetic, gsm8k; your own is "my_task.py:MyTask"'),
-        ("here.py", 'is none of arithmetic, gsm8k; your own is "my_task.py:MyTask"'),
+        ("gsm8", 'is none of arithmetic, gsm8k, code; did you mean "gsm8k"?'),
+        ("chess", 'is none of arithmetic, gsm8k, code; your own is "my_task.py:MyTask"'),
+        ("here.py", 'is none of arithmetic, gsm8k, code; your own is "my_task.py:MyTask"'),
         ("here.py:", 'has no class name; write "my_task.py:MyTask"'),
         (
             "gone.py:MyTask",
