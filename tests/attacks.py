@@ -73,6 +73,10 @@ PROGRAMS = {
     ),
     "memory by System V": tried("return syscall(29, 0, 10**8, 0o1600) >= 0"),
     "endless output": "while True:\n    print('x' * 10**4)",
+    "chatter": (
+        "import sys, time\nwhile True:\n    sys.stderr.write('x')\n    sys.stderr.flush()\n"
+        "    time.sleep(0.001)"
+    ),
     "endless errors": "import sys\nwhile True:\n    sys.stderr.write('x' * 10**4)",
     "busy for ever": "while True:\n    pass",
     "asleep for ever": "import time\ntime.sleep(600)",
@@ -152,6 +156,13 @@ PROGRAMS = {
     "kill the parent": tried("os.kill(@PID@, 9)\nreturn True"),
     "kill its own parent": tried("os.kill(os.getppid(), 9)\nos.kill(1, 11)\nreturn False"),
     "kill everybody": "import os\nos.kill(-1, 9)\nprint('went on')",
+    "every signal to init": tried(
+        "for number in range(1, 65):\n    try:\n        os.kill(1, number)\n"
+        "    except OSError:\n        pass\nreturn False"
+    ),
+    "the limits of init": tried(
+        "import resource\nresource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))\nreturn True"
+    ),
     "daemon": tried(
         "import time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
         "        os.close(0); os.close(1); os.close(2)\n        time.sleep(600)\n    os._exit(0)\n"
@@ -273,7 +284,7 @@ FUNCTIONS = {
 # These never end by themselves.
 ENDLESS = (
     *("patient fork bomb", "endless errors", "busy for ever", "asleep for ever"),
-    *("deaf to signals", "thread bomb", "deep recursion"),
+    *("deaf to signals", "thread bomb", "deep recursion", "chatter"),
 )
 # These would be in the way of others: they have a sandbox of their own.
 ALONE = (*ENDLESS, "full disk", "full disk by many", "many files", "deep folders")

@@ -249,6 +249,8 @@ def supervise(settings: dict[str, Any]) -> dict[str, Any] | None:
         build_root(settings)
     else:
         os.chdir(settings["scratch"])
+    # Init gets from inside only what it has a handler for, and Python has one for this.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     init = os.fork()
     if settings["is_isolated"]:
         drop_privileges()
@@ -323,7 +325,7 @@ def collect(worker: int, out: int, err: int, settings: dict[str, Any]) -> tuple[
     while not reason:
         left = deadline - time.monotonic()
         ready = select.select([*open_fds, ended], [], [], max(0.0, left))[0]
-        if not ready:
+        if left <= 0 or not ready:
             reason = "wall time"
         for fd in [fd for fd in open_fds if fd in ready]:
             if not hear(fd, heard[fd], room[fd]):

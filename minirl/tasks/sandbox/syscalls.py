@@ -13,6 +13,7 @@ import struct
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000  # the other table that an x86_64 kernel may serve
 CLONE = {"x86_64": 56, "aarch64": 220}
+PRLIMIT = {"x86_64": 302, "aarch64": 261}
 CLONE3 = 435
 CLONE_THREAD = 0x00010000
 EPERM, ENOSYS = 1, 38
@@ -101,6 +102,11 @@ def filter_for(machine: str) -> bytes:
         (JUMP_EQUAL, 0, 4, CLONE[machine]),
         (LOAD, 0, 0, FIRST_ARGUMENT),
         (JUMP_ANY_BIT, 0, 1, CLONE_THREAD),
+        (RETURN, 0, 0, ALLOW),
+        (RETURN, 0, 0, FAIL | EPERM),
+        (JUMP_EQUAL, 0, 4, PRLIMIT[machine]),
+        (LOAD, 0, 0, FIRST_ARGUMENT),
+        (JUMP_EQUAL, 0, 1, 0),  # one's own limits, which only go down; not those of init
         (RETURN, 0, 0, ALLOW),
         (RETURN, 0, 0, FAIL | EPERM),
     ]
