@@ -18,13 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from minirl.bench import Figure, Options, at_most, median
 from minirl.bench.clock import now
 from minirl.bench.line import SEED, random_prompt
 from minirl.bench.models import SHAPES, Publisher
-from minirl.bench.slow_task import HANGS, SLOW_S, Phase, Switch
+from minirl.bench.slow_task import HANGS, SLOW_S, Phase, Switch, Work
 from minirl.bench.stage import Stage, stage
 from minirl.buffer import Buffer, Drop
 from minirl.config import Config
@@ -86,7 +87,9 @@ def measure(options: Options) -> list[Figure]:
         store = WeightStore(shape.table, "float32")
         with _on_cores(here.train_place.cores):
             buffer = _play(here, size, conductor, folder, store)
-    instant, slow = conductor.rates[Phase.INSTANT], conductor.rates[Phase.SLOW]
+    rates = {p: [work.tokens / work.seconds for work in conductor.turns[p]] for p in Phase}
+    batch = {p: [work.tokens / work.steps for work in conductor.turns[p]] for p in Phase}
+    instant, slow = rates[Phase.INSTANT], rates[Phase.SLOW]
     costs = [1 - s / ((a + b) / 2) for s, a, b in zip(slow, instant, instant[1:], strict=False)]
     note = f"{1000 * SLOW_S:.0f} ms a reward, one in {HANGS} hangs"
     return [
@@ -94,6 +97,8 @@ def measure(options: Options) -> list[Figure]:
         Figure("generation_cost_worst", max(costs), note=f"of {len(costs)} turns"),
         Figure("instant_tokens_per_s", median(instant)),
         Figure("slow_tokens_per_s", median(slow), note=f"{size.num_verifiers} verifiers"),
+        Figure("instant_batch_mean", fmean(batch[Phase.INSTANT]), note="sequences at once"),
+        Figure("slow_batch_mean", fmean(batch[Phase.SLOW])),
         Figure("groups_timed_out", buffer.drops[Drop.REWARD_TIMEOUT], note="their verifiers too"),
         Figure("groups_trained", buffer.ledger.trained),
     ]
@@ -154,8 +159,8 @@ class Conductor:
 
     def __init__(self, switch: Switch, size: Size):
         self.switch, self.size = switch, size
-        self.rates: dict[Phase, list[float]] = {phase: [] for phase in Phase}
-        self._before = (0.0, 0.0)
+        self.turns: dict[Phase, list[Work]] = {phase: [] for phase in Phase}
+        self._before = Work(0.0, 0.0, 0.0)
 
     def note(self, text: str) -> None: ...
 
@@ -165,14 +170,13 @@ class Conductor:
         """After the steps between, a turn begins to count; after its steps it ends."""
         phase, size = self.switch.phase, self.size
         turn, place = divmod(int(line["step"]), size.steps_between + size.steps_per_turn)
-        totals = self.switch.totals(phase)
+        total = self.switch.total(phase)
         if turn > 2 * size.turns + 1:
             return
         if place == size.steps_between:
-            self._before = totals
+            self._before = total
         elif place == 0:
-            tokens, seconds = (a - b for a, b in zip(totals, self._before, strict=True))
-            self.rates[phase].append(tokens / seconds)
+            self.turns[phase].append(total - self._before)
             self.switch.phase = Phase.SLOW if phase is Phase.INSTANT else Phase.INSTANT
             if turn == 2 * size.turns + 1:
                 self.switch.phase = Phase.INSTANT
@@ -267,13 +271,15 @@ class Watched(RolloutWorker):
         return replace(whole, max_new_tokens=self.dice.randint(shortest, whole.max_new_tokens))
 
     def turn(self) -> None:
-        phase, began, before = self.switch.phase, now(), self.num_sampled
+        phase, began, tokens, steps = self.switch.phase, now(), *self.done
         super().turn()
-        self.switch.add(phase, self.num_sampled - before, now() - began)
+        after = self.done
+        self.switch.add(phase, after[0] - tokens, now() - began, after[1] - steps)
 
     @property
-    def num_sampled(self) -> float:
-        return float(self.board._row[TOTALS + Total.TOKENS])
+    def done(self) -> tuple[float, float]:
+        row = self.board._row
+        return float(row[TOTALS + Total.TOKENS]), float(row[TOTALS + Total.STEPS])
 
 
 def engine(script: EngineScript, board: BoardWriter, pipe: Connection) -> None:

@@ -6,6 +6,7 @@ Loads neither torch nor vLLM: it is what a real verifier runs.
 import time
 import zlib
 from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -23,15 +24,29 @@ class Phase(IntEnum):
     SLOW = 1
 
 
+@dataclass(frozen=True)
+class Work:
+    """What the engine did."""
+
+    tokens: float
+    seconds: float
+    steps: float
+
+    def __sub__(self, other: "Work") -> "Work":
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Work(*(a - b for a, b in pairs))
+
+
 class Switch:
     """Shared by the bench, the engine and the verifiers: which phase it is, and what the engine did
     in each. The bench writes the phase, the engine all else."""
 
-    NUM_BYTES = 8 * 5
+    NUM_BYTES = 8 * 8
 
     def __init__(self, segment: Segment):
         self.segment = segment
-        self._cells = segment.array(np.float64, (5,))
+        self._cells = segment.array(np.float64, (8,))
+        self._work = self._cells[2:].reshape(2, 3)  # a row for each phase
 
     @property
     def phase(self) -> Phase:
@@ -41,9 +56,8 @@ class Switch:
     def phase(self, phase: Phase) -> None:
         self._cells[0] = phase
 
-    def add(self, phase: Phase, tokens: float, seconds: float) -> None:
-        self._cells[1 + phase] += tokens
-        self._cells[3 + phase] += seconds
+    def add(self, phase: Phase, tokens: float, seconds: float, steps: float) -> None:
+        self._work[phase] += (tokens, seconds, steps)
 
     # Pickled as an argument of a process that is being spawned.
     def __getstate__(self) -> Segment:
@@ -52,9 +66,8 @@ class Switch:
     def __setstate__(self, segment: Segment) -> None:
         self.__init__(segment)  # type: ignore[misc]
 
-    def totals(self, phase: Phase) -> tuple[float, float]:
-        """Tokens and seconds."""
-        return float(self._cells[1 + phase]), float(self._cells[3 + phase])
+    def total(self, phase: Phase) -> Work:
+        return Work(*map(float, self._work[phase]))
 
 
 class SlowTask:
