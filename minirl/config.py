@@ -31,8 +31,8 @@ class ModelConfig:
 @dataclass(frozen=True)
 class TasksConfig:
     kind: str = "arithmetic"
-    """Which task: "arithmetic", "countdown", "gsm8k", "math", or one's own as "my_task.py:MyTask"
-    (beside the recipe, or in the working folder) or "package.module:MyTask"."""
+    """Which task: "arithmetic", "code", "countdown", "gsm8k", "math", or one's own:
+    "my_task.py:MyTask" (beside the recipe, or in the working folder) or "package.module:MyTask"."""
     data: str = ""
     """A folder, a .jsonl, .csv or .parquet file (beside the recipe, or in the working folder), or
     a hub name. Empty: the task's own."""
@@ -52,6 +52,8 @@ class TasksConfig:
     """Processes that compute rewards."""
     timeout_s: float = 10.0
     """A reward that takes longer is a failure, and its verifier is replaced."""
+    memory_gib: float = 4.0
+    """What a verifier may allocate; a reward that wants more fails."""
     max_failures: int = 0
     """Rewards of a group that may fail, and are left out; with more the group is dropped."""
     overlong_tokens: int = 0

@@ -17,6 +17,8 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from minirl.tasks.sandbox import why_not
+
 PROBE_TIMEOUT_S = 120
 GIB = 2**30
 UNINSTALL = "pip uninstall -y torchvision torchaudio torchcodec"
@@ -65,6 +67,7 @@ def diagnose() -> list[Finding]:
         _shm(),
         _memfd(),
         _memory(),
+        _sandbox(),
         _disk("disk here", Path.cwd()),
         _disk("disk cache", _cache_folder()),
         _hub(),
@@ -228,6 +231,14 @@ def _memory() -> Finding:
         return Finding("memory", True, "unknown on this system")
     detail = f"{free / GIB:.1f} GiB free"
     return Finding("memory", free >= 4 * GIB, detail, "the smoke run wants 4 GiB: close something")
+
+
+def _sandbox() -> Finding:
+    """Never a fault of the machine: only the task "code" needs one, and that refuses without."""
+    if why := why_not():
+        detail = f'none for code ({why}): tasks.kind = "code" is refused; see docs/sandbox.md'
+        return Finding("sandbox", True, detail)
+    return Finding("sandbox", True, "code runs in namespaces of its own, behind a filter (tried)")
 
 
 def _disk(name: str, folder: Path) -> Finding:

@@ -47,6 +47,7 @@ class Meter:
         self._board = fleet.board
         self._engines = [worker.row for worker in fleet.of(Role.ROLLOUT)]
         self._rank0 = fleet.of(Role.TRAIN)[0].row
+        self._verifiers = [worker.row for worker in fleet.of(Role.VERIFY)]
         self._then, self._before = time.monotonic(), self._read()
 
     def _read(self) -> dict[str, float]:
@@ -60,6 +61,7 @@ class Meter:
             "reloads": total(Total.RELOADS),
             "steps": total(Total.STEPS),
             "train_idle_s": self._board.total(self._rank0, Total.IDLE_S),
+            "cached": sum(self._board.total(row, Total.CACHED) for row in self._verifiers),
         }
 
     def lap(self) -> dict[str, float | None]:
@@ -73,6 +75,7 @@ class Meter:
             "rollout/idle_frac": min(1.0, d["idle_s"] / seconds),
             "weights/reload_pause_s": d["reload_s"] / d["reloads"] if d["reloads"] else None,
             "train/idle_frac": min(1.0, d["train_idle_s"] / seconds),
+            "reward/cached": d["cached"],
         }
 
 

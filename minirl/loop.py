@@ -366,6 +366,8 @@ class Loop:
             raise MinirlError(f"{worker.name}: {death.how}")
         if worker.role is Role.TRAIN:
             worker, death = self.first_to_die(worker, death)
+        if self.fleet.board.row(worker.row).state is State.GRADING:
+            worker.num_starts = 1  # it did start: a reward took it down, and that is data
         if worker.role is Role.TRAIN or worker.num_starts >= MAX_STARTS:
             self.journal.note(self.fleet.last_words(worker))
             raise WorkerDied(

@@ -46,6 +46,7 @@ TABLE = (
     Metric("reward/format_frac", "share of them that has the form of tasks.format"),
     Metric("reward/penalty_mean", "mean reward those trajectories lost for being over-long"),
     Metric("reward/failures", "trajectories left out of the step's groups: no reward for them"),
+    Metric("reward/cached", "rewards taken from a verifier's cache: same prompt and answer"),
     Metric("eval/accuracy", "mean held-out reward, of the last evaluation that ended in this step"),
     Metric("eval/version", "oldest version that answered in that evaluation"),
     Metric("rollout/tokens_per_s", "tokens sampled by all engines in this step / its seconds"),

@@ -21,7 +21,7 @@ from minirl.algorithms import ALGORITHMS
 from minirl.config import KEYS, TINY, Config, get
 from minirl.errors import RecipeError, one_line
 
-BUILTIN_TASKS = ("arithmetic", "countdown", "gsm8k", "math")
+BUILTIN_TASKS = ("arithmetic", "code", "countdown", "gsm8k", "math")
 FORMATS = ("boxed", "hashes", "think", "think_answer")
 NEEDED = ("model.path", "tasks.kind", "tasks.train_split")
 NAMES = (
@@ -88,6 +88,7 @@ RANGES = {
     "tasks.max_prompt_tokens": Range(1, 10**6, "256 suits short questions"),
     "tasks.verifiers": Range(1, 1024, "one for every few cores is enough"),
     "tasks.timeout_s": Range(0, 86_400, "10 seconds suit most rewards", is_low_open=True),
+    "tasks.memory_gib": Range(0.25, 4096, "4 suits most rewards"),
     "tasks.max_failures": Range(0, 4094, "0 drops a group with its first failed reward"),
     "tasks.overlong_tokens": Range(0, 10**6, "0 is off; DAPO takes a fifth of the limit"),
     "tasks.format_weight": Range(0, 1000, "0.1 is usual", is_low_open=True),

@@ -48,6 +48,7 @@ BAD_FILES = [
     ('[model]\ndtype = "bf16"', 'model.dtype = "bf16": must be one of float32, bfloat16; did you mean "bfloat16"? (bad.toml:2)'),
     ('[model]\ndtype = "int8"', 'model.dtype = "int8": must be one of float32, bfloat16; "float32" is usual (bad.toml:2)'),
     ('[devices]\nkind = "gpu"', 'devices.kind = "gpu": must be one of auto, cuda, cpu; did you mean "cuda"? (bad.toml:2)'),
+    ('[tasks]\nmemory_gib = 0.1', 'tasks.memory_gib = 0.1: must be at least 0.25; 4 suits most rewards (bad.toml:2)'),
     ('[rollout]\non_update = "recalculate"', 'rollout.on_update = "recalculate": must be one of recompute, keep; did you mean "recompute"? (bad.toml:2)'),
     ('[buffer]\non_stale = "Mask"', 'buffer.on_stale = "Mask": must be one of mask, drop, wait; did you mean "mask"? (bad.toml:2)'),
     ('[train]\nobjective = "ppo"', 'train.objective = "ppo": must be one of decoupled, naive, gspo, cispo; "decoupled" is usual (bad.toml:2)'),

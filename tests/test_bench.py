@@ -20,6 +20,7 @@ GOALS = {
     },
     "queue": {"ring_over_mp_queue": 10},
     "rollout": {"worker_over_bare_vllm": 0.95, "interruptible_over_waiting": 1.1},
+    "rewards": {"generation_cost": 0.02},
 }
 
 

@@ -10,6 +10,7 @@ models.py     the models: random weights, no download, and a publisher that play
 line.py       a real rollout worker and the prompts that keep it busy
 scripted.py   workers that only sleep
 weights.py, queue.py, rollout.py, controller.py, simulator.py   the benches
+rewards.py    a whole run with slow rewards; slow_task.py is its task
 train.py      the trainer's bench; batches.py, desk.py, memory.py, two_ranks.py are its parts
 
 A new bench is a function of Options that gives figures, and a line in BENCHES.
@@ -98,6 +99,10 @@ BENCHES = {
     "simulator": Bench(
         "what the controller's decisions cost a group, and that more groups cost no more",
         "minirl.bench.simulator:measure",
+    ),
+    "rewards": Bench(
+        "what rewards that take 200 ms each, and hang at times, cost generation",
+        "minirl.bench.rewards:measure",
     ),
     "train": Bench(
         "a training step against bare loops, micro-batches, memory of the head, two ranks",

@@ -18,6 +18,7 @@ BUILT_IN = {
     "countdown": "minirl.tasks.countdown:Countdown",
     "gsm8k": "minirl.tasks.gsm8k:Gsm8k",
     "math": "minirl.tasks.mathematics:Mathematics",
+    "code": "minirl.tasks.code:Code",
 }
 SELF_CHECK_EXAMPLES = 32
 SELF_CHECK_HELDOUT = 8

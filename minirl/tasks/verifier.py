@@ -8,6 +8,8 @@
 A reward that raises is never a 0 (rule 7): it is None, and one too many fails the whole group. One
 that hangs or crashes is the controller's business: it sees on the board which one this worker has
 been GRADING and for how long, replaces the worker, and may have the group graded without that one.
+One that runs out of memory takes this worker down, which comes to the same. An answer that was
+graded here before is not graded again, unless the task says that its rewards are random.
 """
 
 import math
@@ -18,9 +20,10 @@ from typing import Any
 
 from minirl.config import Config
 from minirl.records import Answer, Example, Trajectory
-from minirl.shm.board import BoardWriter, State
+from minirl.shm.board import BoardWriter, State, Total
 from minirl.shm.ring import TrajectoryRing
 from minirl.tasks import Task
+from minirl.tasks.bounds import RewardCache, bounded_output, limit_memory
 from minirl.tasks.registry import make_task
 from minirl.tasks.shaping import is_formed
 
@@ -58,12 +61,14 @@ def run(setup: VerifierSetup, board: BoardWriter, pipe: Connection) -> None:
 
     tokenizer = Tokenizer.from_file(str(Path(setup.folder) / "tokenizer.json"))
     task = make_task(setup.config)
+    cache = None if getattr(task, "is_random", False) else RewardCache()
+    limit_memory(setup.config.tasks.memory_gib)
     while True:
         board.enter(State.WAITING_FOR_ANSWERS)
         request = pipe.recv()
         if not isinstance(request, Grade):
             return
-        graded = grade(request, task, setup.ring, tokenizer, board)
+        graded = grade(request, task, setup.ring, tokenizer, board, cache)
         pipe.send(with_forms(graded, setup.config.tasks.format))
 
 
@@ -75,7 +80,12 @@ def with_forms(graded: Graded, format: str) -> Graded:
 
 
 def grade(
-    request: Grade, task: Task, ring: TrajectoryRing, tokenizer: Any, board: BoardWriter
+    request: Grade,
+    task: Task,
+    ring: TrajectoryRing,
+    tokenizer: Any,
+    board: BoardWriter,
+    cache: RewardCache | None = None,
 ) -> Graded:
     rewards: list[float | None] = []
     texts: list[str] = []
@@ -91,15 +101,28 @@ def grade(
         written = view.tokens[view.mask == 1].tolist()
         text = tokenizer.decode(written, skip_special_tokens=True)
         answer = Answer(text, trajectory.stop, len(written))
-        reward: float | None = None
-        try:
-            reward = float(task.reward(request.example, answer))
-        except Exception as failure:  # a task is the user's code: whatever it raises is one failure
-            error = f"{type(failure).__name__}: {failure}"
-        if reward is not None and not math.isfinite(reward):
-            reward, error = None, f"reward is {reward}"
+        reward = cache.get(request.example, answer) if cache is not None else None
+        if reward is not None:
+            board.add(Total.CACHED, 1)
+        else:
+            reward, why = compute(task, request.example, answer)
+            error = why or error
+            if cache is not None and reward is not None:
+                cache.put(request.example, answer, reward)
         rewards.append(reward)
         texts.append(text)
         if rewards.count(None) > request.max_failures:
             return Graded(request.group_id, (), (), error)
     return Graded(request.group_id, tuple(rewards), tuple(texts), error)
+
+
+def compute(task: Task, example: Example, answer: Answer) -> tuple[float | None, str]:
+    """The reward, or None and why there is none."""
+    try:
+        with bounded_output():
+            reward = float(task.reward(example, answer))
+    except MemoryError:
+        raise  # what is left may be too little for the next: it takes this process down
+    except Exception as failure:  # a task is the user's code: whatever it raises is one failure
+        return None, f"{type(failure).__name__}: {failure}"
+    return (reward, "") if math.isfinite(reward) else (None, f"reward is {reward}")

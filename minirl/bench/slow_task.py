@@ -1,0 +1,94 @@
+"""A task whose rewards take their time, for `minirl bench rewards`, and the switch that says when.
+
+Loads neither torch nor vLLM: it is what a real verifier runs.
+"""
+
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from minirl.config import TasksConfig
+from minirl.records import Answer, Example
+from minirl.shm.segment import Segment
+
+SLOW_S = 0.2
+HANGS = 100  # one slow reward in so many never ends
+
+
+class Phase(IntEnum):
+    INSTANT = 0
+    SLOW = 1
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the engine did."""
+
+    tokens: float
+    seconds: float
+    steps: float
+
+    def __sub__(self, other: "Work") -> "Work":
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Work(*(a - b for a, b in pairs))
+
+
+class Switch:
+    """Shared by the bench, the engine and the verifiers: which phase it is, and what the engine did
+    in each. The bench writes the phase, the engine all else."""
+
+    NUM_BYTES = 8 * 8
+
+    def __init__(self, segment: Segment):
+        self.segment = segment
+        self._cells = segment.array(np.float64, (8,))
+        self._work = self._cells[2:].reshape(2, 3)  # a row for each phase
+
+    @property
+    def phase(self) -> Phase:
+        return Phase(int(self._cells[0]))
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        self._cells[0] = phase
+
+    def add(self, phase: Phase, tokens: float, seconds: float, steps: float) -> None:
+        self._work[phase] += (tokens, seconds, steps)
+
+    # Pickled as an argument of a process that is being spawned.
+    def __getstate__(self) -> Segment:
+        return self.segment
+
+    def __setstate__(self, segment: Segment) -> None:
+        self.__init__(segment)  # type: ignore[misc]
+
+    def total(self, phase: Phase) -> Work:
+        return Work(*map(float, self._work[phase]))
+
+
+class SlowTask:
+    num_train = 2**31
+    is_random = True  # rewards of the same answer are to be waited for each time
+
+    def __init__(self, config: TasksConfig, seed: int = 0):
+        self._switch = Switch(Segment.open(config.data, Switch.NUM_BYTES))
+        self._num_calls = 0
+
+    def train(self, index: int) -> Example:
+        return Example(str(index), "")
+
+    def heldout(self, count: int) -> Sequence[Example]:
+        return [Example(str(i), "") for i in range(count)]
+
+    def reward(self, example: Example, answer: Answer) -> float:
+        kind = zlib.crc32(answer.text.encode())
+        if self._switch.phase is Phase.SLOW:
+            time.sleep(3600.0 if kind % HANGS == 0 else SLOW_S)
+        return float(kind % 2)
+
+    def solution(self, example: Example) -> str:
+        return ""
