@@ -268,7 +268,13 @@ def _refuse_changes(config: Config, run_dir: Path) -> None:
 def _heldout(config: Config, task: Task, tokenizer: Any) -> list[Prompt]:
     examples = task.heldout(config.eval.num_prompts)
     prompts = [Prompt(i, e, encode(e, tokenizer)) for i, e in enumerate(examples)]
-    return [p for p in prompts if len(p.tokens) <= config.tasks.max_prompt_tokens]
+    limit = config.tasks.max_prompt_tokens
+    short = [prompt for prompt in prompts if len(prompt.tokens) <= limit]
+    if not short:
+        rule = f"none of {len(prompts)} held-out prompts is as short as that"
+        remedy = "raise it" if prompts else "the task must give held-out examples"
+        raise RecipeError("tasks.max_prompt_tokens", limit, rule, remedy)
+    return short
 
 
 def _check_prompt_lengths(config: Config, task: Task, tokenizer: Any) -> None:

@@ -15,7 +15,8 @@ ROOT = Path(minirl.__file__).parent
 # of it. `rollout` and `train` meet only in lower rooms.
 LEVELS = (
     {"records", "config", "algorithms", "rules", "recipe", "errors", "devices"},
-    {"metrics", "shm", "pace", "buffer", "filters", "tasks", "fleet", "evaluate", "model"},
+    {"metrics", "shm", "pace", "buffer", "filters", "tasks", "fleet", "estimates"}
+    | {"evaluate", "model"},
     {"rollout", "train"},
     {"simulate"},
     {"plan"},
