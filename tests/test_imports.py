@@ -23,6 +23,8 @@ LEVELS = (
     {"journal", "loop"},
     {"launch", "console", "doctor", "sweep"},
     {"bench"},
+    {"launch", "console", "doctor"},
+    {"bench", "exam"},
     {"cli"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

@@ -18,6 +18,8 @@ SUBJECTS = (
     "recipe",
     "replay",
     "sweep",
+    "evaluate",
+    "sample",
 )
 for subject in SUBJECTS:
     import_module(f"minirl.cli.{subject}")
