@@ -63,6 +63,13 @@ def place_engines(config: Config, kind: str, available: int) -> list[Placement]:
     ]
 
 
+def place_ranks(config: Config, kind: str, available: int) -> list[Placement]:
+    """The trainer ranks alone, on the first GPUs or on all cores."""
+    if kind == "cpu":
+        return _on_cores(sorted(os.sched_getaffinity(0)), config.devices.train)
+    return [_on_gpus((gpu,)) for gpu in _gpus(available)[: config.devices.train]]
+
+
 def _gpus(available: int) -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",") if visible else [str(i) for i in range(available)]

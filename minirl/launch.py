@@ -51,8 +51,9 @@ BODIES = {
     Role.ROLLOUT: "minirl.rollout.worker:run",
     Role.VERIFY: "minirl.tasks.verifier:run",
     Role.WARMUP: "minirl.train.warmup:run",
+    Role.SFT: "minirl.train.sft:run",
 }
-MAY_CHANGE = ("train.steps", "devices", "eval", "checkpoint", "log", "tasks.verifiers")
+MAY_CHANGE = ("train.steps", "devices", "sft", "eval", "checkpoint", "log", "tasks.verifiers")
 
 
 class Notes(Protocol):

@@ -66,6 +66,10 @@ TABLE = (
     Metric("buffer/groups_in_flight", "groups running, ready or in training now"),
     Metric("buffer/truncated_masked", "trajectories of this step kept out of the loss: cut off"),
     *(Metric(DROPPED[r], f"groups dropped since the run began: {WHY[r]}") for r in Drop),
+    Metric(
+        "sft/loss", "`minirl sft`: mean -logprob of the step's answer tokens, before its update"
+    ),
+    Metric("sft/heldout_loss", "the same over eval.num_prompts held-out examples, after the step"),
     Metric("weights/publish_s", "seconds rank 0 took to publish: canary, copy into the store"),
     Metric(
         "weights/reload_pause_s", "mean seconds an engine stood still for a reload in this step"

@@ -25,6 +25,7 @@ LEVELS = (
     {"bench"},
     {"launch", "console", "doctor"},
     {"bench", "exam"},
+    {"sft"},
     {"cli"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

@@ -3,7 +3,6 @@
 import os
 import signal
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest

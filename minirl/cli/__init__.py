@@ -20,6 +20,7 @@ SUBJECTS = (
     "sweep",
     "evaluate",
     "sample",
+    "sft",
 )
 for subject in SUBJECTS:
     import_module(f"minirl.cli.{subject}")

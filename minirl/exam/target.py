@@ -142,6 +142,8 @@ def _sampling(config: Config, options: Options) -> Config:
 def find_checkpoint(run_dir: Path, which: str) -> Path:
     """ "last" (or ""), "best" by the run's own evaluations, or a step."""
     whole = sorted(p.parent.parent for p in run_dir.glob("checkpoints/step-*/trainer/state.json"))
+    if not whole and not which and (run_dir / "model" / "config.json").is_file():
+        return run_dir / "model"  # of `minirl sft`
     if not whole:
         remedy = "wait for its first checkpoint, or name a model folder"
         raise RecipeError("run", str(run_dir), "has no checkpoint yet", remedy)

@@ -49,7 +49,8 @@ def _example(row: dict[str, str]) -> Example:
     reference = final_number(row["answer"])
     assert reference is not None, row
     message = {"role": "user", "content": f"{row['question']}\n{INSTRUCTION}"}
-    return Example((message,), str(reference))
+    worked = re.sub(r"<<.*?>>", "", row["answer"])  # what a calculator would be asked
+    return Example((message,), str(reference), worked)
 
 
 def final_number(text: str) -> Decimal | None:
