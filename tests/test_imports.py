@@ -22,8 +22,6 @@ LEVELS = (
     {"plan"},
     {"journal", "loop"},
     {"launch", "console", "doctor", "sweep"},
-    {"bench"},
-    {"launch", "console", "doctor"},
     {"bench", "exam"},
     {"sft"},
     {"cli"},
