@@ -21,6 +21,7 @@ from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import CANARY_TOKENS, TensorSpec, WeightStore
 from minirl.train.messages import Ready, Save, Saved, Train, Trained
 
+STEP_S = 0.03
 TABLE = (TensorSpec("weight", (4,)),)
 
 
@@ -99,6 +100,7 @@ def trainer(store: WeightStore, board: BoardWriter, pipe: Connection) -> None:
             continue
         if not isinstance(request, Train):
             return
+        time.sleep(STEP_S)
         version = request.batch.version + 1
         store.publish(version, [torch.full((4,), float(version))], canary)
         ages = [request.batch.version - group.head_version for group in request.batch.groups]

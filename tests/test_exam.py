@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from test_cli import minirl
 
+from minirl.cli import main
 from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.exam.compare import compare
@@ -138,10 +139,18 @@ def test_problems_are_asked_in_turns_where_memory_is_short() -> None:
         (["sample", "tiny", "hello", "-n", "0"], "-n = 0"),
     ],
 )
-def test_wrong_input_is_one_line(args: list[str], words: str) -> None:
-    done = minirl(*args)
-    assert done.returncode == 2
-    assert words in done.stderr and done.stderr.count("\n") == 1
+def test_wrong_input_is_one_line(
+    args: list[str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["minirl", *args])
+    with pytest.raises(SystemExit) as end:
+        main()
+    said = capsys.readouterr().err
+    assert end.value.code == 2
+    assert words in said and said.count("\n") == 1
 
 
 # The real thing -----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from minirl.records import Example, Prompt
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 
-NUM_ENGINES, NUM_HELDOUT, STEPS = 2, 24, 24
+NUM_ENGINES, NUM_HELDOUT, STEPS = 2, 24, 80
 SLOWEST = NUM_ENGINES - 1
 BASE = Config()
 CONFIG = replace(
@@ -34,7 +34,7 @@ CONFIG = replace(
 )
 
 
-KILL_AT = 12
+KILL_AT = 40
 
 
 class Watched(Loop):
@@ -70,7 +70,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     try:
         fleet.spawn(Role.TRAIN, 0, "pinned_crew:trainer", store, TRAINER_PLACE)
         for rank in range(NUM_ENGINES):
-            setup = CountingSetup(CONFIG, ring, store, rank, slow_s=0.005 * 6**rank)
+            setup = CountingSetup(CONFIG, ring, store, rank, slow_s=0.004 * 4**rank)
             fleet.spawn(Role.ROLLOUT, rank, "pinned_crew:engine", setup, TRAINER_PLACE)
         body = "minirl.bench.scripted:verifier"
         fleet.spawn(Role.VERIFY, 0, body, None, TRAINER_PLACE)
@@ -92,7 +92,7 @@ class Endless(Prompts):
 
 def test_every_engine_pins_the_version_that_it_began_at(loop: Watched) -> None:
     whole = [(began_at, found) for began_at, found in loop.evaluations if not found.is_void]
-    assert len(whole) >= 4
+    assert len(whole) >= 3
     for began_at, found in whole:
         assert found.version == began_at, "each engine said so, and each answer"
         assert not found.pinning and found.num_answered == NUM_HELDOUT

@@ -68,6 +68,9 @@ def examine(target: Target, k: int, num_devices: int | None, out: Path | None) -
             examiner = Examiner(config, there, prompts, k, tokenizer, bar, keep)
             examiner.run()
         seconds = time.monotonic() - began
+    except KeyboardInterrupt:
+        bar.note(f"interrupted: what was done is in {folder}")
+        raise
     finally:
         bar.close()
     summary = {

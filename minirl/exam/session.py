@@ -80,6 +80,14 @@ def session(
 ) -> Iterator[Session]:
     """`tasks.verifiers` of them grade; with none, nothing is graded."""
     check_room(config, num_cells)
+    with _signals(), _processes(config, folder, kind, available, log_dir, num_cells) as there:
+        yield there
+
+
+@contextmanager
+def _processes(
+    config: Config, folder: Path, kind: str, available: int, log_dir: Path, num_cells: int
+) -> Iterator[Session]:
     places = devices.place_engines(config, kind, available)
     log_dir.mkdir(parents=True, exist_ok=True)
     temp = Path(tempfile.mkdtemp(prefix="minirl-"))
@@ -97,8 +105,7 @@ def session(
             own = devices.Placement("cpu", env=quiet)
             fleet.spawn(Role.VERIFY, rank, BODIES[Role.VERIFY], grader, own)
         verifiers = {worker.name: worker for worker in fleet.of(Role.VERIFY)}
-        with _signals():
-            yield Session(fleet, ring, fleet.of(Role.ROLLOUT), verifiers)
+        yield Session(fleet, ring, fleet.of(Role.ROLLOUT), verifiers)
     finally:
         fleet.kill()
         devices.sweep_temp(temp)

@@ -17,7 +17,6 @@ from minirl.exam.results import RESULTS
 from minirl.metrics import read as read_metrics
 from minirl.recipe import load
 from minirl.rules import check_task, find_model, read_model_config
-from minirl.train import checkpoint
 
 PLAIN_PROMPT, PLAIN_ANSWER = 1024, 1024  # without a recipe, where the model has the positions
 NO_LIMIT = 10**8  # nothing is trained: train.max_tokens does not matter
@@ -163,7 +162,8 @@ def _best(run_dir: Path, whole: Sequence[Path]) -> Path:
     lines = read_metrics(run_dir / "metrics.jsonl")
     evaluated = [line for line in lines if "eval/version" in line]
     scores = {line["eval/version"]: line["eval/accuracy"] for line in evaluated}
-    by_version = {checkpoint.read_state(path)["history"]["version"]: path for path in whole}
+    states = [json.loads((path / "trainer" / "state.json").read_text()) for path in whole]
+    by_version = {s["history"]["version"]: path for s, path in zip(states, whole, strict=True)}
     known = [version for version in by_version if version in scores]
     if not known:
         rule = "no checkpoint of this run has a version that was evaluated"
