@@ -198,6 +198,23 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class SftConfig:
+    """Of `minirl sft`; what is not here (weight_decay, grad_clip, max_tokens, lora_rank, …) is as
+    in [train]."""
+
+    steps: int = 200
+    """Training steps of `minirl sft`."""
+    batch_size: int = 64
+    """Examples to a step of `minirl sft`."""
+    lr: float = 1e-5
+    """Learning rate of `minirl sft`."""
+    warmup_steps: int = 10
+    """Steps of `minirl sft` over which the learning rate rises from 0."""
+    schedule: str = "linear"
+    """Of the learning rate after that: "constant", or "linear" or "cosine" down to 0 at the end."""
+
+
+@dataclass(frozen=True)
 class EvalConfig:
     every: int = 10
     """Steps between evaluations on held-out prompts; 0: only before and after."""
@@ -233,6 +250,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     buffer: BufferConfig = field(default_factory=BufferConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)

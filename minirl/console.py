@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+QUIET_S = 1.0  # between two plain lines of a bar, at least
+
 
 class ConsoleView:
     def __init__(self, steps: int, first_step: int = 0, console: Console | None = None):
@@ -80,6 +82,54 @@ class ConsoleView:
             row("balance", summary["balance"])
         row("run directory", summary["run_dir"])
         row("try next", try_next)
+
+    def close(self) -> None:
+        if self._is_live:
+            self._progress.stop()
+            self._is_live = False
+
+
+class Bar:
+    """Progress of something that is counted: a live bar in a terminal, a line now and then else."""
+
+    def __init__(self, what: str, console: Console | None = None):
+        self.console = console or Console(soft_wrap=True, highlight=False, stderr=True)
+        self.what = what
+        self._began = self._last = time.monotonic()
+        self._is_live = False
+        self._total = 0
+        self._progress = Progress(
+            TextColumn(f"[bold]{what}"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[text]}"),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+        )
+
+    def note(self, text: str) -> None:
+        stamp = f"{time.monotonic() - self._began:6.1f} s  "
+        self.console.print(Text.assemble((stamp, "dim"), text))
+
+    def total(self, count: int) -> None:
+        """Now it begins."""
+        self._total = count
+        self._bar = self._progress.add_task(self.what, total=count, text="")
+        if self.console.is_terminal:
+            self._is_live = True
+            self._progress.start()
+
+    def at(self, done: int, text: str) -> None:
+        if self._is_live:
+            self._progress.update(self._bar, completed=done, text=text)
+            return
+        now = time.monotonic()
+        is_tenth = done * 10 // self._total != (done - 1) * 10 // self._total
+        if done == self._total or (is_tenth and now - self._last > QUIET_S):
+            self._last = now
+            self.note(f"{self.what} {done}/{self._total}  {text}")
 
     def close(self) -> None:
         if self._is_live:

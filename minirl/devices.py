@@ -43,24 +43,42 @@ def place(config: Config, kind: str, available: int) -> tuple[list[Placement], l
     """One placement per rollout engine, one per trainer rank; `available` counts GPUs on cuda."""
     devices = config.devices
     if kind == "cuda":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = visible.split(",") if visible else [str(i) for i in range(available)]
-        width = devices.tensor_parallel
-        engines = [
-            _on_gpus(tuple(gpus[i : i + width]), vllm_environment(kind))
-            for i in range(0, devices.rollout, width)
-        ]
-        trainers = gpus[devices.rollout : devices.rollout + devices.train]
-        return engines, [_on_gpus((gpu,)) for gpu in trainers]
+        trainers = _gpus(available)[devices.rollout : devices.rollout + devices.train]
+        return place_engines(config, kind, available), [_on_gpus((gpu,)) for gpu in trainers]
     cores = sorted(os.sched_getaffinity(0))
     num_processes = devices.rollout + devices.train
     for_rollout = max(1, min(len(cores) - 1, round(len(cores) * devices.rollout / num_processes)))
     pools = (cores[:for_rollout], cores[for_rollout:] or cores)
-    num_engines = devices.rollout // devices.tensor_parallel
-    engines = _on_cores(pools[0], num_engines, vllm_environment(kind))
-    if devices.tensor_parallel > 1:
-        engines = [_shared_out(place, devices.tensor_parallel) for place in engines]
-    return engines, _on_cores(pools[1], devices.train)
+    return _engines_on(pools[0], config), _on_cores(pools[1], devices.train)
+
+
+def place_engines(config: Config, kind: str, available: int) -> list[Placement]:
+    """The engines alone: on CUDA the same as beside trainers, on CPU with all cores to them."""
+    if kind == "cpu":
+        return _engines_on(sorted(os.sched_getaffinity(0)), config)
+    gpus, width = _gpus(available), config.devices.tensor_parallel
+    return [
+        _on_gpus(tuple(gpus[i : i + width]), vllm_environment(kind))
+        for i in range(0, config.devices.rollout, width)
+    ]
+
+
+def place_ranks(config: Config, kind: str, available: int) -> list[Placement]:
+    """The trainer ranks alone, on the first GPUs or on all cores."""
+    if kind == "cpu":
+        return _on_cores(sorted(os.sched_getaffinity(0)), config.devices.train)
+    return [_on_gpus((gpu,)) for gpu in _gpus(available)[: config.devices.train]]
+
+
+def _gpus(available: int) -> list[str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(i) for i in range(available)]
+
+
+def _engines_on(cores: list[int], config: Config) -> list[Placement]:
+    width = config.devices.tensor_parallel
+    engines = _on_cores(cores, config.devices.rollout // width, vllm_environment("cpu"))
+    return [_shared_out(place, width) for place in engines] if width > 1 else engines
 
 
 def _on_gpus(gpus: tuple[str, ...], env: Mapping[str, str] = MappingProxyType({})) -> Placement:

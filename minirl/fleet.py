@@ -42,6 +42,7 @@ class Role(StrEnum):
     TRAIN = "train"
     VERIFY = "verify"
     WARMUP = "warmup"  # makes the tiny model, before the others
+    SFT = "sft"  # a rank of `minirl sft`
     BENCH = "bench"  # a part of a benchmark
 
 

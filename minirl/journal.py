@@ -211,12 +211,22 @@ class Journal:
             self._samples.write(json.dumps(sample) + "\n")
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        version, accuracy = evaluation.version, evaluation.accuracy
-        self.accuracies.append((version, accuracy))
-        self._news = {"eval/accuracy": accuracy, "eval/version": version}
         if evaluation.num_failed:
             self.note(f"evaluation: {evaluation.num_failed} answers could not be graded")
-        self.view.evaluated(version, accuracy)
+        found = evaluation.interval
+        if found is not None:
+            version = -1 if evaluation.version is None else evaluation.version
+            self.accuracies.append((version, found.mean))
+            self._news = {
+                "eval/accuracy": found.mean,
+                "eval/low": found.low,
+                "eval/high": found.high,
+                "eval/version": version,
+                "eval/count": len(evaluation.rewards),
+                "eval/failures": evaluation.num_failed,
+                "eval/truncated_frac": evaluation.truncated_frac,
+            }
+            self.view.evaluated(version, found.mean)
         if self._last_line is not None:
             line, self._last_line = self._last_line, None
             self._write(line)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from minirl import devices, model
 from minirl.buffer import Buffer, History, OnStale
@@ -51,8 +51,13 @@ BODIES = {
     Role.ROLLOUT: "minirl.rollout.worker:run",
     Role.VERIFY: "minirl.tasks.verifier:run",
     Role.WARMUP: "minirl.train.warmup:run",
+    Role.SFT: "minirl.train.sft:run",
 }
-MAY_CHANGE = ("train.steps", "devices", "eval", "checkpoint", "log", "tasks.verifiers")
+MAY_CHANGE = ("train.steps", "devices", "sft", "eval", "checkpoint", "log", "tasks.verifiers")
+
+
+class Notes(Protocol):
+    def note(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool) -> int:
     (run_dir / "recipe.toml").write_text(to_toml(config))
     view = ConsoleView(config.train.steps)
     try:
-        source = _model_folder(config, logs, view)
+        source = model_folder(config, logs, view)
         check_model(config, read_model_config(config, source))
         start = _start(source, run_dir, resume, view)
         return _run(config, task, source, start, kind, available, run_dir, recipe, view)
@@ -118,7 +123,7 @@ def _run(
         _spawn(fleet, config, places, source, start, run_dir)
         tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
         stream = PromptStream(task, tokenizer, config.seed, start.consumed)
-        heldout = _heldout(config, task, tokenizer)
+        heldout = heldout_prompts(config, task, tokenizer)
         _check_prompt_lengths(config, task, tokenizer)
         buffer = make_buffer(config, start.history)
         journal_state = start.state["journal"] if start.state else None
@@ -209,7 +214,7 @@ def _spawn(
         fleet.spawn(Role.VERIFY, rank, BODIES[Role.VERIFY], grader, place)
 
 
-def _model_folder(config: Config, logs: Path, view: ConsoleView) -> Path:
+def model_folder(config: Config, logs: Path, view: Notes) -> Path:
     """The recipe's model on this machine; the tiny one is built the first time, in a process."""
     if config.model.path != TINY:
         return model.local_folder(config)
@@ -265,10 +270,16 @@ def _refuse_changes(config: Config, run_dir: Path) -> None:
             )
 
 
-def _heldout(config: Config, task: Task, tokenizer: Any) -> list[Prompt]:
+def heldout_prompts(config: Config, task: Task, tokenizer: Any) -> list[Prompt]:
     examples = task.heldout(config.eval.num_prompts)
     prompts = [Prompt(i, e, encode(e, tokenizer)) for i, e in enumerate(examples)]
-    return [p for p in prompts if len(p.tokens) <= config.tasks.max_prompt_tokens]
+    limit = config.tasks.max_prompt_tokens
+    short = [prompt for prompt in prompts if len(prompt.tokens) <= limit]
+    if not short:
+        rule = f"none of {len(prompts)} held-out prompts is as short as that"
+        remedy = "raise it" if prompts else "the task must give held-out examples"
+        raise RecipeError("tasks.max_prompt_tokens", limit, rule, remedy)
+    return short
 
 
 def _check_prompt_lengths(config: Config, task: Task, tokenizer: Any) -> None:

@@ -35,7 +35,7 @@ from minirl.fleet import Died, Fleet, Role, Worker
 from minirl.journal import Journal
 from minirl.records import Batch, Prompt, Trajectory
 from minirl.rollout.dispatch import Dispatcher
-from minirl.rollout.worker import Abort, Finished, Gone, GroupRequest, Started, Submit
+from minirl.rollout.worker import Abort, Finished, Gone, GroupRequest, Pinned, Started, Submit
 from minirl.shm.board import State, Total
 from minirl.tasks.grading import GradingQueue
 from minirl.tasks.prompts import PromptStream
@@ -101,6 +101,7 @@ class Loop:
         self.prompts: dict[int, Prompt] = {}  # of groups that are not trained or dropped yet
         self.batch: Batch | None = None  # in training
         self.evaluation: Evaluation | None = None
+        self.is_evaluation_due = False  # again, after the batch that is in training
         self.is_saving = False
         self.last_news = time.monotonic()
 
@@ -187,6 +188,9 @@ class Loop:
                 case Finished():
                     for group_id, place, trajectory in message.trajectories:
                         self.on_trajectory(group_id, place, trajectory)
+                case Pinned():
+                    if self.evaluation is not None:
+                        self.evaluation.pinned(worker.rank, message.version)
                 case Gone():
                     self.on_gone(message)
                 case Graded():
@@ -296,6 +300,8 @@ class Loop:
                 self.engines[group.engine].send(Abort(group_id))
         if self.batch is not None or self.is_saving or self.step >= self.config.train.steps:
             return
+        if self.evaluation is not None and self.evaluation.pinning:
+            return  # its version must stay the newest until every engine has it
         for ticket in self.buffer.take_untrainable():
             self.forget(ticket)
         self.batch = self.buffer.next_batch(self.step + 1, time.monotonic())
@@ -321,7 +327,8 @@ class Loop:
         if every and self.step % every == 0 and not is_last:
             self.save()
         every = self.config.eval.every
-        if every and self.step % every == 0 and not is_last and self.evaluation is None:
+        is_due = self.is_evaluation_due or (every and self.step % every == 0)
+        if is_due and not is_last and self.evaluation is None:
             self.start_evaluation()
 
     def save(self) -> None:
@@ -340,24 +347,33 @@ class Loop:
     # -- evaluation
 
     def start_evaluation(self) -> None:
+        """Of the newest version, by the engines that are up. evaluate.py says why it is one."""
+        assert self.batch is None, "a version may be published at any moment"
+        self.is_evaluation_due = False
         size = self.config.rollout.group_size
         self.evaluation = Evaluation(self.heldout, first_cell=self.buffer.num_slots * size)
-        self.submit_evaluation(self.evaluation.group_ids)
-
-    def submit_evaluation(self, group_ids: list[int]) -> None:
-        assert self.evaluation is not None
+        up = [i for i, engine in enumerate(self.engines) if engine.name in self.up]
         requests: dict[int, list[GroupRequest]] = defaultdict(list)
-        for group_id in group_ids:
+        for group_id in self.evaluation.group_ids:
             prompt, cell = self.evaluation.prompt(group_id), self.evaluation.cell(group_id)
-            engine = self.dispatcher.assign(group_id, 1)
+            engine = self.dispatcher.assign(group_id, 1, among=up)
             requests[engine].append(GroupRequest(group_id, prompt.tokens, (cell,), is_eval=True))
+        self.evaluation.pinning |= requests.keys()
         self.submit(requests)
 
     def end_evaluation_when_done(self) -> None:
         assert self.evaluation is not None
-        if self.evaluation.is_done:
-            self.journal.evaluated(self.evaluation)
-            self.evaluation = None
+        if not self.evaluation.is_done:
+            return
+        ended, self.evaluation = self.evaluation, None
+        if not ended.is_void:
+            self.journal.evaluated(ended)
+            return
+        self.journal.note("the evaluation was not of one version, since a worker died: once more")
+        if self.batch is None:
+            self.start_evaluation()
+        else:
+            self.is_evaluation_due = True
 
     # -- faults
 
@@ -382,13 +398,15 @@ class Loop:
                 why = f"its verifier {death.how}"
                 self.reward_failed(request, place, Drop.REWARD_ERROR, why)
             return
-        again = [id for id in self.dispatcher.lost(worker.rank) if is_evaluation(id)]
+        self.up.discard(worker.name)
+        lost = [id for id in self.dispatcher.lost(worker.rank) if is_evaluation(id)]
         # Not by the dispatcher: it no longer knows of a group that was done but being aborted.
         for group_id in [id for id, g in self.sampling.items() if g.engine == worker.rank]:
             del self.sampling[group_id]
             self.drop(group_id, Drop.WORKER_DIED)
-        if again:
-            self.submit_evaluation(again)
+        if self.evaluation is not None:
+            self.evaluation.engine_died(worker.rank, len(lost))
+            self.end_evaluation_when_done()
 
     def first_to_die(self, worker: Worker, death: Died) -> tuple[Worker, Died]:
         """A rank that is killed takes the others with it, and theirs may be heard first."""

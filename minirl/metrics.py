@@ -48,7 +48,12 @@ TABLE = (
     Metric("reward/failures", "trajectories left out of the step's groups: no reward for them"),
     Metric("reward/cached", "rewards taken from a verifier's cache: same prompt and answer"),
     Metric("eval/accuracy", "mean held-out reward, of the last evaluation that ended in this step"),
-    Metric("eval/version", "oldest version that answered in that evaluation"),
+    Metric("eval/low", "lower end of its 95 % interval (docs/evaluation.md)"),
+    Metric("eval/high", "upper end of the same"),
+    Metric("eval/version", "the version that answered in that evaluation, on every engine"),
+    Metric("eval/count", "answers it graded"),
+    Metric("eval/failures", "answers it could not grade; left out of the mean"),
+    Metric("eval/truncated_frac", "share of its answers that was cut at rollout.max_new_tokens"),
     Metric("rollout/tokens_per_s", "tokens sampled by all engines in this step / its seconds"),
     Metric("rollout/length_mean", "mean number of written tokens of the step's trajectories"),
     Metric("rollout/truncated_frac", "share of them that was cut at rollout.max_new_tokens"),
@@ -64,6 +69,10 @@ TABLE = (
     Metric("buffer/groups_in_flight", "groups running, ready or in training now"),
     Metric("buffer/truncated_masked", "trajectories of this step kept out of the loss: cut off"),
     *(Metric(DROPPED[r], f"groups dropped since the run began: {WHY[r]}") for r in Drop),
+    Metric(
+        "sft/loss", "`minirl sft`: mean -logprob of the step's answer tokens, before its update"
+    ),
+    Metric("sft/heldout_loss", "the same over eval.num_prompts held-out examples, after the step"),
     Metric("weights/publish_s", "seconds rank 0 took to publish: canary, copy into the store"),
     Metric(
         "weights/reload_pause_s", "mean seconds an engine stood still for a reload in this step"

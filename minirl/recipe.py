@@ -63,11 +63,13 @@ class _Layer:
         return f"{self.name}:{self.lines[key]}" if key in self.lines else self.name
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Read a recipe, what it extends, and the overrides; validate all that needs no machine."""
+def load(path: Path | None, overrides: Sequence[str] = ()) -> Loaded:
+    """Read a recipe, what it extends, and the overrides; validate all that needs no machine.
+
+    Without a path: the defaults and the overrides."""
     values: dict[str, Any] = {}
     origins = dict.fromkeys(KEYS, "default")
-    for layer in [*_read_chain(path), *map(_parse_override, overrides)]:
+    for layer in [*(_read_chain(path) if path else ()), *map(_parse_override, overrides)]:
         for key, value in _flatten(layer):
             typed = _typed(key, value, layer.origin(key))
             values[key] = _anchored(key, typed, layer.folder) if key in ANCHORED else typed

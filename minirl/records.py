@@ -31,6 +31,7 @@ class Example:
 
     prompt: str | tuple[dict[str, str], ...]
     reference: str
+    worked: str = ""  # an answer with its working, where the task has one: `minirl sft` teaches it
 
 
 @dataclass(frozen=True)

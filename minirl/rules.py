@@ -72,6 +72,7 @@ CHOICES = {
     "rollout.on_update": ("recompute", "keep"),
     "buffer.on_stale": ("mask", "drop", "wait"),
     "train.schedule": ("constant", "linear", "cosine"),
+    "sft.schedule": ("constant", "linear", "cosine"),
     "train.algorithm": tuple(ALGORITHMS),
     "train.estimator": ("grpo", "dr_grpo", "rloo", "reinforce++", "batch", "gae"),
     "train.objective": ("decoupled", "naive", "gspo", "cispo"),
@@ -131,6 +132,10 @@ RANGES = {
     "train.behav_cap": Range(
         1, 10**6, "5 is usual; at 1 fresh tokens are masked too", is_low_open=True
     ),
+    "sft.steps": Range(1, 10**7, "100 to 2,000 are usual"),
+    "sft.batch_size": Range(1, 10**6, "16 to 256 are usual"),
+    "sft.lr": Range(0, 1, "1e-5 is usual", is_low_open=True),
+    "sft.warmup_steps": Range(0, 10**7, "0 is off"),
     "eval.every": Range(0, 10**7, "0 is only before and after"),
     "eval.num_prompts": Range(1, 10**6, "256 gives an accuracy to about 3 points"),
     "eval.temperature": Range(0, 10, "0 is greedy"),

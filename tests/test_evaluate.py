@@ -1,4 +1,6 @@
-"""An evaluation counts what was graded, and leaves out what could not be."""
+"""An evaluation is of one version, counts what was graded, and leaves out what could not be."""
+
+import pytest
 
 from minirl.evaluate import EVAL_IDS, Evaluation, is_evaluation
 from minirl.records import Example, Prompt, StopReason, Trajectory
@@ -9,8 +11,8 @@ def evaluation(count: int) -> Evaluation:
     return Evaluation(prompts, first_cell=100)
 
 
-def answer(version: int) -> Trajectory:
-    return Trajectory(0, 2, 1, StopReason.STOP, version, version)
+def answer(head: int, tail: int | None = None, stop: StopReason = StopReason.STOP) -> Trajectory:
+    return Trajectory(0, 2, 1, stop, head, head if tail is None else tail)
 
 
 def test_its_groups_are_told_from_training_by_their_ids() -> None:
@@ -28,19 +30,47 @@ def test_each_prompt_has_a_cell_of_its_own_after_the_slots() -> None:
 
 def test_accuracy_is_the_mean_of_what_was_graded() -> None:
     run = evaluation(4)
-    for group_id, version in zip(run.group_ids, (7, 6, 7, 7), strict=True):
+    for group_id in run.group_ids:
         assert not run.is_done
-        run.answered(answer(version))
+        stop = StopReason.LENGTH if group_id == EVAL_IDS else StopReason.STOP
+        run.answered(answer(7, stop=stop))
         if group_id == EVAL_IDS + 3:
             run.failed()  # no verdict is not a 0
         else:
             run.graded(group_id, float(group_id != EVAL_IDS))
-    assert run.is_done
-    assert run.accuracy == 2 / 3
-    assert run.version == 6  # the oldest that answered
+    assert run.is_done and not run.is_void
+    assert run.interval is not None and run.interval.mean == 2 / 3
+    assert run.interval.low < 2 / 3 < run.interval.high
+    assert run.version == 7
+    assert run.truncated_frac == 0.25
 
 
 def test_one_without_any_verdict_ends_too() -> None:
     run = evaluation(1)
     run.failed()
-    assert run.is_done and run.accuracy == 0.0 and run.version == -1
+    assert run.is_done and run.interval is None and run.version is None
+
+
+@pytest.mark.parametrize("case", ["pinned", "begun", "finished"])
+def test_two_versions_make_it_void(case: str) -> None:
+    run = evaluation(2)
+    run.pinning |= {0, 1}
+    run.pinned(0, 7)
+    assert run.pinning == {1}
+    run.pinned(1, 8 if case == "pinned" else 7)
+    assert not run.pinning
+    assert run.is_void == (case == "pinned")
+    if case != "pinned":
+        run.answered(answer(8) if case == "begun" else answer(7, 8))
+    assert run.is_void
+
+
+def test_a_dead_engine_s_prompts_are_lost_and_make_it_void() -> None:
+    run = evaluation(3)
+    run.pinning |= {0, 1}
+    run.engine_died(1, 0)  # it had none
+    assert run.pinning == {0} and not run.is_void
+    run.engine_died(0, 2)
+    assert run.is_void and not run.is_done
+    run.graded(EVAL_IDS, 1.0)
+    assert run.is_done

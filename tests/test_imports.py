@@ -15,13 +15,15 @@ ROOT = Path(minirl.__file__).parent
 # of it. `rollout` and `train` meet only in lower rooms.
 LEVELS = (
     {"records", "config", "algorithms", "rules", "recipe", "errors", "devices"},
-    {"metrics", "shm", "pace", "buffer", "filters", "tasks", "fleet", "evaluate", "model"},
+    {"metrics", "shm", "pace", "buffer", "filters", "tasks", "fleet", "estimates"}
+    | {"evaluate", "model"},
     {"rollout", "train"},
     {"simulate"},
     {"plan"},
     {"journal", "loop"},
     {"launch", "console", "doctor", "sweep"},
-    {"bench"},
+    {"bench", "exam"},
+    {"sft"},
     {"cli"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

@@ -21,10 +21,15 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
         devices__train=2,
         train__num_minibatches=2,
         rollout__temperature=0.8,
+        eval__every=1,
     )
     ended = run.end()
     assert ended.code == 0, ended
     assert_accounted(run.metrics(), max_staleness=2)
+    evaluated = [line for line in run.metrics() if "eval/version" in line]
+    assert evaluated[-1]["eval/version"] == 4  # on both engines, or it would be void
+    assert all(line["eval/count"] == 8 for line in evaluated)
+    assert "once more" not in ended.out
     assert all(line["train/logprob_gap"] < 1e-3 for line in run.metrics()[:1])
     assert run.summary()["finished"]
     assert {"recipe.toml", "metrics.jsonl", "samples.jsonl", "summary.json", "checkpoints"} <= set(

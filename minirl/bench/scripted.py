@@ -12,8 +12,9 @@ from collections import deque
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from minirl.evaluate import is_evaluation
 from minirl.records import StopReason, Trajectory
-from minirl.rollout.worker import Finished, GroupRequest, Started, Submit
+from minirl.rollout.worker import Finished, GroupRequest, Pinned, Started, Submit
 from minirl.shm.board import BoardWriter, State, Total
 from minirl.tasks.verifier import Grade, Graded
 from minirl.train.messages import Ready, Save, Saved, Train, Trained
@@ -54,9 +55,8 @@ class ScriptedEngine:
                 heapq.heappush(self.free, ended)
                 tokens = max(1, round(seconds / TICK_S))
                 self.board.add(Total.TOKENS, tokens)
-                trajectory = Trajectory(
-                    0, tokens + 8, tokens, StopReason.STOP, version, max(version, self.version)
-                )
+                tail = version if is_evaluation(group_id) else max(version, self.version)
+                trajectory = Trajectory(0, tokens + 8, tokens, StopReason.STOP, version, tail)
                 done.append((group_id, place, trajectory))
                 self.take(now)
             self.account(now)
@@ -74,6 +74,8 @@ class ScriptedEngine:
             if not isinstance(message, Submit):
                 return False
             now = time.monotonic()
+            if any(group.is_eval for group in message.groups):
+                self.pipe.send(Pinned(self.version))
             for group in message.groups:
                 self.waiting.extend((now, group, i) for i in range(len(group.cells)))
             self.take(now)

@@ -19,6 +19,9 @@ SUBJECTS = (
     "data",
     "replay",
     "sweep",
+    "evaluate",
+    "sample",
+    "sft",
 )
 for subject in SUBJECTS:
     import_module(f"minirl.cli.{subject}")

@@ -31,6 +31,7 @@ Start here:
   minirl train recipes/gsm8k.toml --dry-run      check a GPU recipe on any machine
   minirl plan recipes/gsm8k.toml --gpu 4090      does it fit, how fast, which split? No GPU needed
   minirl data recipes/gsm8k.toml                 what the model will see of the task
+  minirl eval tiny --recipe recipes/smoke.toml   how good is a model, and how sure is that?
   minirl config recipes/smoke.toml               every value, and where it came from
 {EXIT_CODES}""",
 )

@@ -10,6 +10,7 @@ Speeds are tokens per second of being busy, as the board shows them. A worker th
 taken for slow until it has shown otherwise.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 SMOOTHING = 0.05  # weight of a new length in the running mean
@@ -44,7 +45,10 @@ class Dispatcher:
         self._speed: list[float | None] = [None] * num_workers  # None: nothing known yet
         self.expected = ExpectedLength(max_new_tokens)
 
-    def assign(self, group_id: int, num_trajectories: int) -> int:
+    def assign(
+        self, group_id: int, num_trajectories: int, among: Collection[int] | None = None
+    ) -> int:
+        """`among`: the workers that may have it; default all."""
         tokens = max(1, round(self.expected.tokens))
         work = num_trajectories * tokens
         usual = self._usual_speed
@@ -52,7 +56,7 @@ class Dispatcher:
             (load + work) / (speed or usual)
             for load, speed in zip(self._load, self._speed, strict=True)
         ]
-        worker = through.index(min(through))
+        worker = min(among or range(len(through)), key=through.__getitem__)
         self._groups[group_id] = Outstanding(worker, num_trajectories, tokens)
         self._load[worker] += work
         return worker

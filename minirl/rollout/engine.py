@@ -8,6 +8,9 @@ anew under the new weights; in "keep" mode their KV stays. The prefix cache is s
 After each reload two checks must hold (rule 6): every tensor is where it should be, and the
 engine's logprobs of a fixed canary sequence are the trainer's.
 
+Without a store (`minirl eval`, `minirl sample`) there is no trainer: vLLM loads the folder's own
+weights, which are version 0 for good.
+
 Leaves out: groups, queues and the ring (worker.py).
 """
 
@@ -56,7 +59,9 @@ def _take_logprobs(output: Any) -> list[float]:
 
 
 class Engine:
-    def __init__(self, config: Config, folder: str, kind: str, store: WeightStore, seed: int):
+    def __init__(
+        self, config: Config, folder: str, kind: str, store: WeightStore | None, seed: int
+    ):
         devices.hide_broken_torchvision()
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -72,7 +77,8 @@ class Engine:
                 max_num_seqs=config.rollout.max_num_seqs + 1,  # one for the canary
                 tensor_parallel_size=config.devices.tensor_parallel,
                 worker_extension_cls="minirl.rollout.extension.Reloader",
-                load_format="dummy",  # weights come from the store, the first time as ever after
+                # Weights come from the store, the first time as ever after.
+                load_format="auto" if store is None else "dummy",
                 skip_tokenizer_init=not config.rollout.stop,
                 disable_log_stats=True,
                 async_scheduling=False,  # else a step returns tokens of the weights before last
@@ -89,7 +95,11 @@ class Engine:
         self._canary = canary_tokens(self._engine.model_config.get_vocab_size())
         self._expected: Published | None = None
         self.canary_gap = 0.0
-        self.version = -1
+        self.version = 0 if store is None else -1
+        if store is not None:
+            self._open(store)
+
+    def _open(self, store: WeightStore) -> None:
         table = [(spec.name, spec.shape) for spec in store.table]
         self._engine.collective_rpc("open_store", args=(table, store.dtype, store.path))
 
@@ -101,7 +111,7 @@ class Engine:
 
     @property
     def is_behind(self) -> bool:
-        return self._store.latest > self.version
+        return self._store is not None and self._store.latest > self.version
 
     @property
     def is_busy(self) -> bool:
@@ -116,6 +126,7 @@ class Engine:
         def load(slot: int) -> None:
             missing[:] = [n for names in self._load_slot(slot) for n in names]
 
+        assert self._store is not None
         published = self._store.read(load)
         if missing:
             raise StaleWeights(

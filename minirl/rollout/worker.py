@@ -3,18 +3,19 @@
     consumes      Submit and Abort from the controller, new weights from the store
     waits for     prompts, when it has none; nothing else
     unblocked by  Submit
-    gives         trajectories into the ring, and one Finished a step that says which
+    gives         trajectories into the ring, one Finished a step that says which, and Pinned
 
 A loop turn is: read the inbox, look at the version, admit, step, emit. The order matters: a group
 that was dispatched after a publication is never begun under the weights before it.
 
 Requests wait here, not in vLLM, until a sequence is free: so none waits under a prefix-cache salt
-of another version. While an evaluation runs the version stays pinned, and generation goes on.
+of another version. While an evaluation runs the version stays pinned and training groups go on
+under it: the evaluation goes first, but takes half of the seats at most while others wait.
 """
 
 import heapq
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
@@ -27,6 +28,8 @@ from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 
 IDLE_POLL_S = 0.02  # how often an idle worker looks for new weights
+EVAL_SHARE = 0.5  # of the seats, while training groups wait
+EVAL_PRIORITY = -1  # before training groups (their id)
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class GroupRequest:
     group_id: int
     prompt: tuple[int, ...]
     cells: tuple[int, ...]
-    is_eval: bool = False  # sampled as [eval] says, under one pinned version, before other groups
+    is_eval: bool = False  # sampled as [eval] says, under one pinned version
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,13 @@ class Stop:
 @dataclass(frozen=True)
 class Started:
     """The engine is up and serves its first version."""
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """To a Submit with evaluation groups: all of these will be sampled under this version."""
+
+    version: int
 
 
 @dataclass(frozen=True)
@@ -100,9 +110,10 @@ class RolloutWorker:
         self.config, self.engine, self.ring = config, engine, ring
         self.board, self.pipe = board, pipe
         self.running: dict[int, Request] = {}
-        self.waiting: list[tuple[int, int, Request]] = []  # heap of (priority, key, request)
+        self.waiting: list[tuple[int, int, Request]] = []  # heap of (group id, key, request)
+        self.waiting_eval: deque[tuple[int, Request]] = deque()
         self.next_key = 0
-        self.num_pinned = 0  # evaluation requests that wait or run
+        self.num_running_eval = 0
         self.stopped = False
         self.expected = ExpectedLength(config.rollout.max_new_tokens)
         self.num_running: Counter[int] = Counter()  # by group: its trajectories share a prompt's KV
@@ -120,8 +131,13 @@ class RolloutWorker:
             self.board.enter(State.GENERATING)
             self.step()
 
+    @property
+    def is_pinned(self) -> bool:
+        """An evaluation waits or runs."""
+        return bool(self.num_running_eval or self.waiting_eval)
+
     def read_inbox(self) -> None:
-        is_idle = not self.engine.is_busy and not self.waiting
+        is_idle = not self.engine.is_busy and not self.waiting and not self.waiting_eval
         if is_idle:
             self.board.enter(State.WAITING_FOR_PROMPTS)
         while not self.stopped and self.pipe.poll(IDLE_POLL_S if is_idle else 0):
@@ -135,7 +151,7 @@ class RolloutWorker:
                 self.stopped = True
 
     def look_at_version(self) -> None:
-        if not self.engine.is_behind or (self.num_pinned and self.engine.version >= 0):
+        if not self.engine.is_behind or (self.is_pinned and self.engine.version >= 0):
             return
         self.board.enter(State.RELOADING)
         self.board.add(Total.RELOAD_S, self.engine.reload())
@@ -145,13 +161,16 @@ class RolloutWorker:
     def enqueue(self, submit: Submit) -> None:
         if submit.seed is not None:
             self.engine.reseed(submit.seed)
+        if any(group.is_eval for group in submit.groups):
+            self.look_at_version()  # pins the newest version there is, or the one that is pinned
+            self.pipe.send(Pinned(self.engine.version))
         for group in submit.groups:
-            if group.is_eval and not self.num_pinned:
-                self.look_at_version()  # the evaluation pins the newest version there is
-            self.num_pinned += len(group.cells) if group.is_eval else 0
             for index in range(len(group.cells)):
-                priority = -1 if group.is_eval else group.group_id
-                heapq.heappush(self.waiting, (priority, self.next_key, Request(group, index)))
+                request = Request(group, index)
+                if group.is_eval:
+                    self.waiting_eval.append((self.next_key, request))
+                else:
+                    heapq.heappush(self.waiting, (group.group_id, self.next_key, request))
                 self.next_key += 1
 
     def has_room(self) -> bool:
@@ -163,13 +182,20 @@ class RolloutWorker:
         written = self.expected.tokens * (len(self.running) + 1)
         return not self.running or self.num_prompt_tokens + written <= self.engine.kv_tokens
 
+    def next_waiting(self) -> tuple[int, int, Request]:
+        """(vLLM's priority, key, request) of the one that is to run next."""
+        share = max(1, int(EVAL_SHARE * self.config.rollout.max_num_seqs))
+        if self.waiting_eval and (self.num_running_eval < share or not self.waiting):
+            key, request = self.waiting_eval.popleft()
+            return EVAL_PRIORITY, key, request
+        return heapq.heappop(self.waiting)
+
     def admit(self) -> None:
-        while self.waiting and self.has_room():
-            priority, key, request = heapq.heappop(self.waiting)
+        while (self.waiting or self.waiting_eval) and self.has_room():
+            priority, key, request = self.next_waiting()
             try:
                 self.engine.add(key, request.group.prompt, self.sampling(request), priority)
             except ValueError as refusal:
-                self.num_pinned -= request.group.is_eval  # it neither waits nor runs any more
                 self.forget(request.group.group_id)
                 self.pipe.send(Gone(request.group.group_id, str(refusal).splitlines()[0]))
                 continue
@@ -179,12 +205,14 @@ class RolloutWorker:
     def begin(self, key: int, request: Request) -> None:
         group = request.group
         self.running[key] = request
+        self.num_running_eval += group.is_eval
         self.num_prompt_tokens += 0 if self.num_running[group.group_id] else len(group.prompt)
         self.num_running[group.group_id] += 1
 
     def leave(self, key: int) -> Request:
         request = self.running.pop(key)
         group = request.group
+        self.num_running_eval -= group.is_eval
         self.num_running[group.group_id] -= 1
         if not self.num_running[group.group_id]:
             del self.num_running[group.group_id]
@@ -232,7 +260,6 @@ class RolloutWorker:
             request.logprobs,
             request.versions,
         )
-        self.num_pinned -= group.is_eval
         descriptor = Trajectory(
             cell=cell,
             length=len(group.prompt) + len(request.tokens),
@@ -251,11 +278,12 @@ class RolloutWorker:
     def forget(self, group_id: int) -> None:
         keys = [key for key, r in self.running.items() if r.group.group_id == group_id]
         self.engine.abort(keys)
-        gone = [self.leave(key) for key in keys]
-        gone += [r for _, _, r in self.waiting if r.group.group_id == group_id]
-        self.num_pinned -= sum(r.group.is_eval for r in gone)
+        for key in keys:
+            self.leave(key)
         self.waiting = [entry for entry in self.waiting if entry[2].group.group_id != group_id]
         heapq.heapify(self.waiting)
+        left = [entry for entry in self.waiting_eval if entry[1].group.group_id != group_id]
+        self.waiting_eval = deque(left)
 
 
 @dataclass(frozen=True)
@@ -263,18 +291,19 @@ class RolloutSetup:
     """What a worker is spawned with."""
 
     config: Config
-    folder: str  # of the model: its config.json; the weights come from the store
+    folder: str  # of the model: its config.json, and its weights where there is no store
     kind: str
     seed: int
     ring: TrajectoryRing
-    store: WeightStore
+    store: WeightStore | None
 
 
 def run(setup: RolloutSetup, board: BoardWriter, pipe: Connection) -> None:
     """The body of a rollout process."""
     engine = Engine(setup.config, setup.folder, setup.kind, setup.store, setup.seed)
-    board.enter(State.RELOADING)
-    engine.reload()  # waits for the trainer's first version
+    if setup.store is not None:
+        board.enter(State.RELOADING)
+        engine.reload()  # waits for the trainer's first version
     pipe.send(Started())
     worker = RolloutWorker(setup.config, engine, setup.ring, board, pipe)
     worker.loop()

@@ -245,4 +245,4 @@ class Arithmetic(Task):
 
 
 def _example(problem: Problem) -> Example:
-    return Example(prompt=problem.prompt, reference=str(problem.result))
+    return Example(problem.prompt, str(problem.result), demonstration(problem))

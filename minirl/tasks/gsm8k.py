@@ -6,6 +6,8 @@ that at the last mark ("####" or \\boxed{…}), or without a mark the last one. 
 none is wrong. Units are not read: "50 %", "50 apples" and "50" are one answer, and so is "$50".
 """
 
+import re
+
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Task
 from minirl.tasks.answers import HASHES, final_number, written
@@ -25,7 +27,8 @@ class Gsm8k(Task):
         if number is None:
             rule = f'has no number in its column "{self.reference_column}"'
             raise bad_row(row, rule, "end references with one, such as #### 12")
-        return Example(instructed(asked, self.options["instruction"]), written(number))
+        worked = re.sub(r"<<.*?>>", "", asked.reference)  # what a calculator would be asked
+        return Example(instructed(asked, self.options["instruction"]), written(number), worked)
 
     def reward(self, example: Example, answer: Answer) -> float:
         if answer.stop is not StopReason.STOP:

@@ -45,7 +45,9 @@ class Mathematics(Task):
         asked = super().example(row)
         reference = last_box(asked.reference)
         prompt = instructed(asked, self.options["instruction"])
-        return Example(prompt, asked.reference if reference is None else reference)
+        if reference is None:
+            return Example(prompt, asked.reference)
+        return Example(prompt, reference, worked=asked.reference)
 
     def reward(self, example: Example, answer: Answer) -> float:
         return float(answer.stop is StopReason.STOP and is_equal(example.reference, answer.text))

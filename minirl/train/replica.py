@@ -30,9 +30,12 @@ class Replica:
         """Sets the learning rate of step 0, 1, … and gives it."""
         config = self.config
         lr = learning_rate(step, self.lr, config.warmup_steps, config.schedule, config.steps)
+        self.set_learning_rate(lr)
+        return lr
+
+    def set_learning_rate(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        return lr
 
     @contextlib.contextmanager
     def syncing(self, is_last: bool) -> Iterator[None]:

@@ -1,16 +1,16 @@
 """The tiny model: a Qwen3 of 0.35 M parameters that minirl makes and warms up itself, on a CPU.
 
-Takes a seed; gives an ordinary Hugging Face folder. Two phases of supervised learning on worked
-answers of the arithmetic task: a clean one, until the model has the skill, then a sloppy one that
-teaches it to guess and to slip. What is left for RL is to find back to showing its working and to
-stop slipping. It sharpens a skill; it does not teach arithmetic from nothing.
+Takes a seed; gives an ordinary Hugging Face folder. Two phases of supervised learning (sft.py) on
+worked answers of the arithmetic task: a clean one, until the model has the skill, then a sloppy one
+that teaches it to guess and to slip. What is left for RL is to find back to showing its working and
+to stop slipping. It sharpens a skill; it does not teach arithmetic from nothing.
 
 Nothing here counts on luck: each phase ends when a probe on held-out problems says so, and a model
 that does not take off is thrown away for one from the next sub-seed.
 
 Leaves out: RL, vLLM, devices (a CPU is faster at this size), other tasks.
 
-Axes: B sequences, T positions, N answer tokens of all sequences in a row, V vocabulary.
+Axes: B sequences, T positions, V vocabulary.
 """
 
 import fcntl
@@ -19,6 +19,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import Connection
@@ -26,9 +27,9 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 
-from minirl.config import TasksConfig
+from minirl.config import TasksConfig, TrainConfig
 from minirl.devices import hide_broken_torchvision
 from minirl.errors import MinirlError
 from minirl.records import Answer, Example, StopReason
@@ -41,6 +42,11 @@ from minirl.tasks.arithmetic import (
     draw_problem,
     sloppy_demonstration,
 )
+from minirl.train import attention
+from minirl.train.lessons import Lesson
+from minirl.train.policy import Policy
+from minirl.train.replica import Replica
+from minirl.train.sft import Student
 from minirl.train.tiny import RECIPE, Recipe, build_tokenizer, tiny_model_folder
 
 hide_broken_torchvision()
@@ -56,14 +62,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 Report = Callable[[str], None]
 
 PAD, EOS = 0, 1
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Prompts with their answers, padded on the right."""
-
-    tokens_BT: torch.Tensor
-    is_answer_BT: torch.Tensor
+MAX_TOKENS = 16384  # more than a batch has: one micro-batch
 
 
 @dataclass
@@ -72,13 +71,13 @@ class Pupil:
 
     model: Qwen3ForCausalLM
     tokenizer: Tokenizer
-    optimizer: torch.optim.Optimizer
+    student: Student
     recipe: Recipe
     seed: int
     report: Report
     num_steps: int = 0
-    clean: Iterator[Rows] = field(init=False)
-    sloppy: Iterator[Rows] = field(init=False)
+    clean: Iterator[list[Lesson]] = field(init=False)
+    sloppy: Iterator[list[Lesson]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.clean = _lessons(self, is_sloppy=False)
@@ -115,10 +114,8 @@ def _enrol(tokenizer: Tokenizer, recipe: Recipe, seed: int, attempt: int, report
     sub_seed = seed + 1_000_003 * attempt
     torch.manual_seed(sub_seed)
     model = Qwen3ForCausalLM(_model_config(recipe, tokenizer.get_vocab_size()))
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-    )
-    return Pupil(model, tokenizer, optimizer, recipe, sub_seed, report)
+    replica = Replica(Policy(model), TrainConfig(weight_decay=0.0, grad_clip=1.0), recipe.lr)
+    return Pupil(model, tokenizer, Student(replica, MAX_TOKENS), recipe, sub_seed, report)
 
 
 def _model_config(recipe: Recipe, vocab_size: int) -> Qwen3Config:
@@ -137,7 +134,18 @@ def _model_config(recipe: Recipe, vocab_size: int) -> Qwen3Config:
         pad_token_id=PAD,
         eos_token_id=EOS,
         bos_token_id=None,
+        attn_implementation=attention.NAME,
     )
+
+
+@contextmanager
+def _padded(model: Qwen3ForCausalLM) -> Iterator[None]:
+    """For probes: generation knows rows and masks, not packed sequences."""
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(attention.NAME)
 
 
 def _learn_skill(pupil: Pupil) -> bool:
@@ -181,35 +189,23 @@ def _progress(pupil: Pupil, loss: float, skill: float) -> str:
 
 
 def _train(
-    pupil: Pupil, lessons: Iterator[Rows], num_steps: int, lr_from: float, lr_to: float
+    pupil: Pupil, lessons: Iterator[list[Lesson]], num_steps: int, lr_from: float, lr_to: float
 ) -> float:
     """Take steps while the learning rate goes straight from one value to the other."""
-    loss = torch.tensor(0.0)
+    loss = 0.0
     for step in range(num_steps):
         ramp = min(1.0, (pupil.num_steps + 1) / pupil.recipe.ramp_steps)
         lr = lr_from + (lr_to - lr_from) * step / num_steps
-        for group in pupil.optimizer.param_groups:
-            group["lr"] = lr * ramp
-        logits_NV, targets_N = _answer_logits(pupil.model, next(lessons))
-        loss = cross_entropy(logits_NV, targets_N)
-        pupil.optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(pupil.model.parameters(), 1.0)
-        pupil.optimizer.step()
+        pupil.student.replica.set_learning_rate(lr * ramp)
+        loss = pupil.student.learn(next(lessons)).loss
         pupil.num_steps += 1
-    return loss.item()
+    return loss
 
 
-def _answer_logits(model: Qwen3ForCausalLM, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and targets of the answer tokens. Right padding and causal attention: no mask."""
-    hidden_BTD = model.model(input_ids=rows.tokens_BT[:, :-1], use_cache=False).last_hidden_state
-    is_answer_BT = rows.is_answer_BT[:, 1:]
-    return model.lm_head(hidden_BTD[is_answer_BT]), rows.tokens_BT[:, 1:][is_answer_BT]
-
-
-def _lessons(pupil: Pupil, is_sloppy: bool) -> Iterator[Rows]:
+def _lessons(pupil: Pupil, is_sloppy: bool) -> Iterator[list[Lesson]]:
     """Batches without end. All numbers of steps are equally likely, so that long chains are
-    learned too; pools of four batches are sorted by length, so that little is padding."""
+    learned too; pools of four batches are sorted by length, so that runs of equal length are
+    long."""
     size, recipe = pupil.recipe.batch_size, pupil.recipe
     phase = "sloppy" if is_sloppy else "clean"
     for first in count(1 << 30 if is_sloppy else 0, 4 * size):
@@ -226,20 +222,13 @@ def _lessons(pupil: Pupil, is_sloppy: bool) -> Iterator[Rows]:
         ]
         for start in rng.sample(range(0, 4 * size, size), 4):
             part = slice(start, start + size)
-            yield _rows(pupil.tokenizer, problems[part], answers[part])
+            yield _tokenized(pupil.tokenizer, problems[part], answers[part])
 
 
-def _rows(tokenizer: Tokenizer, problems: list[Problem], answers: list[str]) -> Rows:
-    prompts = [e.ids for e in tokenizer.encode_batch([p.prompt for p in problems])]
-    written = [[*e.ids, EOS] for e in tokenizer.encode_batch(answers)]
-    width = max(len(p) + len(w) for p, w in zip(prompts, written, strict=True))
-    tokens_BT = torch.full((len(problems), width), PAD)
-    is_answer_BT = torch.zeros((len(problems), width), dtype=torch.bool)
-    for row, (prompt, answer) in enumerate(zip(prompts, written, strict=True)):
-        end = len(prompt) + len(answer)
-        tokens_BT[row, :end] = torch.tensor(prompt + answer)
-        is_answer_BT[row, len(prompt) : end] = True
-    return Rows(tokens_BT, is_answer_BT)
+def _tokenized(tokenizer: Tokenizer, problems: list[Problem], answers: list[str]) -> list[Lesson]:
+    prompts = [tuple(e.ids) for e in tokenizer.encode_batch([p.prompt for p in problems])]
+    written = [(*e.ids, EOS) for e in tokenizer.encode_batch(answers)]
+    return [Lesson(prompt, answer) for prompt, answer in zip(prompts, written, strict=True)]
 
 
 @torch.no_grad()
@@ -247,11 +236,18 @@ def probe_skill(pupil: Pupil) -> float:
     """Share of probe problems that greedy decoding would answer word for word as demonstrated:
     the likeliest token is the demonstrated one at every place. One forward pass tells."""
     problems = _probe_problems(pupil)
-    rows = _rows(pupil.tokenizer, problems, [demonstration(p) for p in problems])
-    logits_NV, targets_N = _answer_logits(pupil.model, rows)
-    is_wrong_BT = torch.zeros_like(rows.is_answer_BT)
-    is_wrong_BT[rows.is_answer_BT] = logits_NV.argmax(-1) != targets_N
-    return 1.0 - is_wrong_BT.any(1).float().mean().item()
+    lessons = _tokenized(pupil.tokenizer, problems, [demonstration(p) for p in problems])
+    # Right padding and causal attention: no mask.
+    tokens_BT = pad_sequence(
+        [torch.tensor(lesson.prompt + lesson.answer) for lesson in lessons], batch_first=True
+    )
+    with _padded(pupil.model):
+        likeliest_BT = pupil.model(input_ids=tokens_BT, use_cache=False).logits.argmax(-1)
+    num_right = 0
+    for row, lesson in enumerate(lessons):
+        before = slice(len(lesson.prompt) - 1, lesson.length - 1)  # where answers are foretold
+        num_right += tuple(likeliest_BT[row, before].tolist()) == lesson.answer
+    return num_right / len(lessons)
 
 
 @torch.no_grad()
@@ -261,17 +257,17 @@ def probe_accuracy(pupil: Pupil, is_sampled: bool) -> float:
     prompts = [e.ids for e in pupil.tokenizer.encode_batch([p.prompt for p in problems])]
     width = max(len(prompt) for prompt in prompts)
     tokens_BT = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])
-    written_BT = pupil.model.generate(
-        tokens_BT,
-        attention_mask=(tokens_BT != PAD).long(),
-        generation_config=GenerationConfig(
-            do_sample=is_sampled,
-            top_k=0 if is_sampled else None,  # unless told, transformers samples among 50
-            max_new_tokens=128,
-            eos_token_id=EOS,
-            pad_token_id=PAD,
-        ),
-    )[:, width:]
+    settings = GenerationConfig(
+        do_sample=is_sampled,
+        top_k=0 if is_sampled else None,  # unless told, transformers samples among 50
+        max_new_tokens=128,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+    with _padded(pupil.model):
+        written_BT = pupil.model.generate(
+            tokens_BT, attention_mask=(tokens_BT != PAD).long(), generation_config=settings
+        )[:, width:]
     rewards = [
         task.reward(Example(p.prompt, str(p.result)), _answer(pupil.tokenizer, written))
         for p, written in zip(problems, written_BT.tolist(), strict=True)

@@ -1,0 +1,90 @@
+"""Intervals, pass@k and paired tests against known values and against brute force."""
+
+import itertools
+import random
+from math import comb
+from statistics import fmean
+
+import pytest
+
+from minirl.estimates import interval_of, mcnemar, pass_at, sign_flips, usual_ks, wilson
+
+
+def test_wilson_s_interval_has_known_values() -> None:
+    # Newcombe 1998, table I, method 3.
+    for right, count, low, high in [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ]:
+        found = wilson(right / count, count)
+        assert (found.low, found.high) == pytest.approx((low, high), abs=1e-4)
+    assert wilson(1.0, 50).high == 1.0 > wilson(1.0, 50).low > 0.9
+
+
+def test_single_binary_answers_get_wilson_s() -> None:
+    rewards = [(1.0,)] * 81 + [(0.0,)] * 182
+    assert interval_of(rewards) == wilson(81 / 263, 263)
+    assert interval_of([]) is None
+    assert interval_of([(), ()]) is None  # nothing was graded
+    assert interval_of([(1.0,), ()]) == wilson(1.0, 1)
+
+
+def test_answers_to_one_problem_are_not_independent() -> None:
+    """100 problems of which each is always or never right: eight answers tell no more than one."""
+    copied = interval_of([(float(i < 30),) * 8 for i in range(100)])
+    single = interval_of([(float(i < 30),) for i in range(100)])
+    assert copied is not None and single is not None
+    assert copied.mean == single.mean == 0.3
+    assert copied.high - copied.low == pytest.approx(single.high - single.low, rel=0.1)
+
+
+def test_the_bootstrap_covers_as_often_as_it_says() -> None:
+    dice, num_held = random.Random(0), 0
+    for _ in range(200):
+        skills = [dice.betavariate(0.6, 0.4) for _ in range(60)]  # true mean 0.6
+        rewards = [[float(dice.random() < skill) for _ in range(4)] for skill in skills]
+        found = interval_of(rewards)
+        assert found is not None
+        num_held += found.low <= 0.6 <= found.high
+    assert 180 <= num_held <= 199
+
+
+def test_no_spread_does_not_mean_no_doubt() -> None:
+    sure = interval_of([(1.0, 1.0)] * 20)
+    assert sure is not None and sure.high == 1.0 and sure.low == wilson(1.0, 20).low < 0.9
+
+
+def test_pass_at_k_is_the_mean_over_all_choices_of_k() -> None:
+    for n, c in [(1, 0), (1, 1), (4, 1), (8, 3), (8, 0), (8, 8)]:
+        answers = [True] * c + [False] * (n - c)
+        for k in range(1, n + 1):
+            chosen = list(itertools.combinations(answers, k))
+            assert pass_at(k, n, c) == pytest.approx(fmean(any(part) for part in chosen))
+            assert pass_at(k, n, c) == pytest.approx(1 - comb(n - c, k) / comb(n, k))
+
+
+def test_usual_ks() -> None:
+    assert [usual_ks(k) for k in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
+def test_mcnemar_is_the_exact_coin() -> None:
+    assert mcnemar(0, 0) == 1.0
+    assert mcnemar(5, 5) == 1.0
+    assert mcnemar(5, 0) == mcnemar(0, 5) == 2 / 32
+    assert mcnemar(8, 2) == pytest.approx(2 * (1 + 10 + 45) / 1024)
+    assert 0 < mcnemar(700, 400) < 1e-18  # also where 2 ** n is no float
+
+
+def test_sign_flips_agrees_with_all_flips() -> None:
+    differences = [0.5, 0.25, -0.25, 0.75, 0.0, 0.5, 0.25]
+    real = [d for d in differences if d]
+    sums = [
+        abs(sum(s * d for s, d in zip(signs, real, strict=True)))
+        for signs in itertools.product((1, -1), repeat=len(real))
+    ]
+    exact = fmean(s >= abs(sum(real)) - 1e-9 for s in sums)
+    assert sign_flips(differences) == pytest.approx(exact, abs=0.02)
+    assert sign_flips([0.0, 0.0]) == 1.0
+    assert sign_flips([0.5] * 50) < 0.001

@@ -1,0 +1,118 @@
+"""An evaluation is of one version on all engines, while training goes on and engines die."""
+
+import os
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from crew import TRAINER_PLACE
+from pinned_crew import TABLE, CountingSetup
+
+from minirl.bench.controller import Prompts, Silent
+from minirl.config import Config
+from minirl.evaluate import Evaluation
+from minirl.fleet import Fleet, Role
+from minirl.journal import Journal
+from minirl.launch import make_buffer
+from minirl.loop import Loop
+from minirl.records import Example, Prompt
+from minirl.shm.ring import TrajectoryRing
+from minirl.shm.weights import WeightStore
+
+NUM_ENGINES, NUM_HELDOUT, STEPS = 2, 24, 80
+SLOWEST = NUM_ENGINES - 1
+BASE = Config()
+CONFIG = replace(
+    BASE,
+    devices=replace(BASE.devices, rollout=NUM_ENGINES),
+    rollout=replace(BASE.rollout, group_size=2, max_num_seqs=8),
+    buffer=replace(BASE.buffer, max_staleness=4, target_staleness=4.0),
+    train=replace(BASE.train, steps=STEPS, batch_size=2),
+    eval=replace(BASE.eval, every=1, num_prompts=NUM_HELDOUT),
+    log=replace(BASE.log, samples=0),
+)
+
+
+KILL_AT = 40
+
+
+class Watched(Loop):
+    """Remembers each evaluation, void or not, and kills an engine in the middle of one."""
+
+    def __init__(self, *parts: Any):
+        super().__init__(*parts)
+        self.evaluations: list[tuple[int, Evaluation]] = []  # with the newest version at its start
+        self.killed_in: Evaluation | None = None
+
+    def start_evaluation(self) -> None:
+        super().start_evaluation()
+        assert self.evaluation is not None
+        self.evaluations.append((self.buffer.version, self.evaluation))
+
+    def collect(self) -> None:
+        super().collect()
+        current = self.evaluation
+        if self.killed_in is None and self.step >= KILL_AT and current and not current.pinning:
+            waiting = [self.dispatcher.worker_of(group_id) for group_id in current.group_ids]
+            if SLOWEST in waiting:
+                os.kill(self.engines[SLOWEST].pid, signal.SIGKILL)
+                self.killed_in = current
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    """Run to its end."""
+    folder = tmp_path_factory.mktemp("pinned")
+    fleet, store = Fleet(folder, NUM_ENGINES + 2), WeightStore(TABLE, "float32")
+    cells = CONFIG.num_slots * CONFIG.rollout.group_size + NUM_HELDOUT
+    ring = TrajectoryRing(cells, CONFIG.max_tokens_per_trajectory)
+    try:
+        fleet.spawn(Role.TRAIN, 0, "pinned_crew:trainer", store, TRAINER_PLACE)
+        for rank in range(NUM_ENGINES):
+            setup = CountingSetup(CONFIG, ring, store, rank, slow_s=0.004 * 4**rank)
+            fleet.spawn(Role.ROLLOUT, rank, "pinned_crew:engine", setup, TRAINER_PLACE)
+        body = "minirl.bench.scripted:verifier"
+        fleet.spawn(Role.VERIFY, 0, body, None, TRAINER_PLACE)
+        heldout = [Prompt(i, Example(str(i), "!"), (1, 2, 3)) for i in range(NUM_HELDOUT)]
+        journal = Journal(CONFIG, folder, fleet, Silent())
+        loop = Watched(CONFIG, fleet, Endless(), heldout, make_buffer(CONFIG), journal)
+        loop.run()
+    finally:
+        fleet.kill()
+    return loop
+
+
+class Endless(Prompts):
+    """What was lost may come again."""
+
+    def put_back(self, index: int) -> None:
+        pass
+
+
+def test_every_engine_pins_the_version_that_it_began_at(loop: Watched) -> None:
+    whole = [(began_at, found) for began_at, found in loop.evaluations if not found.is_void]
+    assert len(whole) >= 3
+    for began_at, found in whole:
+        assert found.version == began_at, "each engine said so, and each answer"
+        assert not found.pinning and found.num_answered == NUM_HELDOUT
+
+
+def test_training_goes_on_meanwhile_and_metrics_tell(loop: Watched) -> None:
+    lines = loop.journal.log.lines
+    evaluated = [line for line in lines if "eval/version" in line]
+    assert len({line["eval/version"] for line in evaluated}) == len(evaluated) >= 3
+    for line in evaluated:
+        assert line["eval/count"] == NUM_HELDOUT and line["eval/failures"] == 0
+        assert line["eval/low"] <= line["eval/accuracy"] <= line["eval/high"]
+        assert line["eval/truncated_frac"] == 0
+    assert any(line["version"] > line["eval/version"] for line in evaluated[:-1])
+
+
+def test_an_evaluation_that_loses_an_engine_is_done_again(loop: Watched) -> None:
+    assert loop.killed_in is not None and loop.step == STEPS
+    found = [evaluation for _, evaluation in loop.evaluations]
+    assert [e.is_void for e in found].count(True) == 1
+    assert loop.killed_in.is_void and loop.killed_in.num_lost > 0
+    place = [e is loop.killed_in for e in found].index(True)
+    assert not found[place + 1].is_void
