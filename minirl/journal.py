@@ -8,6 +8,7 @@
     evals.jsonl      at each evaluation, the answers to the same few held-out prompts
     lengths.jsonl    how many tokens each trained trajectory has, for `minirl plan --run`
     checkpoints/     Hugging Face folders, step-000040
+    lock             held while the run lives             (by launch.py)
     logs/            what each worker printed
     nonfinite/       batches whose loss or gradient was not finite (written by a trainer rank)
     summary.json     the result, when the run has ended
@@ -31,6 +32,8 @@ from minirl.metrics import DROPPED, MetricsLog
 from minirl.records import Batch, Prompt, StopReason
 from minirl.shm.board import Total
 from minirl.simulate.lengths import line_of
+
+LOCK = "lock"
 
 
 class View(Protocol):
@@ -211,12 +214,12 @@ class Journal:
             self._samples.write(json.dumps(sample) + "\n")
 
     def evaluated(self, evaluation: Evaluation) -> None:
+        self._keep_answers(evaluation)
         version, accuracy = evaluation.version, evaluation.accuracy
         self.accuracies.append((version, accuracy))
         self._news = {"eval/accuracy": accuracy, "eval/version": version}
         if evaluation.num_failed:
             self.note(f"evaluation: {evaluation.num_failed} answers could not be graded")
-        self._keep_answers(evaluation)
         self.view.evaluated(version, accuracy)
         if self._last_line is not None:
             line, self._last_line = self._last_line, None
@@ -233,7 +236,7 @@ class Journal:
             }
             for group_id in evaluation.group_ids[: self.config.log.samples]
         ]
-        line = {"version": evaluation.version, "accuracy": evaluation.accuracy, "answers": answers}
+        line = {"version": evaluation.version, "answers": answers}
         with (self.run_dir / "evals.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 

@@ -4,14 +4,16 @@ The only place that picks classes, devices and processes, and that tears them do
 ends, nothing of it is left but its run directory.
 """
 
+import os
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from minirl import devices, machine, model
 from minirl.buffer import Buffer, History, OnStale
@@ -20,7 +22,7 @@ from minirl.console import ConsoleView
 from minirl.doctor import find_devices, free_memory_bytes
 from minirl.errors import MinirlError, RecipeError
 from minirl.fleet import Died, Fleet, Role
-from minirl.journal import Journal
+from minirl.journal import LOCK, Journal
 from minirl.loop import Loop
 from minirl.metrics import read
 from minirl.pace import Pace
@@ -86,6 +88,7 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool) -> int:
         _refuse_changes(config, run_dir)
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
+    lock = _hold(run_dir)
     devices.sweep_temp(run_dir / "tmp")  # a controller that was killed could not
     (run_dir / "tmp").mkdir()
     (run_dir / "recipe.toml").write_text(to_toml(config))
@@ -98,6 +101,21 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool) -> int:
         return _run(config, task, source, start, kind, available, run_dir, recipe, view)
     finally:
         view.close()
+        lock.close()
+
+
+def _hold(run_dir: Path) -> IO[str]:
+    """One run at a time in a directory; and who looks at it sees by this that it lives. The kernel
+    lets go of the lock however the controller ends."""
+    file = (run_dir / LOCK).open("a")
+    try:
+        flock(file, LOCK_EX | LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        remedy = "wait for it, stop it, or name another directory"
+        raise RecipeError("--run-dir", str(run_dir), "a run is going on in it", remedy) from None
+    os.utime(run_dir / LOCK)
+    return file
 
 
 def _run(
