@@ -14,7 +14,7 @@ ROOT = Path(minirl.__file__).parent
 # From the ground up. A room imports from lower levels, or from its own level where no circle comes
 # of it. `rollout` and `train` meet only in lower rooms.
 LEVELS = (
-    {"records", "config", "algorithms", "rules", "recipe", "errors", "devices"},
+    {"records", "config", "algorithms", "rules", "recipe", "reference", "errors", "devices"},
     {"metrics", "trace", "shm", "pace", "buffer", "filters", "tasks", "fleet", "evaluate", "model"},
     {"rollout", "train"},
     {"simulate"},

@@ -38,7 +38,7 @@ def save_chart(chart: Chart, path: Path) -> None:
         axes.fill_between(xs, low, high, color=colour, alpha=0.16, linewidth=0)
     for name, value in chart.bounds:
         axes.axhline(value, color=svg.LIGHT["ink"], linestyle="--", linewidth=1)
-        axes.annotate(name, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom")
+        axes.annotate(name, (0.01, value), xycoords=("axes fraction", "data"), va="bottom")
     if chart.is_log and all(p.y > 0 for c in chart.curves for p in c.points):
         axes.set_yscale("log")
     if chart.is_share:
@@ -46,7 +46,8 @@ def save_chart(chart: Chart, path: Path) -> None:
     axes.set_xlabel(chart.x_label, color=svg.LIGHT["dim"])
     axes.grid(color=svg.LIGHT["grid"])
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, frameon=False)
+        axes.legend(fontsize=8, framealpha=0.85, edgecolor="none")
+    figure.subplots_adjust(left=0.12, right=0.97, top=0.9, bottom=0.14)
     figure.savefig(path, dpi=130)
 
 
@@ -89,7 +90,7 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for side in ("top", "right"):

@@ -50,7 +50,7 @@ class RunDir:
 
     @cached_property
     def samples(self) -> list[Line]:
-        return self._by_step("samples.jsonl")
+        return _latest(read_lines(self.path / "samples.jsonl"), ("step", "group"))
 
     @cached_property
     def trajectories(self) -> list[Line]:
@@ -62,7 +62,7 @@ class RunDir:
 
     @cached_property
     def evals(self) -> list[Line]:
-        return _latest(read_lines(self.path / "evals.jsonl"), "version")
+        return _latest(read_lines(self.path / "evals.jsonl"), ("version",))
 
     @cached_property
     def summary(self) -> Line:
@@ -74,7 +74,7 @@ class RunDir:
         return _read_object(self.path / "machine.json") or self.summary
 
     def _by_step(self, name: str) -> list[Line]:
-        return _latest(read_lines(self.path / name), "step")
+        return _latest(read_lines(self.path / name), ("step",))
 
     @property
     def changed(self) -> float:
@@ -139,15 +139,22 @@ def read_lines(path: Path) -> Iterator[Line]:
                 yield line
 
 
-def _latest(lines: Iterator[Line], key: str) -> list[Line]:
-    """A run that was resumed goes over some steps again: the later account counts."""
+def _latest(lines: Iterator[Line], keys: tuple[str, ...]) -> list[Line]:
+    """A run that was resumed goes over some steps again: the later account counts. The first key
+    only grows within an account, in which all keys together come once."""
     kept: list[Line] = []
+    here: set[tuple[Any, ...]] = set()  # of the last value of the first key
     for line in lines:
-        at = line.get(key)
+        at = line.get(keys[0])
         if not isinstance(at, (int, float)):
             continue
-        while kept and kept[-1][key] > at:
-            kept.pop()
+        mark = tuple(str(line.get(key)) for key in keys)
+        if kept and (at < kept[-1][keys[0]] or mark in here):
+            while kept and kept[-1][keys[0]] >= at:
+                kept.pop()
+        if not kept or kept[-1][keys[0]] != at:
+            here = set()
+        here.add(mark)
         kept.append(line)
     return kept
 

@@ -83,7 +83,8 @@ def draw(chart: Chart) -> str:
     for name, value in chart.bounds:
         y = axes.y(value)
         line = f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" class="bound"/>'
-        parts += [line, text(WIDTH - RIGHT - 2, y - 4, name, "end")]
+        words = text(WIDTH - RIGHT - 2, y + (12 if y < TOP + 14 else -4), name, "end")
+        parts += [line, words]
     for curve in chart.curves:
         parts += _band(curve, axes)
     for curve in chart.curves:
