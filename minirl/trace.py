@@ -250,12 +250,12 @@ def _write_events(file: IO[str], reader: Reader) -> None:
             {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}},
         ]
         lanes = {0}
-        events.append(_thread(pid, 0, worker))
+        events += _thread(pid, 0, worker)
         for event in reader.events(worker):
             if isinstance(event, Sequence):
                 if event.lane + 1 not in lanes:
                     lanes.add(event.lane + 1)
-                    events.append(_thread(pid, event.lane + 1, f"sequence {event.lane}"))
+                    events += _thread(pid, event.lane + 1, f"sequence {event.lane}")
                 events += _sequence(pid, event)
                 step = trained.get((event.session, event.facts.get("group", -1)))
                 if step is not None:
@@ -281,8 +281,9 @@ def _flush(file: IO[str], events: list[dict[str, Any]], before: str) -> str:
     return before
 
 
-def _thread(pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
+def _thread(pid: int, tid: int, name: str) -> Iterator[dict[str, Any]]:
+    for what, args in (("name", {"name": name}), ("sort_index", {"sort_index": tid})):
+        yield {"ph": "M", "pid": pid, "tid": tid, "name": f"thread_{what}", "args": args}
 
 
 def _event(kind: str, pid: int, tid: int, name: str, at: float, **more: object) -> dict[str, Any]:

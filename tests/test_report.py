@@ -136,7 +136,7 @@ def test_a_pixel_of_the_timeline_is_what_it_was_mostly_spent_on() -> None:
     ]
     kinds = timeline.columns(slices, 0.0, 10.0, 10)
     assert kinds == [*["generating"] * 4, "prefill", *[""] * 3, None, "forward"]
-    assert list(timeline.stretches(kinds))[0] == ("generating", 0, 4)
+    assert next(timeline.stretches(kinds)) == ("generating", 0, 4)
 
 
 def test_waiting_is_shown_as_a_share_of_the_window(runs: dict[str, RunDir]) -> None:

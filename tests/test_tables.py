@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ from typer.testing import CliRunner
 
 from minirl import reference
 from minirl.cli import app
-from minirl.config import KEYS
+from minirl.config import KEYS, SECTIONS
 from minirl.errors import RecipeError
 from minirl.journal import LOCK
+from minirl.metrics import NAMES
 from minirl.report.rundir import RunDir, RunState, open_run
 from minirl.report.tables import age, list_runs, run_rows
 
@@ -134,6 +136,23 @@ def test_diff_says_what_differs_and_only_that(folder: Path) -> None:
     assert machine == "MACHINE  no difference"
     same = ran("diff", folder / "eta-0", folder / "eta-0")
     assert same.count("no difference") == 3
+
+
+@pytest.mark.parametrize("name", ["architecture.md", "troubleshooting.md"])
+def test_documents_name_only_metrics_keys_and_files_that_there_are(name: str) -> None:
+    root = DOCUMENT.parent.parent
+    words = re.findall(r"`([^`\n]+)`", (DOCUMENT.parent / name).read_text())
+    metrics = {
+        w for w in words if re.fullmatch(r"(reward|eval|rollout|buffer|weights|train)/\w+", w)
+    }
+    assert metrics <= NAMES and (metrics or name == "architecture.md")
+    sections = "|".join(SECTIONS)
+    keys = [re.fullmatch(rf"((?:{sections})\.\w+)(?: = .*)?", word) for word in words]
+    found = {match[1] for match in keys if match and not match[1].endswith((".py", ".jsonl"))}
+    assert found and found <= KEYS.keys()
+    files = {w.partition(":")[0] for w in words if re.fullmatch(r"[\w/]+\.py(:\w+)?", w)}
+    missing = [f for f in files if not [*root.glob(f"minirl/**/{f}"), *root.glob(f"tests/{f}")]]
+    assert not missing
 
 
 def test_the_reference_is_printed_from_the_config_classes() -> None:

@@ -1,5 +1,5 @@
 """What the model wrote, as HTML: the same held-out prompts under each version, and single tokens,
-coloured by the version that wrote them or by the gap between the engine's logprob and the trainer's.
+coloured by the version that wrote them, or by how far the trainer's logprob is from the engine's.
 """
 
 import math
@@ -107,7 +107,8 @@ def _legend(eta: object) -> str:
 
 
 def _trajectory(line: Line, kept: Line, is_open: bool) -> str:
-    group = next((g for g in line.get("groups", []) if g.get("group") == kept.get("group")), {})
+    groups: list[Line] = line.get("groups", [])
+    group = next((g for g in groups if g.get("group") == kept.get("group")), Line())
     reward, advantage = (group.get(name, [None])[0] for name in ("rewards", "advantages"))
     facts = [f"group {kept.get('group')}", f"trained from version {line.get('version')}"]
     if isinstance(advantage, (int, float)):

@@ -27,7 +27,7 @@ def save_chart(chart: Chart, path: Path) -> None:
         if not curve.points:
             continue
         xs = [point.x for point in curve.points]
-        colour = svg.LIGHT[curve.colour % svg.NUM_COLOURS]  # type: ignore[index]
+        colour = svg.LIGHT[f"c{curve.colour % svg.NUM_COLOURS}"]
         style = "--" if curve.is_dashed else "-"
         marker = "o" if curve.is_marked or len(xs) == 1 else None
         ys = [point.y for point in curve.points]

@@ -15,24 +15,19 @@ NUM_COLOURS = 6
 MAX_MARKS = 80  # points with a tooltip, a curve
 
 LIGHT = {
-    "ink": "#1d2433",
-    "dim": "#667085",
-    "grid": "#e4e7ec",
-    "paper": "#ffffff",
-    **dict(enumerate(("#1f6fb4", "#c8572b", "#2b8a5b", "#8a4fb0", "#b08a00", "#c2347c"))),
+    **{"ink": "#1d2433", "dim": "#667085", "grid": "#e4e7ec", "paper": "#ffffff"},
+    **{"c0": "#1f6fb4", "c1": "#c8572b", "c2": "#2b8a5b"},
+    **{"c3": "#8a4fb0", "c4": "#b08a00", "c5": "#c2347c"},
 }
 DARK = {
-    "ink": "#e8ebf1",
-    "dim": "#98a2b3",
-    "grid": "#313a4a",
-    "paper": "#141922",
-    **dict(enumerate(("#6cb2f0", "#f0956b", "#6fd0a0", "#c79bea", "#e5c558", "#f07fb4"))),
+    **{"ink": "#e8ebf1", "dim": "#98a2b3", "grid": "#313a4a", "paper": "#141922"},
+    **{"c0": "#6cb2f0", "c1": "#f0956b", "c2": "#6fd0a0"},
+    **{"c3": "#c79bea", "c4": "#e5c558", "c5": "#f07fb4"},
 }
 
 
-def variables(colours: dict, extra: dict[str, str] | None = None) -> str:
-    named = {f"c{k}" if isinstance(k, int) else k: v for k, v in colours.items()}
-    return "".join(f"--{name}:{value};" for name, value in {**named, **(extra or {})}.items())
+def variables(*colours: dict[str, str]) -> str:
+    return "".join(f"--{name}:{value};" for table in colours for name, value in table.items())
 
 
 def standalone(svg: str, light: dict[str, str], dark: dict[str, str]) -> str:

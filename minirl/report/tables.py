@@ -124,17 +124,18 @@ def sample_texts(run: RunDir, step: int, group: int | None = None) -> Iterator[s
 
 def diff_rows(a: RunDir, b: RunDir) -> tuple[Rows, Rows, Rows]:
     """Recipe, result, machine: what differs in each."""
-    recipe = [
+    recipe: Rows = [
         (key, shown(a.recipe.get(key)), shown(b.recipe.get(key)))
         for key in differing([a.recipe, b.recipe])
     ]
     pairs = zip(result_rows(a), result_rows(b), strict=True)
-    result = [(name, mine, theirs) for (name, mine), (_, theirs) in pairs if mine != theirs]
+    result: Rows = [(name, mine, theirs) for (name, mine), (_, theirs) in pairs if mine != theirs]
     ours, other = machine_rows(a), machine_rows(b)
     keys = dict.fromkeys([*ours, *other])
-    machine = [
+    machine: Rows = [
         (key, ours.get(key, "—"), other.get(key, "—"))
         for key in keys
         if key != "started" and ours.get(key) != other.get(key)
     ]
-    return recipe, [row for row in result if row[0] not in ("seed", "allowed staleness")], machine
+    of_recipe = ("seed", "allowed staleness")
+    return recipe, [row for row in result if row[0] not in of_recipe], machine
