@@ -32,6 +32,8 @@ Start here:
   minirl plan recipes/gsm8k.toml --gpu 4090      does it fit, how fast, which split? No GPU needed
   minirl data recipes/gsm8k.toml                 what the model will see of the task
   minirl config recipes/smoke.toml               every value, and where it came from
+  minirl runs                                    what was run, and what it came to
+  minirl report runs/smoke-…                     a run as one page of pictures
 {EXIT_CODES}""",
 )
 

@@ -1,12 +1,11 @@
 """`minirl runs`, `minirl inspect` and `minirl diff`: runs, from their directories' files alone."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from minirl.cli.app import app
+from minirl.cli.app import app, show_columns
 from minirl.cli.train import RUNS
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
@@ -36,7 +35,7 @@ def runs(
         return
     found = list_runs(folder)
     if found:
-        columns(run_rows(found))
+        show_columns(run_rows(found))
     else:
         typer.echo(f"no runs in {folder}")
 
@@ -67,7 +66,7 @@ def inspect(
     start = f", from version {line['version']}" if "version" in line else ""
     typer.echo(f"step {line['step']}{start}")
     if line.get("groups"):
-        columns(trajectory_rows(line, group))
+        show_columns(trajectory_rows(line, group))
     for text in sample_texts(opened, line["step"], group):
         typer.echo(f"\n{text}")
 
@@ -80,15 +79,7 @@ def diff(run: Run, other: Annotated[Path, typer.Argument(metavar="RUN")]) -> Non
     a, b = open_run(run), open_run(other)
     for title, rows in zip(("RECIPE", "RESULT", "MACHINE"), diff_rows(a, b), strict=True):
         if rows:
-            columns([(title, a.name, b.name), *rows])
+            show_columns([(title, a.name, b.name), *rows])
         else:
             typer.echo(f"{title}  no difference")
         typer.echo()
-
-
-def columns(rows: Sequence[tuple[str, ...]]) -> None:
-    """Not through rich, which would fold names to a narrow terminal."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        typer.echo("  ".join(cells).rstrip())

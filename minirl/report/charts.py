@@ -78,7 +78,7 @@ KINDS = (
         "gap",
         "Logprob gap",
         "mean |vLLM's logprob − the trainer's| at tokens of the same version: it should stay flat",
-        (("train/logprob_gap", ""),),
+        (("train/logprob_gap", "all"), ("train/spliced_gap", "after tokens of an older version")),
         is_log=True,
     ),
     Kind("grad_norm", "Gradient norm", "before clipping", (("train/grad_norm", ""),)),
