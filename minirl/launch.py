@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
@@ -114,6 +114,8 @@ def _hold(run_dir: Path) -> IO[str]:
         file.close()
         remedy = "wait for it, stop it, or name another directory"
         raise RecipeError("--run-dir", str(run_dir), "a run is going on in it", remedy) from None
+    except OSError:
+        pass  # a file system without locks: `minirl runs` will not know that it lives
     os.utime(run_dir / LOCK)
     return file
 
@@ -145,6 +147,9 @@ def _run(
         with _signals(loop, view):
             loop.run()
         fleet.stop(Stop())
+        if config.log.trace:
+            with suppress(OSError):  # a full disk: `minirl trace` can do it later
+                merge(run_dir)
         is_whole = loop.step == config.train.steps
         extra = {"run_dir": str(run_dir), "seed": config.seed, "drops": dict(buffer.drops)}
         found = balance(journal.log.lines, config.devices.rollout, config.devices.train)
@@ -157,8 +162,6 @@ def _run(
         return 0 if is_whole else INTERRUPTED
     finally:
         fleet.kill()
-        if config.log.trace:
-            merge(run_dir)
         devices.sweep_temp(run_dir / "tmp")
         checkpoint.sweep(run_dir)
         (run_dir / "rendezvous").unlink(missing_ok=True)

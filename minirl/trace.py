@@ -2,7 +2,7 @@
 
 A worker's `Tracer` appends to a file of its own, trace/rollout-0.jsonl; `merge` turns all of them
 into trace.json.gz, which ui.perfetto.dev and chrome://tracing open. The controller merges when a
-run ends; for one that runs or was killed, `minirl trace RUN` does it from the files as they are.
+run ends; of one that runs, failed or was killed, `minirl trace RUN` does it from the files.
 
     ["begin", t, {session, boot, wall}]         a process has taken this place
     ["state", t, name, facts]                   from here on, until the next
@@ -134,6 +134,13 @@ def workers(run_dir: Path) -> list[str]:
         return order.get(role, 3), int(rank) if rank.isdecimal() else 0, name
 
     return sorted(names, key=key)
+
+
+def is_merged(run_dir: Path) -> bool:
+    """And nothing was written since."""
+    merged, parts = run_dir / MERGED, (run_dir / FOLDER).glob("*.jsonl")
+    newest = max((path.stat().st_mtime for path in parts), default=0.0)
+    return merged.is_file() and merged.stat().st_mtime >= newest
 
 
 class Reader:

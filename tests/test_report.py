@@ -150,7 +150,7 @@ def test_a_torn_run_directory_is_shown_as_far_as_it_goes(
 ) -> None:
     monkeypatch.setattr(png, "is_there", lambda: False)
     died = runs["died"]
-    assert len(died.metrics) == len(died.trajectories) == 6
+    assert len(died.metrics) == len(died.trajectory_places) == 6
     for name in sorted(path.name for path in died.path.iterdir() if path.is_file()):
         torn = tmp_path / name.replace(".", "-")
         shutil.copytree(died.path, torn)
@@ -174,6 +174,11 @@ def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
         json.dumps({"step": s, "group": g, "n": n}) + "\n" for n, (s, g) in enumerate(samples)
     )
     (tmp_path / "samples.jsonl").write_text(text)
+    steps = [1, 2, 3, 4, 2, 3]
+    text = "".join(json.dumps({"step": s, "n": n}) + "\n" for n, s in enumerate(steps))
+    (tmp_path / "trajectories.jsonl").write_text(text + '{"step": 4, "n')
+    run = open_run(tmp_path)
+    assert [run.trajectories(step).get("n") for step in (1, 2, 3, 4)] == [0, 4, 5, None]
     assert [line["n"] for line in open_run(tmp_path).samples] == [0, 1, 4, 5, 6]
 
 

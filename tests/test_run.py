@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from processes import Run, assert_accounted
 
-from minirl.report.rundir import open_run
+from minirl.errors import RecipeError
+from minirl.launch import _hold
+from minirl.report.rundir import RunState, open_run
 from minirl.report.write import write
 
 pytestmark = pytest.mark.vllm
@@ -67,8 +69,9 @@ def check_trace(run_dir: Path) -> None:
 def check_trajectories(run_dir: Path) -> None:
     """All that was trained, with its advantage; tokens of two, with both sides' logprobs."""
     run = open_run(run_dir)
-    assert [line["step"] for line in run.trajectories] == [1, 2, 3, 4]
-    for line, metrics in zip(run.trajectories, run.metrics, strict=True):
+    assert list(run.trajectory_places) == [1, 2, 3, 4]
+    for metrics in run.metrics:
+        line = run.trajectories(metrics["step"])
         assert len(line["groups"]) == 4
         rewards = [reward for group in line["groups"] for reward in group["rewards"]]
         assert sum(rewards) / len(rewards) == pytest.approx(metrics["reward/mean"])
@@ -92,6 +95,17 @@ def check_trajectories(run_dir: Path) -> None:
     answers = [len(line["answers"]) for line in run.evals]
     assert answers == [2, 2] and [line["version"] for line in run.evals] == [0, 4]
     assert len(write([run], run_dir / "report").files) > 10
+
+
+def test_a_directory_takes_one_run_at_a_time_and_shows_that_it_lives(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    lock = _hold(tmp_path)
+    assert open_run(tmp_path).state is RunState.RUNNING
+    with pytest.raises(RecipeError, match="a run is going on in it"):
+        _hold(tmp_path)
+    lock.close()
+    assert open_run(tmp_path).state is RunState.FAILED
+    _hold(tmp_path).close()
 
 
 def test_eta_0_is_synchronous_and_one_seed_gives_one_run(tmp_path: Path, tied_folder: Path) -> None:

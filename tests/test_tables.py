@@ -81,7 +81,7 @@ def test_a_run_of_which_nothing_is_left_but_half_a_recipe_is_listed(tmp_path: Pa
 
 
 def test_inspect_prints_every_trajectory_of_a_step(folder: Path) -> None:
-    line = open_run(folder / "eta-2").trajectories[3]
+    line = open_run(folder / "eta-2").trajectories(4)
     lines = ran("inspect", folder / "eta-2", "--step", 4).splitlines()
     assert lines[0] == "step 4, from version 3"
     shown = [row.split()[:6] for row in lines[2:6]]

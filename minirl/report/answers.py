@@ -24,11 +24,11 @@ def plain(prompt: object) -> str:
     return str(prompt)
 
 
-def spread(lines: Sequence[Line], num: int) -> list[Line]:
+def spread(steps: Sequence[int], num: int) -> list[int]:
     """The first, the last, and some between."""
-    if len(lines) <= num:
-        return list(lines)
-    return [lines[round(i * (len(lines) - 1) / (num - 1))] for i in range(num)]
+    if len(steps) <= num:
+        return list(steps)
+    return [steps[round(i * (len(steps) - 1) / (num - 1))] for i in range(num)]
 
 
 # -- time travel
@@ -74,13 +74,14 @@ def reward_badge(reward: object) -> str:
 
 def token_view(run: RunDir) -> str:
     """Two radio buttons choose the colours: no script."""
-    lines = [line for line in run.trajectories if line.get("tokens")]
+    steps = spread(list(run.trajectory_places), NUM_TOKEN_STEPS)
+    lines = [line for step in steps if (line := run.trajectories(step)).get("tokens")]
     if not lines:
         return ""
     eta = run.recipe.get("buffer.max_staleness", 0)
     blocks = [
         _trajectory(line, kept, is_open=n == 0 and m == 0)
-        for n, line in enumerate(reversed(spread(lines, NUM_TOKEN_STEPS)))
+        for n, line in enumerate(reversed(lines))
         for m, kept in enumerate(line["tokens"])
     ]
     name = escape(run.name)

@@ -3,6 +3,7 @@ an error; only a path that is no run directory is one.
 """
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from minirl.errors import RecipeError
 from minirl.journal import LOCK
 
 Line = dict[str, Any]
+STEP = re.compile(rb'\{"step": ?(\d+)')
 MARKS = ("recipe.toml", "metrics.jsonl", "summary.json")
 
 
@@ -53,8 +55,30 @@ class RunDir:
         return _latest(read_lines(self.path / "samples.jsonl"), ("step", "group"))
 
     @cached_property
-    def trajectories(self) -> list[Line]:
-        return self._by_step("trajectories.jsonl")
+    def trajectory_places(self) -> dict[int, int]:
+        """Where each step's line of trajectories.jsonl begins: a long run's are not all read."""
+        places: dict[int, int] = {}
+        at = 0
+        for text in _raw_lines(self.path / "trajectories.jsonl"):
+            match = STEP.match(text)
+            if match and text.endswith(b"}\n"):
+                step = int(match[1])
+                if places and step <= next(reversed(places)):  # resumed from before it
+                    places = {s: place for s, place in places.items() if s < step}
+                places[step] = at
+            at += len(text)
+        return places
+
+    def trajectories(self, step: int) -> Line:
+        """What a step trained; empty where that is not known."""
+        if step not in self.trajectory_places:
+            return {}
+        with (self.path / "trajectories.jsonl").open("rb") as file:
+            file.seek(self.trajectory_places[step])
+            try:
+                return json.loads(file.readline())
+            except ValueError:
+                return {}
 
     @cached_property
     def lengths(self) -> list[Line]:
@@ -137,6 +161,14 @@ def read_lines(path: Path) -> Iterator[Line]:
                 continue
             if isinstance(line, dict):
                 yield line
+
+
+def _raw_lines(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            yield from file
+    except OSError:
+        return
 
 
 def _latest(lines: Iterator[Line], keys: tuple[str, ...]) -> list[Line]:

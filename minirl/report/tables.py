@@ -60,8 +60,7 @@ def age(seconds: float) -> str:
 
 def find_step(run: RunDir, step: int | None) -> Line:
     """The last, if none is asked for."""
-    lines = {line["step"]: line for line in run.trajectories}
-    steps = sorted(lines or {line["step"] for line in run.samples})
+    steps = sorted(run.trajectory_places or {line["step"] for line in run.samples})
     if not steps:
         rule = "has no trajectories.jsonl or samples.jsonl with a whole line"
         raise RecipeError("RUN", str(run.path), rule, "let it train a step")
@@ -69,7 +68,7 @@ def find_step(run: RunDir, step: int | None) -> Line:
     if wanted not in steps:
         remedy = f"it has {steps[0]} to {steps[-1]}"
         raise RecipeError("--step", wanted, f"{run.name} has no such step", remedy)
-    return lines.get(wanted, {"step": wanted})
+    return run.trajectories(wanted) or {"step": wanted}
 
 
 def trajectory_rows(line: Line, group: int | None = None) -> Rows:

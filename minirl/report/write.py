@@ -1,6 +1,7 @@
 """`minirl report`: from run directories to report.html and pictures beside it."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from minirl.report.families import Family, families
 from minirl.report.page import page
 from minirl.report.rundir import RunDir
 from minirl.report.timeline import Window, window
-from minirl.trace import MERGED, Reader, merge, workers
+from minirl.trace import Reader, is_merged, merge, workers
 
 MAX_TIMELINES = 4
 
@@ -54,8 +55,9 @@ def timelines(found: Sequence[Family]) -> list[Window]:
         for run in family.runs:
             if not workers(run.path):
                 continue
-            if not (run.path / MERGED).is_file():
-                merge(run.path)
+            if not is_merged(run.path):
+                with suppress(OSError):  # somebody else's run: its picture is drawn all the same
+                    merge(run.path)
             eta = run.recipe.get("buffer.max_staleness")
             kind = "synchronous" if eta == 0 else "asynchronous"
             view = window(f"{kind} (η = {eta}): {run.name}", Reader(run.path))
