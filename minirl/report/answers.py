@@ -103,7 +103,8 @@ def _legend(eta: object) -> str:
     return (
         f"<p class='key key-v'>versions behind the step that trained it: {ages}"
         "<span class='tok out'>struck through: too stale, masked</span></p>"
-        f"<p class='key key-g'>|trainer's logprob − engine's|, in nats: {gaps}</p>"
+        f"<p class='key key-g'>|trainer's logprob − engine's|, in nats: {gaps}"
+        "of tokens that are versions behind, also what training has changed since</p>"
     )
 
 

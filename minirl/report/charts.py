@@ -1,8 +1,4 @@
-"""Which curves a report has. Takes families of runs, gives charts: what is drawn, not how.
-
-A band is: of one run's reward, ± 2 standard errors counted by prompts; of its accuracy, the 95 %
-interval; of its lengths, the middle 80 %; of several seeds, from the lowest to the highest.
-"""
+"""Which curves a report has. Takes families of runs, gives charts: what is drawn, not how."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,6 +6,13 @@ from dataclasses import dataclass
 
 from minirl.report.families import Family, Point, Points
 from minirl.report.rundir import Line, RunDir
+
+
+BANDS = (
+    "Bands: of one run's reward, ± 2 standard errors, counted by prompts; of its accuracy, the 95 % "
+    "interval; of its lengths, the middle 80 % of a step's answers. Of several seeds, the line is "
+    "the mean and the band goes from the lowest to the highest."
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ KINDS = (
     Kind(
         "lengths",
         "Length of answers",
-        "tokens the model wrote; the band is the middle 80 % of a step's answers",
+        "tokens that the model wrote",
         (("rollout/length_mean", "mean"),),
     ),
     Kind(
@@ -123,7 +126,12 @@ def _accuracy(families: Sequence[Family], by_time: bool) -> Chart:
         curves = _curves(families, [("", accuracy_points)], is_marked=True)
         return Chart("accuracy", "Held-out accuracy", about, curves, x_label="version")
     lines = tuple(
-        Curve(family.label if n == 0 else "", accuracy_by_second(run), colour, is_marked=True)
+        Curve(
+            family.label if n == 0 else "",
+            accuracy_by_second(run, has_band=len(family.runs) == 1),
+            colour,
+            is_marked=True,
+        )
         for colour, family in enumerate(families)
         for n, run in enumerate(family.runs)
     )
@@ -201,8 +209,12 @@ def accuracy_points(run: RunDir) -> Points:
     return tuple(found[x] for x in sorted(found))
 
 
-def accuracy_by_second(run: RunDir) -> Points:
-    return tuple(Point(s, p.y, p.low, p.high) for s, p in _evaluations(run))
+def accuracy_by_second(run: RunDir, has_band: bool = True) -> Points:
+    """Without a band where there are several runs: their curves show how far they differ."""
+    found = _evaluations(run)
+    if not has_band:
+        return tuple(Point(seconds, p.y, p.y, p.y) for seconds, p in found)
+    return tuple(Point(seconds, p.y, p.low, p.high) for seconds, p in found)
 
 
 def _evaluations(run: RunDir) -> list[tuple[float, Point]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from minirl.plan.balance import balance
 from minirl.report import answers, svg, timeline
-from minirl.report.charts import Chart
+from minirl.report.charts import BANDS, Chart
 from minirl.report.families import Family, differing, shown
 from minirl.report.rundir import RunDir
 from minirl.report.timeline import Window
@@ -117,7 +117,7 @@ def _charts(charts: Sequence[Chart]) -> str:
         f"{escape(chart.about)}</span></figcaption>{svg.draw(chart)}{_legend(chart)}</figure>"
         for chart in charts
     ]
-    return f"<div class='charts'>{''.join(figures)}</div>"
+    return f"<p class='dim'>{escape(BANDS)}</p><div class='charts'>{''.join(figures)}</div>"
 
 
 def _legend(chart: Chart) -> str:
