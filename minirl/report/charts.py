@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from minirl.report.families import Family, Point, Points
 from minirl.report.rundir import Line, RunDir
 
-
 BANDS = (
-    "Bands: of one run's reward, ± 2 standard errors, counted by prompts; of its accuracy, the 95 % "
-    "interval; of its lengths, the middle 80 % of a step's answers. Of several seeds, the line is "
-    "the mean and the band goes from the lowest to the highest."
+    "Bands: of one run's reward, ± 2 standard errors, counted by prompts; of its accuracy, the "
+    "95 % interval; of its lengths, the middle 80 % of a step's answers. Of several seeds, the "
+    "line is the mean and the band goes from the lowest to the highest."
 )
 
 
