@@ -236,6 +236,8 @@ class CheckpointConfig:
 class LogConfig:
     samples: int = 2
     """Readable trajectories to a step, in samples.jsonl."""
+    trace: bool = False
+    """Write a timeline: trace.json.gz opens in ui.perfetto.dev, and `minirl report` draws it."""
     stall_s: float = 300.0
     """When nothing moves for this long, stacks are written and the run ends with exit code 3."""
 

@@ -38,6 +38,7 @@ class Evaluation:
     num_failed: int = 0
     num_lost: int = 0
     is_void: bool = False  # its answers are not all of one version
+    texts: dict[int, str] = field(default_factory=dict)
 
     @property
     def group_ids(self) -> list[int]:

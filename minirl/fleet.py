@@ -31,6 +31,7 @@ from minirl import devices
 from minirl.devices import Placement
 from minirl.errors import MinirlError
 from minirl.shm.board import Board
+from minirl.trace import Tracer
 
 LAST_WORDS_LINES = 12
 STOP_GRACE_S = 10.0
@@ -87,10 +88,11 @@ class Worker:
 
 
 class Fleet:
-    def __init__(self, log_dir: Path, num_workers: int):
+    def __init__(self, log_dir: Path, num_workers: int, trace_dir: Path | None = None):
         import torch.multiprocessing
 
-        self.log_dir = log_dir
+        self.log_dir, self.trace_dir = log_dir, trace_dir
+        self._session = f"{os.getpid()}-{time.time():.0f}"
         self.board = Board(num_workers)
         self.workers: list[Worker] = []
         self._context = torch.multiprocessing.get_context("spawn")
@@ -110,10 +112,16 @@ class Fleet:
         worker.num_starts += 1
         self.board.reset(worker.row)
         log = self.log_dir / f"{worker.name}.log"
+        trace = self.trace_dir / f"{worker.name}.jsonl" if self.trace_dir else None
         worker.process = self._context.Process(
             target=_child,
             args=(worker.body, worker.setup, worker.placement, self.board, worker.row),
-            kwargs={"pipe": theirs, "log": log, "parent": os.getpid()},
+            kwargs={
+                "pipe": theirs,
+                "log": log,
+                "parent": os.getpid(),
+                "trace": (trace, self._session) if trace else None,
+            },
             name=f"minirl-{worker.name}",
         )
         with _environment(worker.placement.env):
@@ -250,6 +258,7 @@ def _child(
     pipe: Connection,
     log: Path,
     parent: int,
+    trace: tuple[Path, str] | None,
 ) -> None:
     """What every worker process runs."""
     libc = ctypes.CDLL(None)
@@ -262,9 +271,13 @@ def _child(
     _write_to(log)
     tqdm.set_lock(threading.RLock())  # its own lock is a named semaphore, which a kill would leave
     devices.bind(placement)
+    writer = board.writer(row)
+    if trace is not None:
+        writer.tracer = Tracer(*trace)
+        writer.tracer.state("starting", {})
     try:
         module, _, function = body.partition(":")
-        getattr(importlib.import_module(module), function)(setup, board.writer(row), pipe)
+        getattr(importlib.import_module(module), function)(setup, writer, pipe)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the controller is gone or has closed the pipe: nothing left to do
     except MinirlError as error:

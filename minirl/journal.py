@@ -1,10 +1,14 @@
 """What a run leaves behind and what a person is told. Takes events, gives the run directory:
 
     recipe.toml      the resolved recipe                 (written by launch.py)
+    machine.json     hardware and versions of everything (written by launch.py)
     metrics.jsonl    one line a step, names and formulas in metrics.py
     samples.jsonl    a few readable trajectories a step
+    trajectories.jsonl   reward, advantage and versions of all it trained (by a trainer rank)
+    evals.jsonl      at each evaluation, the answers to the same few held-out prompts
     lengths.jsonl    how many tokens each trained trajectory has, for `minirl plan --run`
     checkpoints/     Hugging Face folders, step-000040
+    lock             held while the run lives             (by launch.py)
     logs/            what each worker printed
     nonfinite/       batches whose loss or gradient was not finite (written by a trainer rank)
     summary.json     the result, when the run has ended
@@ -28,6 +32,8 @@ from minirl.metrics import DROPPED, MetricsLog
 from minirl.records import Batch, Prompt, StopReason
 from minirl.shm.board import Total
 from minirl.simulate.lengths import line_of
+
+LOCK = "lock"
 
 
 class View(Protocol):
@@ -211,6 +217,7 @@ class Journal:
             self._samples.write(json.dumps(sample) + "\n")
 
     def evaluated(self, evaluation: Evaluation) -> None:
+        self._keep_answers(evaluation)
         if evaluation.num_failed:
             self.note(f"evaluation: {evaluation.num_failed} answers could not be graded")
         found = evaluation.interval
@@ -230,6 +237,21 @@ class Journal:
         if self._last_line is not None:
             line, self._last_line = self._last_line, None
             self._write(line)
+
+    def _keep_answers(self, evaluation: Evaluation) -> None:
+        """To the same first prompts every time: what each version of the model made of them."""
+        answers = [
+            {
+                "prompt": evaluation.prompt(group_id).example.prompt,
+                "reference": evaluation.prompt(group_id).example.reference,
+                "answer": evaluation.texts.get(group_id),
+                "reward": evaluation.rewards.get(group_id),
+            }
+            for group_id in evaluation.group_ids[: self.config.log.samples]
+        ]
+        line = {"version": evaluation.version, "answers": answers}
+        with (self.run_dir / "evals.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
     def stalled(self, fleet: Fleet, state: dict[str, Any]) -> None:
         """Rule 8: everything that helps to find out why."""

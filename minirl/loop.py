@@ -242,6 +242,7 @@ class Loop:
         elif is_evaluation(request.group_id):
             assert self.evaluation is not None
             assert graded.rewards[0] is not None
+            self.evaluation.texts[request.group_id] = graded.texts[0]
             self.evaluation.graded(request.group_id, graded.rewards[0])
             self.end_evaluation_when_done()
         else:

@@ -14,14 +14,14 @@ ROOT = Path(minirl.__file__).parent
 # From the ground up. A room imports from lower levels, or from its own level where no circle comes
 # of it. `rollout` and `train` meet only in lower rooms.
 LEVELS = (
-    {"records", "config", "algorithms", "rules", "recipe", "errors", "devices"},
-    {"metrics", "shm", "pace", "buffer", "filters", "tasks", "fleet", "estimates"}
+    {"records", "config", "algorithms", "rules", "recipe", "reference", "errors", "devices"},
+    {"metrics", "trace", "shm", "pace", "buffer", "filters", "tasks", "fleet", "estimates"}
     | {"evaluate", "model"},
     {"rollout", "train"},
     {"simulate"},
     {"plan"},
     {"journal", "loop"},
-    {"launch", "console", "doctor", "sweep"},
+    {"launch", "console", "doctor", "machine", "report", "sweep"},
     {"bench", "exam"},
     {"sft"},
     {"cli"},
@@ -36,6 +36,7 @@ FOREIGN = {
     "peft": {"train"},
     "math_verify": {"tasks"},
     "pyarrow": {"tasks"},
+    "matplotlib": {"report"},
 }
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 

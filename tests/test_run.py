@@ -1,10 +1,17 @@
 """Whole runs: the real command, real vLLM, real trainer ranks."""
 
+import gzip
+import json
 import os
 from pathlib import Path
 
 import pytest
 from processes import Run, assert_accounted
+
+from minirl.errors import RecipeError
+from minirl.launch import _hold
+from minirl.report.rundir import RunState, open_run
+from minirl.report.write import write
 
 pytestmark = pytest.mark.vllm
 
@@ -22,9 +29,12 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
         train__num_minibatches=2,
         rollout__temperature=0.8,
         eval__every=1,
+        log__trace="true",
     )
     ended = run.end()
     assert ended.code == 0, ended
+    check_trace(run.dir)
+    check_trajectories(run.dir)
     assert_accounted(run.metrics(), max_staleness=2)
     evaluated = [line for line in run.metrics() if "eval/version" in line]
     assert evaluated[-1]["eval/version"] == 4  # on both engines, or it would be void
@@ -41,6 +51,66 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
     folder = run.dir / "checkpoints" / "step-000004"
     AutoModelForCausalLM.from_pretrained(folder)
     assert AutoTokenizer.from_pretrained(folder).encode("Tom has 7 apples.")
+
+
+def check_trace(run_dir: Path) -> None:
+    """Every worker has its track; each trained trajectory an arrow to its step."""
+    events = json.loads(gzip.decompress((run_dir / "trace.json.gz").read_bytes()))["traceEvents"]
+    tracks = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
+    assert list(tracks) == ["rollout-0", "rollout-1", "train-0", "train-1", "verify-0"]
+
+    def names(worker: str) -> set[str]:
+        return {e["name"] for e in events if e["ph"] == "X" and e["pid"] == tracks[worker]}
+
+    assert {"generating", "reloading", "waiting for prompts", "prefill"} <= names("rollout-0")
+    training = {"training: pack", "training: prox forward", "training: forward and backward"}
+    assert {*training, "training: optimizer step", "waiting for batch"} <= names("train-1")
+    assert {"publishing", "saving", *(f"step {n}" for n in range(1, 5))} <= names("train-0")
+    assert {"grading", "waiting for answers"} <= names("verify-0")
+    arrows = [e["ph"] for e in events if e["ph"] in "sf"]
+    assert arrows.count("s") == arrows.count("f") == 4 * 4 * 4
+
+
+def check_trajectories(run_dir: Path) -> None:
+    """All that was trained, with its advantage; tokens of two, with both sides' logprobs."""
+    run = open_run(run_dir)
+    assert list(run.trajectory_places) == [1, 2, 3, 4]
+    for metrics in run.metrics:
+        line = run.trajectories(metrics["step"])
+        assert len(line["groups"]) == 4
+        rewards = [reward for group in line["groups"] for reward in group["rewards"]]
+        assert sum(rewards) / len(rewards) == pytest.approx(metrics["reward/mean"])
+        for group in line["groups"]:
+            same = len(set(group["rewards"])) == 1
+            assert sum(group["advantages"]) == pytest.approx(0, abs=1e-3)
+            assert all(a == 0 for a in group["advantages"]) or not same
+        assert [kept["group"] for kept in line["tokens"]] == [
+            group["group"] for group in line["groups"][:2]
+        ]
+        for kept, group in zip(line["tokens"], line["groups"], strict=False):
+            columns = ("ids", "pieces", "versions", "trained", "logprobs", "gaps")
+            assert {len(kept[name]) for name in columns} == {group["written"][0]}
+            assert [kept["versions"][0], kept["versions"][-1]] == group["versions"][0]
+            fresh = [
+                gap
+                for gap, version in zip(kept["gaps"], kept["versions"], strict=True)
+                if version == line["version"]
+            ]
+            assert all(abs(gap) < 1e-3 for gap in fresh), "the same weights, on either rank"
+    answers = [len(line["answers"]) for line in run.evals]
+    assert answers == [2, 2] and [line["version"] for line in run.evals] == [0, 4]
+    assert len(write([run], run_dir / "report").files) > 10
+
+
+def test_a_directory_takes_one_run_at_a_time_and_shows_that_it_lives(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    lock = _hold(tmp_path)
+    assert open_run(tmp_path).state is RunState.RUNNING
+    with pytest.raises(RecipeError, match="a run is going on in it"):
+        _hold(tmp_path)
+    lock.close()
+    assert open_run(tmp_path).state is RunState.FAILED
+    _hold(tmp_path).close()
 
 
 def test_eta_0_is_synchronous_and_one_seed_gives_one_run(tmp_path: Path, tied_folder: Path) -> None:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from minirl.errors import RecipeError
+from minirl.machine import cpu_name
 
 MODELS = ("tiny", "135m")
 
@@ -154,7 +155,7 @@ def run(name: str, options: Options, json_file: Path | None = None) -> Report:
 def machine(options: Options) -> dict[str, Any]:
     """What the figures depend on."""
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "load_1m": os.getloadavg()[0],  # others at work make every figure worse
         "python": platform.python_version(),
@@ -180,15 +181,6 @@ def _check_writable(path: Path) -> None:
         raise RecipeError("--json", str(path), rule, "name a file in a folder of yours") from None
     if not was_there:
         path.unlink()
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _version(*distributions: str) -> str | None:

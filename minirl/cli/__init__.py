@@ -18,6 +18,8 @@ SUBJECTS = (
     "recipe",
     "data",
     "replay",
+    "report",
+    "runs",
     "sweep",
     "evaluate",
     "sample",

@@ -33,6 +33,8 @@ Start here:
   minirl data recipes/gsm8k.toml                 what the model will see of the task
   minirl eval tiny --recipe recipes/smoke.toml   how good is a model, and how sure is that?
   minirl config recipes/smoke.toml               every value, and where it came from
+  minirl runs                                    what was run, and what it came to
+  minirl report runs/smoke-…                     a run as one page of pictures
 {EXIT_CODES}""",
 )
 

@@ -118,6 +118,7 @@ class RolloutWorker:
         self.expected = ExpectedLength(config.rollout.max_new_tokens)
         self.num_running: Counter[int] = Counter()  # by group: its trajectories share a prompt's KV
         self.num_prompt_tokens = 0  # of the groups that run
+        self.recomputing: set[int] = set()  # whose KV is gone since a reload
 
     def loop(self) -> None:
         while not self.stopped:
@@ -128,7 +129,10 @@ class RolloutWorker:
         self.look_at_version()
         self.admit()
         if self.engine.is_busy:
-            self.board.enter(State.GENERATING)
+            if self.recomputing:
+                self.board.enter(State.GENERATING, phase="prefill after a reload")
+            else:
+                self.board.enter(State.GENERATING)
             self.step()
 
     @property
@@ -153,9 +157,11 @@ class RolloutWorker:
     def look_at_version(self) -> None:
         if not self.engine.is_behind or (self.is_pinned and self.engine.version >= 0):
             return
-        self.board.enter(State.RELOADING)
+        self.board.enter(State.RELOADING, behind=self.engine.version)
         self.board.add(Total.RELOAD_S, self.engine.reload())
         self.board.add(Total.RELOADS, 1)
+        if self.config.rollout.on_update == "recompute":
+            self.recomputing = set(self.running)
         self.board.serving(self.engine.version, len(self.running))
 
     def enqueue(self, submit: Submit) -> None:
@@ -206,6 +212,8 @@ class RolloutWorker:
         group = request.group
         self.running[key] = request
         self.num_running_eval += group.is_eval
+        if self.board.tracer is not None:
+            self.board.tracer.begin_sequence(key)
         self.num_prompt_tokens += 0 if self.num_running[group.group_id] else len(group.prompt)
         self.num_running[group.group_id] += 1
 
@@ -213,6 +221,9 @@ class RolloutWorker:
         request = self.running.pop(key)
         group = request.group
         self.num_running_eval -= group.is_eval
+        self.recomputing.discard(key)
+        if self.board.tracer is not None:
+            self.board.tracer.end_sequence(key, facts_of(request))
         self.num_running[group.group_id] -= 1
         if not self.num_running[group.group_id]:
             del self.num_running[group.group_id]
@@ -237,10 +248,14 @@ class RolloutWorker:
         version = self.engine.version
         for chunk in self.engine.step():
             request = self.running[chunk.key]
+            if self.board.tracer is not None and not request.tokens:
+                self.board.tracer.first_token(chunk.key)
             request.tokens.extend(chunk.tokens)
             request.logprobs.extend(chunk.logprobs)
             request.versions.extend([version] * len(chunk.tokens))
             num_tokens += len(chunk.tokens)
+            if self.recomputing:
+                self.recomputing.discard(chunk.key)
             if chunk.stop is not None:
                 self.leave(chunk.key)
                 self.expected.saw(len(request.tokens))
@@ -284,6 +299,17 @@ class RolloutWorker:
         heapq.heapify(self.waiting)
         left = [entry for entry in self.waiting_eval if entry[1].group.group_id != group_id]
         self.waiting_eval = deque(left)
+
+
+def facts_of(request: Request) -> dict[str, object]:
+    """For the timeline."""
+    return {
+        "group": request.group.group_id,
+        "place": request.index,
+        "tokens": len(request.tokens),
+        "versions": [request.versions[0], request.versions[-1]] if request.versions else [],
+        **({"evaluation": True} if request.group.is_eval else {}),
+    }
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from enum import IntEnum
 import numpy as np
 
 from minirl.shm.segment import Segment
+from minirl.trace import Tracer
 
 
 class State(IntEnum):
@@ -26,6 +27,10 @@ class State(IntEnum):
     SAVING = 7
     WAITING_FOR_ANSWERS = 8
     GRADING = 9
+
+    @property
+    def words(self) -> str:
+        return self.name.lower().replace("_", " ")
 
 
 IDLE_STATES = (State.WAITING_FOR_PROMPTS, State.WAITING_FOR_BATCH, State.WAITING_FOR_ANSWERS)
@@ -105,9 +110,13 @@ class BoardWriter:
     def __init__(self, board: Board, worker: int):
         self._row = board._rows[worker]
         self._board = board
+        self.tracer: Tracer | None = None  # where log.trace is on
 
-    def enter(self, state: State, anew: bool = False) -> None:
-        """Also a beat. Called again in the same state it keeps `since`, unless it begins anew."""
+    def enter(self, state: State, anew: bool = False, **facts: object) -> None:
+        """Also a beat. Called again in the same state it keeps `since`, unless it begins anew.
+        `facts` are for the timeline alone."""
+        if self.tracer is not None:
+            self.tracer.state(state.words, facts, anew)
         now = time.monotonic()
         if self._row[STATE] in IDLE_STATES:
             self._row[TOTALS + Total.IDLE_S] += now - self._row[BEAT]
@@ -119,6 +128,8 @@ class BoardWriter:
     def serving(self, version: int, running: int) -> None:
         self._row[VERSION] = version
         self._row[RUNNING] = running
+        if self.tracer is not None and version >= 0:
+            self.tracer.running(running, version)
 
     def add(self, column: Total, amount: float) -> None:
         self._row[TOTALS + column] += amount

@@ -96,7 +96,8 @@ def grade(
             texts.append("")
             continue
         board.serving(-1, place)
-        board.enter(State.GRADING, anew=True)  # tasks.timeout_s counts for each reward
+        # Anew: tasks.timeout_s counts for each reward.
+        board.enter(State.GRADING, anew=True, group=request.group_id, place=place)
         view = ring.read(trajectory.cell, request.group_id)
         written = view.tokens[view.mask == 1].tolist()
         text = tokenizer.decode(written, skip_special_tokens=True)

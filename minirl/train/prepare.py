@@ -44,6 +44,7 @@ class Minibatch:
 class Prepared:
     minibatches: list[Minibatch]
     items: list[Item]  # of the whole batch
+    advantages: Column  # of all its tokens
     values: dict[str, float | None] = field(default_factory=dict)  # metrics
 
 
@@ -59,7 +60,7 @@ class Preparer:
     policy: nn.Module
     reference: nn.Module | None
     critic: nn.Module | None
-    beat: Callable[[], None]
+    beat: Callable[[str], None]  # a sign of life, and what is being done
 
     def prepare(self, batch: Batch) -> Prepared:
         train = self.config.train
@@ -83,7 +84,7 @@ class Preparer:
             num_trainable = sum(int(item.trainable.sum()) for item in part)
             whole = [with_columns(micro, columns) for micro in micro_batches]
             finished.append(Minibatch(whole, max(1, num_trainable), i / len(parts)))
-        return Prepared(finished, items, values)
+        return Prepared(finished, items, advantages_A, values)
 
     def micro_batches(self, items: list[Item]) -> list[MicroBatch]:
         """Every rank computes the same split and takes its own part."""
@@ -98,10 +99,10 @@ class Preparer:
         π_θ of the step's own."""
         train = self.config.train
         if train.num_minibatches > 1 and train.objective != "naive" and train.proximal == "forward":
-            self.beat()
+            self.beat("prox forward")
             micro = replace(micro, prox_T=logprobs_of(self.policy, micro, self.config))
         if self.reference is not None:
-            self.beat()
+            self.beat("reference forward")
             with torch.no_grad():
                 ref_T, _ = forward(self.reference, micro, self.config, micro.trainable_T)
             micro = replace(micro, ref_T=ref_T)
@@ -175,7 +176,7 @@ class Preparer:
     @torch.no_grad()
     def critic_values(self, micro: MicroBatch) -> Tensor:
         assert self.critic is not None
-        self.beat()
+        self.beat("critic forward")
         return self.critic(
             micro.tokens_T, micro.positions_T, micro.cu_seqlens_S1, micro.max_seqlen
         ).float()

@@ -38,6 +38,7 @@ from minirl.train.optimizer import gather_state
 from minirl.train.policy import Policy, load_policy
 from minirl.train.prepare import Minibatch, Preparer
 from minirl.train.replica import Replica
+from minirl.train.tokens import TokenLog
 
 Sums = dict[str, Tensor]  # over this rank's tokens, on the device: no micro-batch waits for it
 
@@ -73,8 +74,9 @@ class Trainer:
             policy=self.policy,
             reference=self.build_reference(),
             critic=self.critic.module if self.critic else None,
-            beat=lambda: board.enter(State.TRAINING),
+            beat=lambda phase: board.enter(State.TRAINING, phase=phase),
         )
+        self.tokens = TokenLog(setup, self.device)
 
     def build_policy(self) -> Policy:
         """On resume from the checkpoint, whose weights are merged; LoRA goes on from the first
@@ -106,14 +108,18 @@ class Trainer:
 
     def train(self, batch: Batch) -> dict[str, float | None]:
         started = time.perf_counter()
-        self.board.enter(State.TRAINING)
+        if self.board.tracer is not None:
+            self.board.tracer.step(batch.step, batch.version, (group.id for group in batch.groups))
+        self.board.enter(State.TRAINING, phase="pack")
         lr, *_ = [replica.begin_step(batch.step - 1) for replica in self.replicas]
         prepared = self.preparer.prepare(batch)
+        self.tokens.begin(batch, prepared)
         sums: Sums = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
         norms = [self.update(minibatch, sums, batch) for minibatch in prepared.minibatches]
         taken = [norm for norm in norms if norm is not None]
         values = self.summary(self.over_ranks(sums))
         seconds = time.perf_counter() - started
+        self.tokens.write()
         return {
             **values,
             **prepared.values,
@@ -134,18 +140,20 @@ class Trainer:
         # DDP averages over ranks; the loss is a sum over all of them.
         scale = self.setup.num_ranks / minibatch.num_trainable
         for i, micro in enumerate(minibatch.micro_batches):
-            self.board.enter(State.TRAINING)
+            self.board.enter(State.TRAINING, phase="forward and backward")
             with self.learner.syncing(i == last):
                 found = micro_loss(self.learner.parallel, micro, self.config, minibatch.progress)
                 (found.loss.sum * scale).backward()
             total += found.loss.sum.detach()
             add_metrics(sums, micro, found, minibatch.progress)
+            self.tokens.add(micro, found, minibatch.progress)
             if self.critic is not None:
                 with self.critic.syncing(i == last):
                     error = value_loss(self.critic.parallel, micro)
                     (error * scale).backward()
                 total += error.detach()
                 sums["value_loss"] += error.detach()
+        self.board.enter(State.TRAINING, phase="optimizer step")
         norms = [replica.clip() for replica in self.replicas]
         if not self.is_finite(total, *norms):
             self.skip(minibatch, batch, {"loss": float(total), "grad_norm": float(norms[0])})
@@ -208,7 +216,7 @@ class Trainer:
 
     def publish(self, version: int) -> float:
         """Rank 0 copies its weights into the store. Gives the seconds it took."""
-        self.board.enter(State.PUBLISHING)
+        self.board.enter(State.PUBLISHING, version=version)
         started = time.perf_counter()
         weights = lora.merged(self.policy.model)
         store = self.setup.store
