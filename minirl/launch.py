@@ -74,7 +74,7 @@ class Start:
         return Consumed(self.state["consumed_below"], self.state["consumed_above"])
 
 
-def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool) -> int:
+def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: bool = False) -> int:
     config = loaded.config
     kind, available = find_devices(config.devices.kind)
     if config.devices.split == "auto":
@@ -91,7 +91,7 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool) -> int:
     devices.sweep_temp(run_dir / "tmp")  # a controller that was killed could not
     (run_dir / "tmp").mkdir()
     (run_dir / "recipe.toml").write_text(to_toml(config))
-    view = ConsoleView(config.train.steps)
+    view = ConsoleView(config.train.steps, is_plain=is_plain)
     try:
         source = _model_folder(config, logs, view)
         check_model(config, read_model_config(config, source))
@@ -124,7 +124,7 @@ def _run(
         journal_state = start.state["journal"] if start.state else None
         journal = Journal(config, run_dir, fleet, view, start.step, journal_state)
         loop = Loop(config, fleet, stream, heldout, buffer, journal)
-        with _signals(loop, view):
+        with _signals(loop, view), view.watching(loop, run_dir):
             loop.run()
         fleet.stop(Stop())
         is_whole = loop.step == config.train.steps

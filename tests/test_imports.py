@@ -20,7 +20,7 @@ LEVELS = (
     {"simulate"},
     {"plan"},
     {"journal", "loop"},
-    {"launch", "console", "doctor", "sweep"},
+    {"launch", "console", "dashboard", "doctor", "sweep"},
     {"bench"},
     {"cli"},
 )
@@ -28,7 +28,7 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 FOREIGN = {
     "vllm": {"rollout", "devices", "bench"},
     "typer": {"cli"},
-    "rich": {"console", "cli"},
+    "rich": {"console", "dashboard", "cli"},
     "transformers": {"train", "model", "rollout", "bench"},
     "datasets": {"tasks"},
     "peft": {"train"},
@@ -140,6 +140,7 @@ def test_import_minirl_does_no_work() -> None:
         "minirl.tasks.verifier",
         "minirl.fleet",
         "minirl.plan.report",
+        "minirl.dashboard.watch",
     ],
 )
 def test_light_modules_load_no_torch(module: str) -> None:

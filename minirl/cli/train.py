@@ -36,6 +36,9 @@ What it leaves behind, in runs/<recipe>-<time>/:
   checkpoints/     Hugging Face folders that transformers and vLLM load as they are
   summary.json     accuracy before and after, steps, tokens, max staleness
 
+In a terminal it shows a dashboard (q finish and save, p another sample, s save now); elsewhere, or
+with --plain, one line a step. `minirl watch` shows the same from another terminal.
+
 Ctrl-C once: finish the step, save, exit. Twice: now.
 {EXIT_CODES}"""
 )
@@ -48,6 +51,9 @@ def train(
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with --run-dir, or with the recipe's last run.")
+    ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="One plain line a step instead of the dashboard.")
     ] = False,
     dry_run: Annotated[
         bool,
@@ -68,7 +74,7 @@ def train(
         return
     from minirl.launch import train as launch
 
-    raise typer.Exit(launch(loaded, recipe, chosen, resume))
+    raise typer.Exit(launch(loaded, recipe, chosen, resume, plain))
 
 
 def choose_run_dir(recipe: Path, run_dir: Path | None, resume: bool) -> Path:
