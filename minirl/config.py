@@ -194,6 +194,8 @@ class CheckpointConfig:
 class LogConfig:
     samples: int = 2
     """Readable trajectories to a step, in samples.jsonl."""
+    to: tuple[str, ...] = ()
+    """Where metrics go beside metrics.jsonl: "tensorboard", "wandb", "trackio", each an extra."""
     stall_s: float = 300.0
     """When nothing moves for this long, stacks are written and the run ends with exit code 3."""
 

@@ -10,7 +10,7 @@ import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import TextIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,8 +77,10 @@ class ConsoleView:
         self.console.print(Text.assemble((f"{seconds:6.1f} s  ", "dim"), text))
 
     @contextlib.contextmanager
-    def watching(self, loop: "Loop", run_dir: Path) -> Iterator[None]:
-        """While the loop runs: status.json, and in a terminal the dashboard."""
+    def watching(
+        self, loop: "Loop", run_dir: Path, check: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """While the loop runs: status.json, in a terminal the dashboard, and `check` every second."""
         from minirl.dashboard.live import Reporter
         from minirl.dashboard.observer import Observer
         from minirl.dashboard.screen import Screen, is_possible
@@ -87,7 +89,7 @@ class ConsoleView:
         can_draw = not self.is_plain and is_possible(self.console)
         screen = Screen(self.console) if can_draw else None
         observer = Observer(loop, self, run_dir.name)
-        reporter = self._reporter = Reporter(observer, run_dir, self.note, screen)
+        reporter = self._reporter = Reporter(observer, run_dir, self.note, screen, check)
         state, reason = FAILED, ""
         try:
             with screen.suspendable() if screen else contextlib.nullcontext():

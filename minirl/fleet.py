@@ -42,6 +42,7 @@ class Role(StrEnum):
     TRAIN = "train"
     VERIFY = "verify"
     WARMUP = "warmup"  # makes the tiny model, before the others
+    LOG = "log"  # gives the metrics to another tool; its death is no harm
     BENCH = "bench"  # a part of a benchmark
 
 

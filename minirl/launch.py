@@ -24,6 +24,7 @@ from minirl.doctor import find_devices, free_memory_bytes
 from minirl.errors import MinirlError, RecipeError
 from minirl.fleet import Died, Fleet, Role
 from minirl.journal import Journal
+from minirl.loggers import Loggers
 from minirl.loop import Loop
 from minirl.metrics import read
 from minirl.pace import Pace
@@ -114,6 +115,7 @@ def _run(
 ) -> int:
     places = devices.place(config, kind, available)
     fleet = Fleet(run_dir / "logs", len(places[0]) + len(places[1]) + config.tasks.verifiers)
+    loggers: Loggers | None = None
     try:
         _spawn(fleet, config, places, source, start, run_dir)
         tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
@@ -124,9 +126,11 @@ def _run(
         journal_state = start.state["journal"] if start.state else None
         journal = Journal(config, run_dir, fleet, view, start.step, journal_state)
         loop = Loop(config, fleet, stream, heldout, buffer, journal)
-        with _signals(loop, view), view.watching(loop, run_dir):
+        loggers = Loggers(config, run_dir, start.step, view.note)
+        with _signals(loop, view), view.watching(loop, run_dir, loggers.check):
             loop.run()
         fleet.stop(Stop())
+        loggers.close()
         is_whole = loop.step == config.train.steps
         extra = {"run_dir": str(run_dir), "seed": config.seed, "drops": dict(buffer.drops)}
         found = balance(journal.log.lines, config.devices.rollout, config.devices.train)
@@ -137,6 +141,8 @@ def _run(
         view.finished(summary, _try_next(recipe, run_dir, is_whole))
         return 0 if is_whole else INTERRUPTED
     finally:
+        if loggers is not None:
+            loggers.kill()
         fleet.kill()
         devices.sweep_temp(run_dir / "tmp")
         checkpoint.sweep(run_dir)

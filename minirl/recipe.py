@@ -37,6 +37,9 @@ FOREIGN_NAMES = {
 """What other trainers call it: an unknown key by one of these names is told ours."""
 
 
+LIST_EXAMPLES = {"log.to": '["tensorboard"]'}
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A recipe and where each of its values was written: "default", "smoke.toml:12", "--set", or
@@ -263,6 +266,7 @@ def _typed_list(key: str, value: Any, item: type, origin: str) -> tuple[Any, ...
     if isinstance(value, list) and all(type(v) is item for v in value):
         return tuple(value)
     rule, example = {str: ("strings", '["####"]'), int: ("whole numbers", "[151645]")}[item]
+    example = LIST_EXAMPLES.get(key, example)
     raise RecipeError(key, value, f"must be a list of {rule}", f"write it like {example}", origin)
 
 

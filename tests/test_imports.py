@@ -15,7 +15,18 @@ ROOT = Path(minirl.__file__).parent
 # of it. `rollout` and `train` meet only in lower rooms.
 LEVELS = (
     {"records", "config", "algorithms", "rules", "recipe", "errors", "devices"},
-    {"metrics", "shm", "pace", "buffer", "filters", "tasks", "fleet", "evaluate", "model"},
+    {
+        "metrics",
+        "shm",
+        "pace",
+        "buffer",
+        "filters",
+        "tasks",
+        "fleet",
+        "evaluate",
+        "model",
+        "loggers",
+    },
     {"rollout", "train"},
     {"simulate"},
     {"plan"},
@@ -32,6 +43,9 @@ FOREIGN = {
     "transformers": {"train", "model", "rollout", "bench"},
     "datasets": {"tasks"},
     "peft": {"train"},
+    "tensorboard": {"loggers"},
+    "wandb": {"loggers"},
+    "trackio": {"loggers"},
 }
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 

@@ -61,10 +61,11 @@ def train(
     ] = False,
 ) -> None:
     from minirl.recipe import load
-    from minirl.rules import check_task
+    from minirl.rules import check_loggers, check_task
 
     loaded = load(recipe, overrides or [])
     check_task(loaded.config)
+    check_loggers(loaded.config)
     plan = list(plan_rows(loaded.config))  # checks the model too, so also before a real run
     chosen = choose_run_dir(recipe, run_dir, resume)
     if dry_run:

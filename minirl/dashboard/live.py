@@ -36,8 +36,10 @@ class Reporter:
         run_dir: Path,
         note: Callable[[str], None],
         screen: Screen | None = None,
+        check: Callable[[], None] = lambda: None,
     ):
         self.observer, self.run_dir, self.note, self.screen = observer, run_dir, note, screen
+        self.check = check  # called once a second: others that must be looked after
         self.snapshot: Snapshot | None = None
         self.which = 0
         self.cpu_s = self.wall_s = 0.0
@@ -96,6 +98,7 @@ class Reporter:
         if is_due:
             self.snapshot = self.observer.look(self.cost)
             self._write(self.snapshot)
+            self.check()
             next_look = max(next_look + LOOK_S, time.monotonic())
         if self.screen is None:
             self._is_ending.wait(TICK_S)
