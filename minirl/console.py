@@ -80,7 +80,7 @@ class ConsoleView:
     def watching(
         self, loop: "Loop", run_dir: Path, check: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """While the loop runs: status.json, in a terminal the dashboard, and `check` every second."""
+        """While the loop runs: status.json, a `check` a second, and in a terminal the dashboard."""
         from minirl.dashboard.live import Reporter
         from minirl.dashboard.observer import Observer
         from minirl.dashboard.screen import Screen, is_possible

@@ -1,9 +1,9 @@
 """Metrics for other people's tools: TensorBoard, Weights & Biases, trackio (`log.to`).
 
-Takes a run directory, gives its metrics.jsonl to each logger the recipe names. A logger is a process
-of its own that follows that file. So training never waits for it: one that raises, hangs, crashes
-or finds its disk full is noted once, and the file has everything all the same. On resume it goes on
-after the checkpoint's step.
+Takes a run directory, gives its metrics.jsonl to each logger that the recipe names. A logger is a
+process of its own that follows that file. So training never waits for it: one that raises, hangs,
+crashes or finds its disk full is noted once, and the file has everything all the same. On resume it
+goes on after the checkpoint's step.
 
 What leaves the machine is the metrics and the recipe, without secrets (`redacted`). Not sent: code,
 git state, command line, environment, console output, samples.

@@ -38,8 +38,10 @@ def limits(values: Sequence[float]) -> tuple[float, float]:
     """The range of a plot; a flat line lies in its middle."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
-    if high - low < 1e-9 * max(1.0, abs(high)):
-        margin = max(abs(high) * 0.1, 1e-3)
+    if high - low <= 1e-9 * abs(high):
+        if high == 0:
+            return 0.0, 1.0
+        margin = abs(high) * 0.1
         return low - margin, high + margin
     return low, high
 

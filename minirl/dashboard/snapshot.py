@@ -7,7 +7,7 @@ is None, never an exception.
 
 import json
 import os
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -98,7 +98,7 @@ class Snapshot:
 
 def write(snapshot: Snapshot, run_dir: Path) -> None:
     aside = run_dir / f".{STATUS}.tmp"
-    aside.write_text(json.dumps(asdict(snapshot), separators=(",", ":")))
+    aside.write_text(json.dumps(snapshot, default=vars, separators=(",", ":")))
     os.replace(aside, run_dir / STATUS)
 
 
