@@ -104,9 +104,11 @@ class ConsoleView:
             state = STOPPED if isinstance(error, KeyboardInterrupt) else FAILED
             raise
         finally:
-            reporter.stop()
-            self._print_notes()
-            reporter.ended(state, reason)
+            try:
+                reporter.stop()
+            finally:
+                self._print_notes()
+                reporter.ended(state, reason)
 
     @contextlib.contextmanager
     def _captured(self) -> Iterator[None]:

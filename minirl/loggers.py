@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -178,7 +179,8 @@ def run(setup: LoggerSetup, board: BoardWriter, pipe: Connection) -> None:
             logger.write(step, line)
         if is_over:
             logger.close()
-            return
+            sys.stdout.flush()
+            os._exit(0)  # some libraries leave threads that would never let a process end
         if pipe.poll(POLL_S):
             pipe.recv()
             is_over = True  # once more, for what came meanwhile
@@ -226,6 +228,9 @@ class Loggers:
             if isinstance(message, Died):
                 self._off(worker, message.how)
         for worker in self._living():
+            if worker.failure:  # it said so, but its library's threads keep it from ending
+                self._off(worker, worker.failure.message)
+                continue
             row = self._fleet.board.row(worker.row)
             is_late = row.state is State.STARTING and row.since_s > SLOW_START_S
             if is_late and worker.name not in self._is_late:
@@ -252,11 +257,15 @@ class Loggers:
         deadline = time.monotonic() + END_S
         for worker in self._living():
             worker.process.join(max(0.0, deadline - time.monotonic()))
-            if worker.process.is_alive():
-                self._off(worker, f"did not end within {END_S:.0f} s")
         for worker, message in self._fleet.hear(0):
             if isinstance(message, Died) and (worker.failure or worker.process.exitcode):
                 self._off(worker, message.how)
+        for worker in self._living():
+            if worker.process.is_alive():
+                why = (
+                    worker.failure.message if worker.failure else f"took over {END_S:.0f} s to end"
+                )
+                self._off(worker, why)
         self._fleet.kill()
 
     def kill(self) -> None:

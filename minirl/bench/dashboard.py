@@ -9,8 +9,8 @@
 
 The run is real but for its workers, which only sleep: 4 engines, 2 ranks, a step a second.
 
-`python -m minirl.bench.dashboard FOLDER STEPS ENGINES RANKS` is that run, in whatever terminal it
-is started.
+`python -m minirl.bench.dashboard FOLDER STEPS ENGINES RANKS STEP_S` is that run, in whatever
+terminal it is started.
 """
 
 import json
@@ -39,7 +39,7 @@ def shape(steps: int, engines: int, ranks: int) -> Shape:
     return replace(base, num_counted=max(1, steps - base.num_steps + 1))
 
 
-def main(folder: Path, steps: int, engines: int, ranks: int) -> None:
+def main(folder: Path, steps: int, engines: int, ranks: int, step_s: float) -> None:
     wanted = shape(steps, engines, ranks)
     view = ConsoleView(wanted.num_steps)
 
@@ -49,13 +49,13 @@ def main(folder: Path, steps: int, engines: int, ranks: int) -> None:
     def signals(loop: Loop) -> AbstractContextManager[None]:
         return _signals(loop, view)
 
-    play(wanted, STEP_S / 4 if steps > 100 else STEP_S, folder, view, (signals, watching))
+    play(wanted, step_s, folder, view, (signals, watching))
     print("the run has ended")
 
 
 def cost(folder: Path, size: tuple[int, int] | None, steps: int, engines: int) -> float:
     folder.mkdir()
-    arguments = [str(folder), str(steps), str(engines), "2"]
+    arguments = [str(folder), str(steps), str(engines), "2", str(STEP_S)]
     command = [sys.executable, "-m", "minirl.bench.dashboard", *arguments]
     env = {} if size else {"TERM": "dumb"}
     terminal = Terminal(command, *(size or SMALL), env)
@@ -83,4 +83,4 @@ def measure(options: Options) -> list[Figure]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), float(sys.argv[5]))  # type: ignore[call-arg]

@@ -43,9 +43,6 @@ class Terminal:
     def press(self, keys: str) -> None:
         os.write(self._ours, keys.encode())
 
-    def send(self, number: signal.Signals) -> None:
-        os.killpg(self.process.pid, number)
-
     def read(self, seconds: float) -> bytes:
         """What comes within so long; at once if something is there."""
         ready, _, _ = select.select([self._ours], [], [], seconds)

@@ -61,9 +61,11 @@ class Reporter:
         self._is_ending.set()
         if self.screen is not None:
             self.screen.wake()
-        self._thread.join(JOIN_S)
-        if self.screen is not None:
-            self.screen.leave()
+        try:
+            self._thread.join(JOIN_S)
+        finally:  # a second Ctrl-C may come just now
+            if self.screen is not None:
+                self.screen.leave()
 
     def ended(self, state: str, reason: str) -> None:
         """After `stop`: the last word of status.json."""
