@@ -125,6 +125,8 @@ class Trackio:
             config=recipe_without_secrets(setup.config),
             resume="allow" if setup.last_step else "never",
             embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
         )
 
     def write(self, step: int, values: dict[str, float]) -> None:
