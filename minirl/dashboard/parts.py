@@ -229,10 +229,8 @@ def curve(
     label = 6
     if not points.y or rows < 1 or width < label + 4:
         return [*lines, [("nothing yet", "dim")]][:height]
-    low, high = plots.limits(points.y)
-    columns = width - label
-    values = plots.resample(points.x, points.y, 2 * columns)
-    for i, row in enumerate(plots.braille(values, columns, rows, low, high)):
+    plotted, low, high = plots.curve(tuple(points.x), tuple(points.y), width - label, rows)
+    for i, row in enumerate(plotted):
         shown = high if i == 0 else low if i == rows - 1 else None
         lines.append([(tick(shown).rjust(label - 1) + " ", "dim"), (row, style)])
     return lines[:height]
@@ -330,9 +328,9 @@ def numbers(snapshot: Snapshot, width: int) -> list[Line]:
         points = snapshot.curves.get(key)
         if points and room >= 6:
             room = min(room, 24)
-            values = plots.resample(points.x, points.y, room)
             gap_width = width - width_of(line) - room
-            line += [(" " * gap_width, ""), (plots.sparkline(values, room), style)]
+            drawn = plots.small_curve(tuple(points.x), tuple(points.y), room)
+            line += [(" " * gap_width, ""), (drawn, style)]
         lines.append(line)
     return lines
 

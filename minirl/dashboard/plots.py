@@ -4,10 +4,11 @@ Braille has 2 × 4 dots to a letter, so a plot of 30 letters has 60 columns.
 """
 
 import math
-from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 
+Points = tuple[float, ...]
 BLOCKS = " ▁▂▃▄▅▆▇█"
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # by row, then column
@@ -80,6 +81,18 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     return "".join(letters).ljust(width)[:width]
 
 
+@lru_cache(maxsize=64)
+def curve(x: Points, y: Points, width: int, height: int) -> tuple[list[str], float, float]:
+    """Rows of a plot and its range. Kept: a curve changes with a step, a picture every second."""
+    low, high = limits(y)
+    return braille(resample(x, y, 2 * width), width, height, low, high), low, high
+
+
+@lru_cache(maxsize=64)
+def small_curve(x: Points, y: Points, width: int) -> str:
+    return sparkline(resample(x, y, width), width)
+
+
 def bar(share: float, width: int) -> str:
     """Filled from the left, to an eighth of a letter; what is more than nothing is seen."""
     share = min(1.0, max(0.0, share)) if math.isfinite(share) else 0.0
@@ -99,5 +112,5 @@ def strip(letters: str, width: int, num_buckets: int, rare: str) -> str:
         start = i * num_buckets // width
         cell = letters[start : max(start + 1, (i + 1) * num_buckets // width)]
         seen = [letter for letter in cell if letter in rare]
-        cells.append(seen[0] if seen else Counter(cell).most_common(1)[0][0])
+        cells.append(seen[0] if seen else max(dict.fromkeys(cell), key=cell.count))
     return "".join(cells)
