@@ -238,6 +238,8 @@ class LogConfig:
     """Readable trajectories to a step, in samples.jsonl."""
     trace: bool = False
     """Write a timeline: trace.json.gz opens in ui.perfetto.dev, and `minirl report` draws it."""
+    to: tuple[str, ...] = ()
+    """Where metrics go beside metrics.jsonl: "tensorboard", "wandb", "trackio", each an extra."""
     stall_s: float = 300.0
     """When nothing moves for this long, stacks are written and the run ends with exit code 3."""
 

@@ -5,12 +5,14 @@ vLLM or torch processes that both think they own all cores run up to 30 times sl
 What only a GPU can run is kept here, small; tests marked `gpu` run it where there is one.
 """
 
+import ctypes
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -205,6 +207,40 @@ def gpu_name_and_bytes() -> tuple[str, int]:
 
     properties = torch.cuda.get_device_properties(0)
     return properties.name, properties.total_memory
+
+
+class _NvmlMemory(ctypes.Structure):
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
+
+
+@cache
+def _nvml() -> ctypes.CDLL | None:
+    """NVIDIA's management library, as it comes with the driver: unlike torch it tells of a GPU
+    without taking memory on it."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    return library if library.nvmlInit_v2() == 0 else None
+
+
+def gpu_memory_bytes(gpu: str) -> int:
+    """In use on a GPU, by whomever; `gpu` is its number or UUID. 0 where nobody says."""
+    library = _nvml()
+    if library is None:
+        return 0
+    handle, memory = ctypes.c_void_p(), _NvmlMemory()
+    if gpu.isdigit():
+        failed = library.nvmlDeviceGetHandleByIndex_v2(int(gpu), ctypes.byref(handle))
+    else:
+        failed = library.nvmlDeviceGetHandleByUUID(gpu.encode(), ctypes.byref(handle))
+    if failed or library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)):
+        return 0
+    return memory.used
 
 
 class Publisher:

@@ -44,6 +44,7 @@ class Role(StrEnum):
     VERIFY = "verify"
     WARMUP = "warmup"  # makes the tiny model, before the others
     SFT = "sft"  # a rank of `minirl sft`
+    LOG = "log"  # gives the metrics to another tool; its death is no harm
     BENCH = "bench"  # a part of a benchmark
 
 

@@ -12,6 +12,7 @@
     logs/            what each worker printed
     nonfinite/       batches whose loss or gradient was not finite (written by a trainer rank)
     summary.json     the result, when the run has ended
+    status.json      what the dashboard shows, once a second      (written by dashboard/)
 
 Leaves out: how it looks on a terminal (console.py, behind `View`).
 """
@@ -19,6 +20,7 @@ Leaves out: how it looks on a terminal (console.py, behind `View`).
 import json
 import os
 import time
+from collections import deque
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, Protocol
@@ -34,6 +36,8 @@ from minirl.shm.board import Total
 from minirl.simulate.lengths import line_of
 
 LOCK = "lock"
+NUM_SHOWN_SAMPLES = 6  # kept for the dashboard, as the files keep all
+NUM_SHOWN_STEPS = 20
 
 
 class View(Protocol):
@@ -103,7 +107,10 @@ class Journal:
         self._texts: dict[int, tuple[Prompt, tuple[str, ...]]] = {}
         self._last_line: dict[str, float | None] | None = None  # waits for the last evaluation
         self._news: dict[str, float | None] = {}  # of an evaluation that ended in this step
+        self.recent_samples: deque[dict[str, Any]] = deque(maxlen=NUM_SHOWN_SAMPLES)
+        self.recent_ages: deque[tuple[int, ...]] = deque(maxlen=NUM_SHOWN_STEPS)
         self._num_per_step = config.train.batch_size * config.rollout.group_size
+        self._began = time.monotonic()
         state = state or {}
         self.accuracies: list[tuple[int, float]] = [
             (version, accuracy) for version, accuracy in state.get("accuracies", [])
@@ -136,6 +143,10 @@ class Journal:
 
     def note(self, text: str) -> None:
         self.view.note(text)
+
+    def saw_ages(self, counts: tuple[int, ...]) -> None:
+        """Trained tokens of a step by staleness 0, 1, …: for the dashboard's histogram."""
+        self.recent_ages.append(counts)
 
     def checkpoint_folder(self, step: int) -> Path:
         return self.run_dir / "checkpoints" / f"step-{step:06d}"
@@ -215,6 +226,7 @@ class Journal:
                 "stop": group.trajectories[0].stop.name.lower(),
             }
             self._samples.write(json.dumps(sample) + "\n")
+            self.recent_samples.append(sample)
 
     def evaluated(self, evaluation: Evaluation) -> None:
         self._keep_answers(evaluation)

@@ -23,6 +23,7 @@ from minirl.doctor import find_devices, free_memory_bytes
 from minirl.errors import MinirlError, RecipeError
 from minirl.fleet import Died, Fleet, Role
 from minirl.journal import LOCK, Journal
+from minirl.loggers import Loggers
 from minirl.loop import Loop
 from minirl.metrics import read
 from minirl.pace import Pace
@@ -79,7 +80,7 @@ class Start:
         return Consumed(self.state["consumed_below"], self.state["consumed_above"])
 
 
-def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool) -> int:
+def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: bool = False) -> int:
     config = loaded.config
     kind, available = find_devices(config.devices.kind)
     if config.devices.split == "auto":
@@ -98,7 +99,7 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool) -> int:
     (run_dir / "tmp").mkdir()
     (run_dir / "recipe.toml").write_text(to_toml(config))
     machine.write(run_dir, machine.describe(kind))
-    view = ConsoleView(config.train.steps)
+    view = ConsoleView(config.train.steps, is_plain=is_plain)
     try:
         source = model_folder(config, logs, view)
         check_model(config, read_model_config(config, source))
@@ -139,6 +140,7 @@ def _run(
     places = devices.place(config, kind, available)
     num_workers = len(places[0]) + len(places[1]) + config.tasks.verifiers
     fleet = Fleet(run_dir / "logs", num_workers, run_dir / FOLDER if config.log.trace else None)
+    loggers: Loggers | None = None
     try:
         _spawn(fleet, config, places, source, start, run_dir)
         tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
@@ -149,9 +151,11 @@ def _run(
         journal_state = start.state["journal"] if start.state else None
         journal = Journal(config, run_dir, fleet, view, start.step, journal_state)
         loop = Loop(config, fleet, stream, heldout, buffer, journal)
-        with _signals(loop, view):
+        loggers = Loggers(config, run_dir, start.step, view.note)
+        with _signals(loop, view), view.watching(loop, run_dir, loggers.check):
             loop.run()
         fleet.stop(Stop())
+        loggers.close()
         if config.log.trace:
             with suppress(OSError):  # a full disk: `minirl trace` can do it later
                 merge(run_dir)
@@ -166,6 +170,8 @@ def _run(
         view.finished(summary, _try_next(recipe, run_dir, is_whole))
         return 0 if is_whole else INTERRUPTED
     finally:
+        if loggers is not None:
+            loggers.kill()
         fleet.kill()
         devices.sweep_temp(run_dir / "tmp")
         checkpoint.sweep(run_dir)

@@ -96,6 +96,7 @@ class Loop:
         self.grading = GradingQueue()
         self.step = journal.step
         self.is_interrupted = False  # set from outside: finish the step, save, end
+        self.wants_save = False  # set from outside: save a checkpoint when the trainer is free
         self.up: set[str] = set()  # engines and ranks that have started
         self.sampling: dict[int, Sampling] = {}
         self.prompts: dict[int, Prompt] = {}  # of groups that are not trained or dropped yet
@@ -199,6 +200,7 @@ class Loop:
                     self.on_trained(message)
                 case Saved():
                     self.is_saving = False
+                    self.journal.note(f"saved {message.folder}")
                 case Died():
                     self.on_death(worker, message)
         for name, request in self.grading.assign(self.verifiers):
@@ -303,6 +305,9 @@ class Loop:
             return
         if self.evaluation is not None and self.evaluation.pinning:
             return  # its version must stay the newest until every engine has it
+        if self.wants_save:
+            self.save()
+            return
         for ticket in self.buffer.take_untrainable():
             self.forget(ticket)
         self.batch = self.buffer.next_batch(self.step + 1, time.monotonic())
@@ -319,6 +324,7 @@ class Loop:
                 self.dispatcher.measured(engine, tokens_per_s)
         is_last = self.step == self.config.train.steps
         tickets = self.buffer.published(time.monotonic())
+        self.journal.saw_ages(trained.ages)
         self.journal.trained(self.step, batch, trained.values, self.buffer, is_last)
         for ticket in tickets:
             self.forget(ticket)
@@ -333,7 +339,7 @@ class Loop:
             self.start_evaluation()
 
     def save(self) -> None:
-        self.is_saving = True
+        self.is_saving, self.wants_save = True, False
         state = {
             "step": self.step,
             "history": asdict(self.buffer.history),

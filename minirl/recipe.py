@@ -41,6 +41,9 @@ FOREIGN_NAMES = {
 """What other trainers call it: an unknown key by one of these names is told ours."""
 
 
+LIST_EXAMPLES = {"log.to": '["tensorboard"]'}
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A recipe and where each of its values was written: "default", "smoke.toml:12", "--set", or
@@ -318,6 +321,7 @@ def _typed_list(key: str, value: Any, item: type, origin: str) -> tuple[Any, ...
         int: ("whole numbers", "[151645]"),
         float: ("numbers", "[0.0, 1.0]"),
     }[item]
+    example = LIST_EXAMPLES.get(key, example)
     raise RecipeError(key, value, f"must be a list of {rule}", f"write it like {example}", origin)
 
 

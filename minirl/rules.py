@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unicodedata import category
@@ -21,6 +22,7 @@ from minirl.algorithms import ALGORITHMS
 from minirl.config import KEYS, TINY, Config, get
 from minirl.errors import RecipeError, one_line
 
+LOGGERS = ("tensorboard", "wandb", "trackio")
 BUILTIN_TASKS = ("arithmetic", "code", "countdown", "gsm8k", "math")
 FORMATS = ("boxed", "hashes", "think", "think_answer")
 NEEDED = ("model.path", "tasks.kind", "tasks.train_split")
@@ -40,6 +42,8 @@ FOREIGN_VALUES = {
     "half": "bfloat16",
     "drgrpo": "dr_grpo",
     "reinforce_plus_plus": "reinforce++",
+    "tb": "tensorboard",
+    "weights_and_biases": "wandb",
 }
 """The same for values, where the nearest spelling would mislead: "gpu" is nearest to "cpu"."""
 
@@ -162,6 +166,14 @@ def validate(config: Config) -> None:
             stop = config.rollout.stop
             raise RecipeError("rollout.stop", stop, "has a text that cannot occur", "take it out")
     _validate_names(config)
+    for name in config.log.to:
+        if name not in LOGGERS:
+            near = difflib.get_close_matches(FOREIGN_VALUES.get(name, name), LOGGERS, n=1)
+            remedy = f'did you mean "{near[0]}"?' if near else "[] is metrics.jsonl alone"
+            rule = f"has {one_line(repr(name))}, which is none of {', '.join(LOGGERS)}"
+            raise RecipeError("log.to", config.log.to, rule, remedy)
+    if len(set(config.log.to)) < len(config.log.to):
+        raise RecipeError("log.to", config.log.to, "names one twice", "take it out")
     _validate_batch(config)
     _validate_algorithm(config)
     _validate_rest(config)
@@ -327,6 +339,14 @@ def check_task(config: Config) -> None:
     elif not all(part.isidentifier() for part in place.split(".")):
         remedy = 'write "my_task.py:MyTask" or "package.module:MyTask"'
         raise RecipeError("tasks.kind", kind, "names neither a .py file nor a module", remedy)
+
+
+def check_loggers(config: Config) -> None:
+    """The packages behind log.to are here. Imports none of them."""
+    for name in config.log.to:
+        if find_spec(name) is None:
+            remedy = f'pip install "minirl[{name}]", or take it out'
+            raise RecipeError("log.to", config.log.to, f"{name} is not installed", remedy)
 
 
 def find_model(config: Config) -> Path | None:

@@ -16,12 +16,12 @@ ROOT = Path(minirl.__file__).parent
 LEVELS = (
     {"records", "config", "algorithms", "rules", "recipe", "reference", "errors", "devices"},
     {"metrics", "trace", "shm", "pace", "buffer", "filters", "tasks", "fleet", "estimates"}
-    | {"evaluate", "model"},
+    | {"evaluate", "model", "loggers"},
     {"rollout", "train"},
     {"simulate"},
     {"plan"},
     {"journal", "loop"},
-    {"launch", "console", "doctor", "machine", "report", "sweep"},
+    {"launch", "console", "dashboard", "doctor", "machine", "report", "sweep"},
     {"bench", "exam"},
     {"sft"},
     {"cli"},
@@ -30,13 +30,16 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 FOREIGN = {
     "vllm": {"rollout", "devices", "bench"},
     "typer": {"cli"},
-    "rich": {"console", "cli"},
+    "rich": {"console", "dashboard", "cli"},
     "transformers": {"train", "model", "rollout", "bench"},
     "datasets": {"tasks"},
     "peft": {"train"},
     "math_verify": {"tasks"},
     "pyarrow": {"tasks"},
     "matplotlib": {"report"},
+    "tensorboard": {"loggers"},
+    "wandb": {"loggers"},
+    "trackio": {"loggers"},
 }
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 
@@ -148,6 +151,7 @@ def test_import_minirl_does_no_work() -> None:
         "minirl.model",
         "minirl.fleet",
         "minirl.plan.report",
+        "minirl.dashboard.watch",
     ],
 )
 def test_light_modules_load_no_torch(module: str) -> None:

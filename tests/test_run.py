@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from processes import Run, assert_accounted
 
+from minirl.dashboard import snapshot
 from minirl.errors import RecipeError
 from minirl.launch import _hold
 from minirl.report.rundir import RunState, open_run
@@ -46,6 +47,11 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
         os.listdir(run.dir)
     )
     assert "step 4/4" in ended.out and "run directory" in ended.out
+    status = snapshot.read(run.dir)
+    assert status is not None and (status.state, status.step) == ("finished", 4)
+    assert [lane.name for lane in status.lanes] == ["rollout-0", "rollout-1", "train-0", "train-1"]
+    assert sum(status.staleness) == run.summary()["trained_tokens"] and status.samples
+    assert status.cost < 0.1
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = run.dir / "checkpoints" / "step-000004"

@@ -9,7 +9,8 @@ stage.py      the processes that a bench plays on, each pinned to its own cores
 models.py     the models: random weights, no download, and a publisher that plays the trainer
 line.py       a real rollout worker and the prompts that keep it busy
 scripted.py   workers that only sleep
-weights.py, queue.py, rollout.py, controller.py, simulator.py   the benches
+terminal.py   a program in a terminal of its own
+weights.py, queue.py, rollout.py, controller.py, simulator.py, dashboard.py   the benches
 rewards.py    a whole run with slow rewards; slow_task.py is its task
 train.py      the trainer's bench; batches.py, desk.py, memory.py, two_ranks.py are its parts
 
@@ -104,6 +105,10 @@ BENCHES = {
     "rewards": Bench(
         "what rewards that take 200 ms each, and hang at times, cost generation",
         "minirl.bench.rewards:measure",
+    ),
+    "dashboard": Bench(
+        "what being watched costs: status.json and the dashboard, of a core's time",
+        "minirl.bench.dashboard:measure",
     ),
     "train": Bench(
         "a training step against bare loops, micro-batches, memory of the head, two ranks",

@@ -14,6 +14,8 @@ with a long tail, in a time lapse: an answer takes 3 s on average, where a real 
 
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -25,7 +27,7 @@ from minirl.buffer import Buffer
 from minirl.config import Config
 from minirl.devices import Placement
 from minirl.fleet import Fleet, Role
-from minirl.journal import Journal
+from minirl.journal import Journal, View
 from minirl.loop import Loop
 from minirl.records import Example, Prompt
 from minirl.rollout.worker import Stop
@@ -60,6 +62,7 @@ class Shape:
 
 FULL = Shape(6, 256, 2, 128, 3, 16, 3.0, num_counted=8, num_warm=4)
 QUICK = Shape(2, 16, 2, 8, 3, 4, 0.3, num_counted=4, num_warm=2)
+ANSWER = "Tom has 7 apples and buys 12 more: 7 + 12 = 19. " * 12
 SIGMA = 0.6  # of the logarithm of an answer's time: the longest of a step takes 6 times the mean
 
 
@@ -96,7 +99,7 @@ class Outcome:
     us_a_group: float
 
 
-def recipe(shape: Shape) -> Config:
+def recipe(shape: Shape, samples: int = 0) -> Config:
     base = Config()
     eta = shape.eta
     return replace(
@@ -106,12 +109,22 @@ def recipe(shape: Shape) -> Config:
         buffer=replace(base.buffer, max_staleness=eta, target_staleness=float(eta)),
         train=replace(base.train, steps=shape.num_steps, batch_size=shape.batch_size),
         eval=replace(base.eval, every=0, num_prompts=1),
-        log=replace(base.log, samples=0),
+        log=replace(base.log, samples=samples),
     )
 
 
-def play(shape: Shape, train_s: float, folder: Path) -> Outcome:
-    config, cpu = recipe(shape), Placement("cpu", env={"OMP_NUM_THREADS": "1"})
+def play(
+    shape: Shape,
+    train_s: float,
+    folder: Path,
+    view: View | None = None,
+    around: Sequence[Callable[[Loop], AbstractContextManager[None]]] = (),
+) -> Outcome:
+    """`around`: what is entered before the loop runs and left when it has."""
+    config, cpu = (
+        recipe(shape, 0 if view is None else 2),
+        Placement("cpu", env={"OMP_NUM_THREADS": "1"}),
+    )
     fleet = Fleet(folder, shape.num_engines + shape.num_ranks + 1)
     body = "minirl.bench.scripted:{}".format
     try:
@@ -121,13 +134,16 @@ def play(shape: Shape, train_s: float, folder: Path) -> Outcome:
         for rank in range(shape.num_engines):
             script = EngineScript(shape.num_places, shape.answer_s, SIGMA, rank, trainer_row=0)
             fleet.spawn(Role.ROLLOUT, rank, body("engine"), script, cpu)
-        fleet.spawn(Role.VERIFY, 0, body("verifier"), None, cpu)
-        journal = Journal(config, folder, fleet, Silent())
+        fleet.spawn(Role.VERIFY, 0, body("verifier"), "" if view is None else ANSWER, cpu)
+        journal = Journal(config, folder, fleet, view or Silent())
         buffer = Buffer(shape.batch_size, shape.eta)
         heldout = [Prompt(0, Example("?", "!"), (1, 2, 3))]
         loop = Loop(config, fleet, Prompts(), heldout, buffer, journal)  # type: ignore[arg-type]
         started = time.process_time()
-        loop.run()
+        with ExitStack() as stack:
+            for enter in around:
+                stack.enter_context(enter(loop))
+            loop.run()
         cpu_s = time.process_time() - started
         fleet.stop(Stop())
     finally:

@@ -123,10 +123,13 @@ def trainer(script: TrainerScript, board: BoardWriter, pipe: Connection) -> None
             oldest = min(group.head_version for group in request.batch.groups)
             values = {
                 "train/tokens": 0.0,
+                "train/tokens_per_s": 1000.0 / script.step_s,
+                "train/logprob_gap": 1e-6,
                 "buffer/staleness_mean": float(request.batch.version - oldest),
                 "buffer/staleness_max": float(request.batch.version - oldest),
             }
-            pipe.send(Trained(version, dict(values)))
+            ages = (3, 2, 1)
+            pipe.send(Trained(version, dict(values), ages=ages))
         else:
             return
 
@@ -136,13 +139,15 @@ def silent_trainer(script: TrainerScript, board: BoardWriter, pipe: Connection) 
     pipe.send(Ready())
     while True:
         board.enter(State.WAITING_FOR_BATCH)
-        if not isinstance(pipe.recv(), Train):
+        request = pipe.recv()
+        if isinstance(request, Train):
+            board.enter(State.TRAINING)
+            time.sleep(script.step_s)
+        elif not isinstance(request, Save):
             return
-        board.enter(State.TRAINING)
-        time.sleep(script.step_s)
 
 
-def verifier(script: None, board: BoardWriter, pipe: Connection) -> None:
+def verifier(answer: str, board: BoardWriter, pipe: Connection) -> None:
     while True:
         board.enter(State.WAITING_FOR_ANSWERS)
         request = pipe.recv()
@@ -150,4 +155,4 @@ def verifier(script: None, board: BoardWriter, pipe: Connection) -> None:
             return
         count = len(request.trajectories)
         rewards = tuple(float(i % 2) for i in range(count))
-        pipe.send(Graded(request.group_id, rewards, ("",) * count))
+        pipe.send(Graded(request.group_id, rewards, (answer,) * count))

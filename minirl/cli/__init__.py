@@ -13,6 +13,7 @@ from minirl.errors import MinirlError, one_line
 
 SUBJECTS = (
     "train",
+    "watch",
     "plan",
     "machine",
     "recipe",

@@ -28,6 +28,7 @@ app = typer.Typer(
 Start here:
   minirl doctor                                  is this machine ready?
   minirl train recipes/smoke.toml                a few minutes on 2 CPU cores, no download
+  minirl watch                                   see a run that was started elsewhere
   minirl train recipes/gsm8k.toml --dry-run      check a GPU recipe on any machine
   minirl plan recipes/gsm8k.toml --gpu 4090      does it fit, how fast, which split? No GPU needed
   minirl data recipes/gsm8k.toml                 what the model will see of the task

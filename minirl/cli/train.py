@@ -36,6 +36,9 @@ What it leaves behind, in runs/<recipe>-<time>/:
   checkpoints/     Hugging Face folders that transformers and vLLM load as they are
   summary.json     accuracy before and after, steps, tokens, max staleness
 
+In a terminal it shows a dashboard (q finish and save, p another sample, s save now); elsewhere, or
+with --plain, one line a step. `minirl watch` shows the same from another terminal.
+
 Ctrl-C once: finish the step, save, exit. Twice: now.
 {EXIT_CODES}"""
 )
@@ -49,16 +52,20 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with --run-dir, or with the recipe's last run.")
     ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="One plain line a step instead of the dashboard.")
+    ] = False,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Check all that needs no GPU, show the plan, and stop."),
     ] = False,
 ) -> None:
     from minirl.recipe import load
-    from minirl.rules import check_task
+    from minirl.rules import check_loggers, check_task
 
     loaded = load(recipe, overrides or [])
     check_task(loaded.config)
+    check_loggers(loaded.config)
     plan = list(plan_rows(loaded.config))  # checks the model too, so also before a real run
     chosen = choose_run_dir(recipe, run_dir, resume)
     if dry_run:
@@ -68,7 +75,7 @@ def train(
         return
     from minirl.launch import train as launch
 
-    raise typer.Exit(launch(loaded, recipe, chosen, resume))
+    raise typer.Exit(launch(loaded, recipe, chosen, resume, plain))
 
 
 def choose_run_dir(recipe: Path, run_dir: Path | None, resume: bool) -> Path:

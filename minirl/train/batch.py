@@ -167,9 +167,13 @@ def _dummy(device: str) -> MicroBatch:
     )
 
 
-def staleness(items: Sequence[Item], version: int) -> dict[str, float | None]:
+def ages_of(items: Sequence[Item]) -> NDArray[np.int32]:
+    """The staleness of every trained token."""
+    return np.concatenate([item.staleness[item.trainable] for item in items])
+
+
+def staleness(items: Sequence[Item], ages: NDArray[np.int32]) -> dict[str, float | None]:
     """The buffer's metrics that need every token's version."""
-    ages = np.concatenate([version - item.view.versions[item.trainable] for item in items])
     num_written = sum(int(item.view.mask.sum()) for item in items)
     num_versions = [len(np.unique(item.view.versions[item.view.mask == 1])) for item in items]
     return {

@@ -58,6 +58,7 @@ class Trained:
     version: int
     values: dict[str, float | None] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # what a person should be told
+    ages: tuple[int, ...] = ()  # trained tokens of staleness 0, 1, …
 
 
 @dataclass(frozen=True)

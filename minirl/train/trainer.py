@@ -30,7 +30,7 @@ from minirl.records import Batch
 from minirl.shm.board import BoardWriter, State
 from minirl.shm.weights import CANARY_TOKENS, canary_tokens
 from minirl.train import attention, checkpoint, lora, nonfinite
-from minirl.train.batch import MicroBatch, staleness
+from minirl.train.batch import MicroBatch, ages_of, staleness
 from minirl.train.critic import load_critic, value_loss
 from minirl.train.loss import MicroLoss, micro_loss
 from minirl.train.messages import Ready, Save, Saved, Train, Trained, TrainerSetup
@@ -49,6 +49,7 @@ class Trainer:
         self.device = setup.placement.torch_device
         self.num_skipped = 0  # optimizer steps, since this rank started
         self.notes: list[str] = []
+        self.ages: tuple[int, ...] = ()  # of the last batch: trained tokens by staleness
         train, is_sharded = self.config.train, self.config.train.shard_optimizer
         self.policy = self.build_policy()
         self.learner = Replica(self.policy, train, train.lr, is_sharded)
@@ -120,10 +121,12 @@ class Trainer:
         values = self.summary(self.over_ranks(sums))
         seconds = time.perf_counter() - started
         self.tokens.write()
+        ages = ages_of(prepared.items)
+        self.ages = tuple(np.bincount(ages).tolist())
         return {
             **values,
             **prepared.values,
-            **staleness(prepared.items, batch.version),
+            **staleness(prepared.items, ages),
             "train/grad_norm": float(np.mean(taken)) if taken else None,
             "train/skipped_updates": len(norms) - len(taken),
             "train/lr": lr,
@@ -301,7 +304,7 @@ def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
             if setup.rank == 0:
                 version = request.batch.version + 1
                 values["weights/publish_s"] = trainer.publish(version)
-                pipe.send(Trained(version, values, tuple(trainer.notes)))
+                pipe.send(Trained(version, values, tuple(trainer.notes), trainer.ages))
             trainer.notes.clear()
         elif isinstance(request, Save):
             trainer.save(request)

@@ -1,0 +1,51 @@
+"""`minirl watch`: the dashboard of a run that was started elsewhere."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from minirl.cli.app import app
+from minirl.cli.train import RUNS
+from minirl.errors import RecipeError
+
+
+@app.command(
+    help="""Show the dashboard of a run that was started elsewhere, from its files alone.
+
+Also of one that is over, or dead: it says so. Keys: q leaves (the run goes on), p shows another
+sample. Without a terminal it prints one plain line a step until the run is over.
+
+\b
+Examples:
+  minirl watch                                the newest run in runs/
+  minirl watch runs/smoke-20260101-120000
+  minirl watch runs/smoke-20260101-120000 --once > now.txt
+"""
+)
+def watch(
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RUN]", help="A run directory. Default: the newest in runs/."),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print it once, and stop.")] = False,
+) -> None:
+    from minirl.dashboard.watch import watch as show
+
+    show(find_run(run), once)
+
+
+def find_run(run: Path | None) -> Path:
+    if run is None:
+        found = sorted(RUNS.glob("*/recipe.toml"), key=lambda path: path.stat().st_mtime)
+        if not found:
+            remedy = "name a run directory, or start a run with minirl train"
+            raise RecipeError("RUN", str(RUNS), "there is no run in it", remedy)
+        return found[-1].parent
+    if not run.is_dir():
+        remedy = "name the run directory that minirl train printed"
+        raise RecipeError("RUN", str(run), "no such directory", remedy)
+    if not any((run / name).exists() for name in ("recipe.toml", "status.json", "metrics.jsonl")):
+        rule = "has no recipe.toml, status.json or metrics.jsonl"
+        raise RecipeError("RUN", str(run), rule, "name a run directory")
+    return run
