@@ -242,6 +242,24 @@ class LogConfig:
     """Where metrics go beside metrics.jsonl: "tensorboard", "wandb", "trackio", each an extra."""
     stall_s: float = 300.0
     """When nothing moves for this long, stacks are written and the run ends with exit code 3."""
+    record: bool = False
+    """Keep every trained batch, for `minirl replay`: 13 bytes a token, prompts too."""
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    max_logprob_gap: float = 0.1
+    """Largest train/logprob_gap, vLLM's logprobs against the trainer's; 0 is off."""
+    on_logprob_gap: str = "warn"
+    """A step above that: "warn" or "stop"."""
+    min_entropy: float = 0.001
+    """Smallest train/entropy, in nats: below it the policy has collapsed; 0 is off."""
+    on_entropy: str = "warn"
+    """A step below that: "warn" or "stop"."""
+    reward_range: tuple[float, ...] = ()
+    """Smallest and largest reward, as [0, 1]: one outside has failed. Empty: any finite one."""
+    max_skipped: int = 3
+    """Steps in a row whose updates were all left out as not finite; then the run stops."""
 
 
 @dataclass(frozen=True)
@@ -258,6 +276,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
 
     @property
     def num_slots(self) -> int:

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from minirl.dashboard.lines import step_text
+from minirl.secrets import scrub
 
 if TYPE_CHECKING:
     from minirl.dashboard.live import Reporter
@@ -55,7 +56,7 @@ class ConsoleView:
 
     def note(self, text: str) -> None:
         """From any thread, and from a signal's handler: takes no lock."""
-        note = (time.monotonic() - self._began, text)
+        note = (time.monotonic() - self._began, scrub(text))
         self._notes.append(note)
         self._unprinted.append(note)
         if not self._is_drawn:

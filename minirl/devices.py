@@ -83,8 +83,18 @@ def _engines_on(cores: list[int], config: Config) -> list[Placement]:
     return [_shared_out(place, width) for place in engines] if width > 1 else engines
 
 
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""One box: ranks find each other through a file, and talk on no other address."""
+
+
+def made_by(ranks: list[Placement]) -> dict[str, int]:
+    """What the last bit of a sum may depend on."""
+    return {"ranks": len(ranks), "threads": len(ranks[0].cores)}
+
+
 def _on_gpus(gpus: tuple[str, ...], env: Mapping[str, str] = MappingProxyType({})) -> Placement:
-    return Placement("cuda", gpus=gpus, env={"CUDA_VISIBLE_DEVICES": ",".join(gpus), **env})
+    own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), **LOOPBACK}
+    return Placement("cuda", gpus=gpus, env={**own, **env})
 
 
 def _on_cores(
@@ -96,8 +106,8 @@ def _on_cores(
     for i in range(num_processes):
         start = (i * width) % len(cores)
         mine = tuple(cores[start : start + width])
-        threads = {"OMP_NUM_THREADS": str(len(mine)), "CUDA_VISIBLE_DEVICES": ""}
-        placements.append(Placement("cpu", cores=mine, env={**threads, **env}))
+        own = {"OMP_NUM_THREADS": str(len(mine)), "CUDA_VISIBLE_DEVICES": "", **LOOPBACK}
+        placements.append(Placement("cpu", cores=mine, env={**own, **env}))
     return placements
 
 
@@ -157,6 +167,7 @@ def vllm_environment(kind: str) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine steps in our process, when we say so
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
         "HF_HUB_OFFLINE": "1",  # the model folder is local by now
         "TOKENIZERS_PARALLELISM": "false",
     }

@@ -30,6 +30,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from minirl import devices
 from minirl.devices import Placement
 from minirl.errors import MinirlError
+from minirl.secrets import Scrubbed, secret_names
 from minirl.shm.board import Board
 from minirl.trace import Tracer
 
@@ -125,7 +126,9 @@ class Fleet:
             },
             name=f"minirl-{worker.name}",
         )
-        with _environment(worker.placement.env):
+        # Rewards are the user's code and may ask a service: only verifiers are given keys.
+        hidden = [] if worker.role is Role.VERIFY else secret_names()
+        with _environment(worker.placement.env, hidden):
             worker.process.start()
         theirs.close()
 
@@ -235,16 +238,18 @@ def _children(pid: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def _environment(extra: dict[str, str]) -> Iterator[None]:
+def _environment(extra: dict[str, str], hidden: list[str]) -> Iterator[None]:
     """A spawned process takes the environment of its parent at that moment."""
-    before = {key: os.environ.get(key) for key in extra}
+    before = {key: os.environ.get(key) for key in (*extra, *hidden)}
     os.environ.update(extra)
+    for key in hidden:
+        os.environ.pop(key, None)
     try:
         yield
     finally:
         for key, value in before.items():
             if value is None:
-                del os.environ[key]
+                os.environ.pop(key, None)
             else:
                 os.environ[key] = value
 
@@ -301,5 +306,7 @@ def _write_to(log: Path) -> None:
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    sys.stdout = sys.__stdout__ = Scrubbed(sys.stdout)  # type: ignore[assignment,misc]
+    sys.stderr = sys.__stderr__ = Scrubbed(sys.stderr)  # type: ignore[assignment,misc]
+    faulthandler.enable(2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)

@@ -10,13 +10,19 @@
     checkpoints/     Hugging Face folders, step-000040
     lock             held while the run lives             (by launch.py)
     logs/            what each worker printed
+    record/          every trained batch, with log.record (record.py)
     nonfinite/       batches whose loss or gradient was not finite (written by a trainer rank)
+    blackbox/        what was going on when a number went bad (blackbox.py)
     summary.json     the result, when the run has ended
     status.json      what the dashboard shows, once a second      (written by dashboard/)
+
+A disk that is full costs no step: lines wait in memory and go out later, and what is missing at the
+end is named in `problems`.
 
 Leaves out: how it looks on a terminal (console.py, behind `View`).
 """
 
+import contextlib
 import json
 import os
 import time
@@ -25,13 +31,18 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, Protocol
 
+from minirl.blackbox import NUM_LINES, BlackBox, Why
 from minirl.buffer import Buffer
 from minirl.config import Config
 from minirl.evaluate import Evaluation
 from minirl.filters import penalty
 from minirl.fleet import Fleet, Role
+from minirl.guard import Action, Breach, GuardStop
+from minirl.lines import Lines
 from minirl.metrics import DROPPED, MetricsLog
+from minirl.record import Recorder
 from minirl.records import Batch, Prompt, StopReason
+from minirl.secrets import scrub
 from minirl.shm.board import Total
 from minirl.simulate.lengths import line_of
 
@@ -98,12 +109,17 @@ class Journal:
         view: View,
         step: int = 0,
         state: dict[str, Any] | None = None,
+        box: BlackBox | None = None,
+        recorder: Recorder | None = None,
     ):
         self.config, self.run_dir, self.view, self.step = config, run_dir, view, step
-        self._fleet = fleet
+        self._fleet, self._box, self._recorder = fleet, box, recorder
         self.log = MetricsLog(run_dir / "metrics.jsonl", last_step=step)
-        self._samples = (run_dir / "samples.jsonl").open("a", buffering=1)
-        self._lengths = (run_dir / "lengths.jsonl").open("a", buffering=1)
+        self._samples = Lines(run_dir / "samples.jsonl")
+        self._lengths = Lines(run_dir / "lengths.jsonl")
+        self._evals = Lines(run_dir / "evals.jsonl")
+        self._failing: set[str] = set()  # files that could not be written, as a person was told
+        self.problems: list[str] = []  # what is missing at the end
         self._texts: dict[int, tuple[Prompt, tuple[str, ...]]] = {}
         self._last_line: dict[str, float | None] | None = None  # waits for the last evaluation
         self._news: dict[str, float | None] = {}  # of an evaluation that ended in this step
@@ -198,7 +214,10 @@ class Journal:
         self._write_samples(step, batch)
         written = [t.num_written for t in trajectories]
         prompts = [g.trajectories[0].length - g.trajectories[0].num_written for g in batch.groups]
-        self._lengths.write(line_of(step, written, prompts))
+        self._lengths.write(line_of(step, written, prompts).rstrip("\n"))
+        if self._recorder is not None:
+            self._recorder.keep(batch, line)
+        self._tell_of_disk()
         if is_last:
             self._last_line = line
         else:
@@ -225,8 +244,62 @@ class Journal:
                 ],
                 "stop": group.trajectories[0].stop.name.lower(),
             }
-            self._samples.write(json.dumps(sample) + "\n")
+            self._samples.write(json.dumps(sample))
             self.recent_samples.append(sample)
+
+    def _tell_of_disk(self) -> None:
+        """Once when a file cannot be written, and once when it can again."""
+        for file in (self.log.file, self._samples, self._lengths, self._evals):
+            name = file.path.name
+            if file.error and name not in self._failing:
+                self.note(f"{name} cannot be written ({file.error}): its lines wait in memory")
+                self._failing.add(name)
+            elif not file.error and name in self._failing:
+                self.note(f"{name} is written again, with all that had waited")
+                self._failing.discard(name)
+        problems = self._recorder.problems() if self._recorder is not None else []
+        if problems and "record" not in self._failing:
+            self.note(problems[0])
+            self._failing.add("record")
+
+    # -- numbers that go bad
+
+    def breached(
+        self, step: int, batch: Batch, values: dict[str, Any], found: list[Breach]
+    ) -> None:
+        """After the step's line is written, while its cells are still its own. Raises to stop."""
+        self._metrics_of_skipped(step, values)
+        for breach in found:
+            message = breach.line(step)
+            boxed = ""
+            if breach.count == 1 or breach.action is Action.STOP:
+                limits = (breach.value, breach.limit, breach.rule.remedy)
+                why = Why(breach.rule.name, step, message, *limits)
+                boxed = "; " + self.black_box(why, batch, batch.version, values)
+            if breach.action is Action.STOP:
+                raise GuardStop(f"{message}{boxed}; {self.last_checkpoint}")
+            if breach.is_told:
+                self.note(f"warning: {message}{boxed}")
+
+    def black_box(
+        self, why: Why, batch: Batch | None, version: int, values: dict[str, Any] | None = None
+    ) -> str:
+        if self._box is None:
+            return "no black box is kept"
+        return self._box.write(why, self.log.lines, batch, version, values)
+
+    def _metrics_of_skipped(self, step: int, values: dict[str, Any]) -> None:
+        """Beside a batch that a trainer rank saved: what went before."""
+        if values.get("train/skipped_updates"):
+            for folder in (self.run_dir / "nonfinite").glob(f"step-{step:06d}-*"):
+                lines = "".join(json.dumps(line) + "\n" for line in self.log.lines[-NUM_LINES:])
+                with contextlib.suppress(OSError):
+                    (folder / "metrics.jsonl").write_text(lines)
+
+    @property
+    def last_checkpoint(self) -> str:
+        found = sorted((self.run_dir / "checkpoints").glob("step-*"))
+        return f"the last good checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
 
     def evaluated(self, evaluation: Evaluation) -> None:
         self._keep_answers(evaluation)
@@ -262,8 +335,7 @@ class Journal:
             for group_id in evaluation.group_ids[: self.config.log.samples]
         ]
         line = {"version": evaluation.version, "answers": answers}
-        with (self.run_dir / "evals.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self._evals.write(json.dumps(line))
 
     def stalled(self, fleet: Fleet, state: dict[str, Any]) -> None:
         """Rule 8: everything that helps to find out why."""
@@ -272,7 +344,8 @@ class Journal:
             row = fleet.board.row(worker.row)
             workers[worker.name] = f"{row.state.name.lower()} for {row.since_s:.0f} s"
         report = json.dumps({**state, "workers": workers}, indent=2) + "\n" + fleet.stacks()
-        (self.run_dir / "stall.txt").write_text(report)
+        with contextlib.suppress(OSError):
+            (self.run_dir / "stall.txt").write_text(scrub(report))
         self.note(report)
 
     def summarise(self, is_whole: bool, extra: dict[str, Any]) -> dict[str, Any]:
@@ -295,11 +368,22 @@ class Journal:
         }
         path = self.run_dir / "summary.json"
         aside = path.with_suffix(".tmp")
-        aside.write_text(json.dumps(summary, indent=2) + "\n")
-        os.replace(aside, path)
+        try:
+            aside.write_text(json.dumps(summary, indent=2) + "\n")
+            os.replace(aside, path)
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            self.problems.append(f"summary.json could not be written ({error.strerror})")
         return summary
 
     def close(self) -> None:
-        self.log.close()
-        self._samples.close()
-        self._lengths.close()
+        """`problems` then names all that is not on the disk."""
+        for file in (self.log.file, self._samples, self._lengths, self._evals):
+            file.close()
+            if file.error:
+                self.problems.append(f"{file.path.name} is not whole ({file.error})")
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder.problems()
+            if self._recorder.num_missing:
+                self.problems.append(f"{self._recorder.num_missing} steps were not recorded")

@@ -8,14 +8,15 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Protocol
 
-from minirl import devices, machine, model
+from minirl import devices, machine, model, secrets
+from minirl.blackbox import BlackBox
 from minirl.buffer import Buffer, History, OnStale
 from minirl.config import KEYS, TINY, Config, get
 from minirl.console import ConsoleView
@@ -32,6 +33,7 @@ from minirl.plan.gpus import recognise
 from minirl.plan.shapes import shape_of
 from minirl.plan.split import recommended, splits, usual_lengths, with_split
 from minirl.recipe import Loaded, load, to_toml
+from minirl.record import Recorder, most_bytes
 from minirl.records import Prompt
 from minirl.rollout.worker import RolloutSetup, Stop
 from minirl.rules import check_devices, check_memory, check_model, read_model_config
@@ -43,6 +45,7 @@ from minirl.tasks.registry import make_task, self_check
 from minirl.tasks.verifier import VerifierSetup
 from minirl.trace import FOLDER, merge
 from minirl.train import checkpoint
+from minirl.train.intact import as_one_line, newest_first, read_whole
 from minirl.train.messages import TrainerSetup
 from minirl.train.tiny import tiny_model_folder
 
@@ -54,7 +57,10 @@ BODIES = {
     Role.WARMUP: "minirl.train.warmup:run",
     Role.SFT: "minirl.train.sft:run",
 }
-MAY_CHANGE = ("train.steps", "devices", "sft", "eval", "checkpoint", "log", "tasks.verifiers")
+MAY_CHANGE = (
+    *("train.steps", "devices", "sft", "eval", "checkpoint", "log", "guard"),
+    "tasks.verifiers",
+)
 
 
 class Notes(Protocol):
@@ -88,21 +94,20 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: b
     check_devices(config, kind, available)
     if (free := free_memory_bytes()) is not None:
         check_memory(config, free)
-    task = make_task(config)
-    self_check(task, config.tasks.kind)
+    with redirect_stdout(secrets.Scrubbed(sys.stdout)):  # a task is the user's code
+        task = make_task(config)
+        self_check(task, config.tasks.kind)
     if resume:
         _refuse_changes(config, run_dir)
-    logs = run_dir / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    lock = _hold(run_dir)
-    devices.sweep_temp(run_dir / "tmp")  # a controller that was killed could not
-    (run_dir / "tmp").mkdir()
-    (run_dir / "recipe.toml").write_text(to_toml(config))
-    machine.write(run_dir, machine.describe(kind))
+    secrets.check(config)
+    logs, lock = _make_run_dir(config, run_dir, kind)
     view = ConsoleView(config.train.steps, is_plain=is_plain)
     try:
+        if config.model.trust_remote_code:
+            view.note(f"warning: model.trust_remote_code: code of {config.model.path} is run here")
         source = model_folder(config, logs, view)
         check_model(config, read_model_config(config, source))
+        model.check_folder(source)
         start = _start(source, run_dir, resume, view)
         return _run(config, task, source, start, kind, available, run_dir, recipe, view)
     finally:
@@ -142,18 +147,24 @@ def _run(
     fleet = Fleet(run_dir / "logs", num_workers, run_dir / FOLDER if config.log.trace else None)
     loggers: Loggers | None = None
     try:
-        _spawn(fleet, config, places, source, start, run_dir)
+        ring, store = _spawn(fleet, config, places, source, start, run_dir)
         tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
         stream = PromptStream(task, tokenizer, config.seed, start.consumed)
         heldout = heldout_prompts(config, task, tokenizer)
         _check_prompt_lengths(config, task, tokenizer)
         buffer = make_buffer(config, start.history)
         journal_state = start.state["journal"] if start.state else None
-        journal = Journal(config, run_dir, fleet, view, start.step, journal_state)
+        box = BlackBox(config, run_dir, ring, store, source)
+        recorder = _recorder(config, run_dir, ring, places[1], start.step, view)
+        journal = Journal(config, run_dir, fleet, view, start.step, journal_state, box, recorder)
         loop = Loop(config, fleet, stream, heldout, buffer, journal)
         loggers = Loggers(config, run_dir, start.step, view.note)
-        with _signals(loop, view), view.watching(loop, run_dir, loggers.check):
-            loop.run()
+        try:
+            with _signals(loop, view), view.watching(loop, run_dir, loggers.check):
+                loop.run()
+        except BaseException:
+            journal.close()  # what was recorded until now is kept
+            raise
         fleet.stop(Stop())
         loggers.close()
         if config.log.trace:
@@ -168,6 +179,11 @@ def _run(
         summary = journal.summarise(is_whole, {**extra, **machine.describe(kind)})
         journal.close()
         view.finished(summary, _try_next(recipe, run_dir, is_whole))
+        if loop.unsaved:
+            kept = journal.last_checkpoint
+            journal.problems.append(f"no checkpoint of the last step: {loop.unsaved}; {kept}")
+        if journal.problems:
+            raise MinirlError(f"not all could be written: {'; '.join(journal.problems)}")
         return 0 if is_whole else INTERRUPTED
     finally:
         if loggers is not None:
@@ -209,7 +225,7 @@ def _spawn(
     source: Path,
     start: Start,
     run_dir: Path,
-) -> None:
+) -> tuple[TrajectoryRing, WeightStore]:
     """Trainer ranks first: everybody waits for the first version."""
     engines, ranks = places
     num_cells = config.num_slots * config.rollout.group_size + config.eval.num_prompts
@@ -242,6 +258,49 @@ def _spawn(
         grader = VerifierSetup(config, str(source), ring)
         place = devices.Placement("cpu", env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
         fleet.spawn(Role.VERIFY, rank, BODIES[Role.VERIFY], grader, place)
+    return ring, store
+
+
+def _make_run_dir(config: Config, run_dir: Path, kind: str) -> tuple[Path, IO[str]]:
+    """Nobody else may write into it, whatever the umask: what is in it is read again."""
+    os.umask(os.umask(0o022) | 0o022)
+    logs = run_dir / "logs"
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        if run_dir.stat().st_mode & 0o022:
+            run_dir.chmod(0o755)
+        lock = _hold(run_dir)
+        devices.sweep_temp(run_dir / "tmp")  # a controller that was killed could not
+        (run_dir / "tmp").mkdir()
+        aside = run_dir / "recipe.tmp"
+        aside.write_text(to_toml(config))
+        os.replace(aside, run_dir / "recipe.toml")
+        machine.write(run_dir, machine.describe(kind))
+    except OSError as error:
+        with suppress(OSError):
+            (run_dir / "recipe.tmp").unlink(missing_ok=True)
+        rule = f"cannot be written to ({error.strerror})"
+        raise RecipeError("--run-dir", str(run_dir), rule, "name another, or make room") from None
+    return logs, lock
+
+
+def _recorder(
+    config: Config,
+    run_dir: Path,
+    ring: TrajectoryRing,
+    ranks: list[devices.Placement],
+    last_step: int,
+    view: ConsoleView,
+) -> Recorder | None:
+    if not config.log.record:
+        return None
+    each = most_bytes(config) / 2**20
+    left = config.train.steps - last_step
+    view.note(
+        f"log.record: at most {each:,.1f} MiB a step, {each * left:,.0f} MiB for {left} steps, "
+        f"in {run_dir / 'record'}"
+    )
+    return Recorder(run_dir, ring, devices.made_by(ranks), last_step)
 
 
 def model_folder(config: Config, logs: Path, view: Notes) -> Path:
@@ -270,15 +329,28 @@ def model_folder(config: Config, logs: Path, view: Notes) -> Path:
 
 
 def _start(source: Path, run_dir: Path, resume: bool, view: ConsoleView) -> Start:
+    """At the newest checkpoint that is whole. One that is not is passed over with a note."""
     checkpoint.sweep(run_dir)
-    found = checkpoint.latest(run_dir) if resume else None
-    if found is None:
-        if resume:
-            view.note("no checkpoint yet: starting from the beginning")
-        return Start(source)
-    state = checkpoint.read_state(found)
-    view.note(f"going on from {found}")
-    return Start(found, state["step"], state)
+    folders = newest_first(run_dir) if resume else []
+    broken = []
+    for folder in folders:
+        try:
+            state = read_whole(folder)
+            start = Start(folder, state["step"], state)
+            with as_one_line(f"{folder}/trainer/state.json"):
+                _ = start.history, start.consumed
+        except MinirlError as error:
+            broken.append(str(error))
+            view.note(f"passed over: {error}")
+        else:
+            view.note(f"going on from {folder}")
+            return start
+    if broken:
+        remedy = f"start a new run, or from the beginning without {run_dir / 'checkpoints'}"
+        raise MinirlError(f"no checkpoint of {run_dir} is whole; {remedy} ({broken[0]})")
+    if resume:
+        view.note("no checkpoint yet: starting from the beginning")
+    return Start(source)
 
 
 def _refuse_changes(config: Config, run_dir: Path) -> None:

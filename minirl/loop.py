@@ -26,12 +26,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from minirl.blackbox import Why
 from minirl.buffer import Buffer, Drop, Ticket
 from minirl.config import Config
 from minirl.errors import MinirlError, Stalled, WorkerDied
 from minirl.evaluate import Evaluation, is_evaluation
 from minirl.filters import judge
 from minirl.fleet import Died, Fleet, Role, Worker
+from minirl.guard import CANARY, Guard
 from minirl.journal import Journal
 from minirl.records import Batch, Prompt, Trajectory
 from minirl.rollout.dispatch import Dispatcher
@@ -94,6 +96,7 @@ class Loop:
         self.dispatcher = Dispatcher(len(self.engines), config.rollout.max_new_tokens)
         self.speedometer = Speedometer(fleet, self.engines)
         self.grading = GradingQueue()
+        self.guard = Guard(config)
         self.step = journal.step
         self.is_interrupted = False  # set from outside: finish the step, save, end
         self.wants_save = False  # set from outside: save a checkpoint when the trainer is free
@@ -104,6 +107,7 @@ class Loop:
         self.evaluation: Evaluation | None = None
         self.is_evaluation_due = False  # again, after the batch that is in training
         self.is_saving = False
+        self.unsaved = ""  # why the last checkpoint could not be written
         self.last_news = time.monotonic()
 
     def run(self) -> None:
@@ -199,8 +203,7 @@ class Loop:
                 case Trained():
                     self.on_trained(message)
                 case Saved():
-                    self.is_saving = False
-                    self.journal.note(f"saved {message.folder}")
+                    self.on_saved(message)
                 case Died():
                     self.on_death(worker, message)
         for name, request in self.grading.assign(self.verifiers):
@@ -325,11 +328,14 @@ class Loop:
         is_last = self.step == self.config.train.steps
         tickets = self.buffer.published(time.monotonic())
         self.journal.saw_ages(trained.ages)
-        self.journal.trained(self.step, batch, trained.values, self.buffer, is_last)
+        breaches = self.guard.judge(trained.values)
+        values = {**trained.values, "guard/warnings": len(breaches)}
+        self.journal.trained(self.step, batch, values, self.buffer, is_last)
         for ticket in tickets:
             self.forget(ticket)
         for note in trained.notes:
             self.journal.note(note)
+        self.journal.breached(self.step, batch, values, breaches)
         every = self.config.checkpoint.every
         if every and self.step % every == 0 and not is_last:
             self.save()
@@ -350,6 +356,16 @@ class Loop:
         folder = self.journal.checkpoint_folder(self.step)
         for rank in self.ranks:
             rank.send(Save(str(folder), state))
+
+    def on_saved(self, saved: Saved) -> None:
+        """A checkpoint that could not be written costs nothing: the one before it stays, and the
+        next save tries again."""
+        self.is_saving, self.unsaved = False, saved.error
+        if saved.error:
+            kept = self.journal.last_checkpoint
+            self.journal.note(f"no checkpoint of step {self.step}: {saved.error}; {kept}")
+        else:
+            self.journal.note(f"saved {saved.folder}")
 
     # -- evaluation
 
@@ -386,7 +402,11 @@ class Loop:
 
     def on_death(self, worker: Worker, death: Died) -> None:
         if death.is_final:
-            raise MinirlError(f"{worker.name}: {death.how}")
+            boxed = ""
+            if worker.role is Role.ROLLOUT and self.step:  # rule 6: stale weights
+                reason = Why(CANARY.name, self.step, death.how, remedy=CANARY.remedy)
+                boxed = "; " + self.journal.black_box(reason, self.batch, self.buffer.version)
+            raise MinirlError(f"{worker.name}: {death.how}{boxed}")
         if worker.role is Role.TRAIN:
             worker, death = self.first_to_die(worker, death)
         if self.fleet.board.row(worker.row).state is State.GRADING:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from minirl.buffer import Drop
+from minirl.lines import Lines, read_lines
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ TABLE = (
     Metric("train/tokens", "trained tokens of this step"),
     Metric("train/idle_frac", "time rank 0 waited for a batch in this step / its seconds"),
     Metric("train/lr", "learning rate of this step"),
+    Metric("guard/warnings", "rules of [guard] that this step broke, told of or not"),
 )
 NAMES = frozenset(metric.name for metric in TABLE)
 
@@ -110,9 +112,13 @@ class MetricsLog:
         self.path = path
         kept = [line for line in read(path) if line["step"] <= last_step] if last_step else []
         aside = path.with_suffix(".tmp")
-        aside.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        os.replace(aside, path)
-        self._file = path.open("a", buffering=1)
+        try:
+            aside.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            os.replace(aside, path)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
+        self.file = Lines(path)
         self.lines: list[dict[str, Any]] = kept
 
     def write(self, values: dict[str, float | None]) -> dict[str, Any]:
@@ -123,25 +129,17 @@ class MetricsLog:
             for metric in TABLE
             if values.get(metric.name) is not None and math.isfinite(values[metric.name])  # type: ignore[arg-type]
         }
-        self._file.write(json.dumps(line) + "\n")
+        self.file.write(json.dumps(line))
         self.lines.append(line)
         return line
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a last line that was cut by a crash is left out."""
-    if not path.is_file():
-        return []
-    lines = []
-    for text in path.read_text().splitlines():
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
-    return lines
+    """The lines of a metrics file. One that was cut, by a crash or a full disk, is left out."""
+    return [line for line in read_lines(path) if type(line.get("step")) is int]
 
 
 def as_markdown() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minirl.config import Config
-from minirl.errors import RecipeError
+from minirl.errors import RecipeError, one_line
 from minirl.rules import find_model
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _download(config: Config, patterns: tuple[str, ...]) -> Path:
 
 def weight_table(folder: Path) -> "tuple[TensorSpec, ...]":
     """Every tensor of the checkpoint, in a fixed order. A tied head is the embedding: left out."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     from minirl.shm.weights import TensorSpec  # not at the top: it loads torch
 
@@ -63,9 +63,13 @@ def weight_table(folder: Path) -> "tuple[TensorSpec, ...]":
         )
     table = []
     for path in files:
-        with safe_open(path, framework="np") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                table.append(TensorSpec(name, tuple(tensors.get_slice(name).get_shape())))
+        try:
+            with safe_open(path, framework="np") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    table.append(TensorSpec(name, tuple(tensors.get_slice(name).get_shape())))
+        except (OSError, SafetensorError) as error:
+            rule = f"its {path.name} cannot be read ({one_line(str(error))})"
+            raise RecipeError("model.path", str(folder), rule, "fetch the model again") from None
     is_tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", False)
     return tuple(spec for spec in table if not (is_tied and spec.name == "lm_head.weight"))
 
@@ -87,10 +91,32 @@ def load_tokenizer_alone(config: Config) -> Any:
     return load_tokenizer(folder, config.model.trust_remote_code)
 
 
+def check_folder(folder: Path) -> None:
+    """What can be seen of weights and tokenizer without loading them; a trainer rank, which loads
+    them, compares every shape."""
+    table = {spec.name: spec.shape for spec in weight_table(folder)}
+    config = json.loads((folder / "config.json").read_bytes())
+    sizes = config.get("text_config", config)
+    for name, shape in table.items():
+        if name.endswith("embed_tokens.weight") and isinstance(sizes, dict):
+            wanted = (sizes.get("vocab_size", shape[0]), sizes.get("hidden_size", shape[-1]))
+            if shape != wanted:
+                rule = f"{name} is {list(shape)}, and config.json makes it {list(wanted)}"
+                remedy = "its weights are not those of its config.json: fetch the model again"
+                raise RecipeError("model.path", str(folder), rule, remedy)
+    if not (folder / "tokenizer.json").is_file():
+        remedy = "copy it there: AutoTokenizer.from_pretrained(name).save_pretrained(folder)"
+        raise RecipeError("model.path", str(folder), "has no tokenizer.json", remedy)
+
+
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     from minirl import devices
 
     devices.hide_broken_torchvision()
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of many kinds, down to a bare Exception of the Rust library
+        rule = f"its tokenizer cannot be loaded ({one_line(str(error))})"
+        raise RecipeError("model.path", str(folder), rule, "fetch the model again") from None

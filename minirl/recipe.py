@@ -266,11 +266,7 @@ def _typed(key: str, value: Any, origin: str) -> Any:
         return _typed_option(key, value, origin)
     wanted, default = KEYS[key].type, KEYS[key].default
     if wanted is float and type(value) is int:
-        try:
-            return float(value)
-        except OverflowError:
-            remedy = f"write it like {default}"
-            raise RecipeError(key, value, "must be a finite number", remedy, origin) from None
+        return _typed_float(key, value, origin, str(default))
     if type(value) is wanted:
         return value
     if get_origin(wanted) is tuple:
@@ -311,11 +307,19 @@ def _typed_option(key: str, value: Any, origin: str) -> Any:
     return value
 
 
+def _typed_float(key: str, value: float, origin: str, example: str) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        remedy = f"write it like {example}"
+        raise RecipeError(key, value, "must be a finite number", remedy, origin) from None
+
+
 def _typed_list(key: str, value: Any, item: type, origin: str) -> tuple[Any, ...]:
-    if item is float and isinstance(value, list):
-        value = [float(v) if type(v) is int and abs(v) < 2**53 else v for v in value]
     if isinstance(value, list) and all(type(v) is item for v in value):
         return tuple(value)
+    if item is float and isinstance(value, list) and all(type(v) in (int, float) for v in value):
+        return tuple(_typed_float(key, v, origin, "[0.0, 1.0]") for v in value)
     rule, example = {
         str: ("strings", '["####"]'),
         int: ("whole numbers", "[151645]"),

@@ -86,6 +86,8 @@ CHOICES = {
     "train.loss_norm": ("token", "sequence", "constant"),
     "train.kl_in": ("loss", "reward"),
     "train.kl_kind": ("k1", "k2", "k3"),
+    "guard.on_logprob_gap": ("warn", "stop"),
+    "guard.on_entropy": ("warn", "stop"),
 }
 
 RANGES = {
@@ -147,6 +149,9 @@ RANGES = {
     "checkpoint.keep": Range(1, 1000, "the last good one always stays; 2 is usual"),
     "log.samples": Range(0, 1000, "2 is usual, 0 is none"),
     "log.stall_s": Range(1, 604_800, "300 is usual"),
+    "guard.max_logprob_gap": Range(0, 1000, "0 is off; 0.1 is far above what bfloat16 rounds"),
+    "guard.min_entropy": Range(0, 100, "0 is off, 0.001 is nearly one answer to every prompt"),
+    "guard.max_skipped": Range(1, 10**6, "3 is usual"),
 }
 
 
@@ -174,6 +179,7 @@ def validate(config: Config) -> None:
             raise RecipeError("log.to", config.log.to, rule, remedy)
     if len(set(config.log.to)) < len(config.log.to):
         raise RecipeError("log.to", config.log.to, "names one twice", "take it out")
+    _validate_guard(config)
     _validate_batch(config)
     _validate_algorithm(config)
     _validate_rest(config)
@@ -189,6 +195,17 @@ def _validate_names(config: Config) -> None:
             raise RecipeError(key, value, "must not be empty", remedy)
         if any(category(c) in ("Cc", "Cs") for c in value):
             raise RecipeError(key, value, "has a control character", "take it out")
+
+
+def _validate_guard(config: Config) -> None:
+    limits = config.guard.reward_range
+    if not all(math.isfinite(limit) for limit in limits):
+        rule = "must be finite numbers"
+    elif limits and (len(limits) != 2 or limits[0] >= limits[1]):
+        rule = "must be the smallest and the largest reward"
+    else:
+        return
+    raise RecipeError("guard.reward_range", limits, rule, "write it like [0, 1], or [] for any")
 
 
 def _validate_batch(config: Config) -> None:

@@ -1,5 +1,6 @@
 """Tasks of one's own, as a user would write them, that a random model gets rewards from."""
 
+import os
 import time
 from collections.abc import Sequence
 
@@ -51,3 +52,14 @@ class Unsure(EvenLength):
         if answer.text != "right" and kind % 41 == 5:
             time.sleep(60)
         return super().reward(example, answer)
+
+
+class Talkative(EvenLength):
+    """Prints the key that it was given, which nobody may see. One answer in five is off scale."""
+
+    def reward(self, example: Example, answer: Answer) -> float:
+        print("my key is", os.environ["REWARD_API_KEY"])
+        kind = sum(answer.text.encode())
+        if answer.text != "right" and kind % 5 == 3:
+            return 17.0
+        return float(kind % 2 == 0 or answer.text == "right")

@@ -36,7 +36,7 @@ class Run:
     ):
         settings = {**SMALL, **_dotted(changes)} if small else _dotted(changes)
         overrides = [f"--set={key}={value}" for key, value in settings.items()]
-        self.dir = run_dir
+        self.dir, here = run_dir, Path(__file__).parent
         self.before = set(os.listdir("/dev/shm"))
         self.process = subprocess.Popen(
             [
@@ -47,7 +47,7 @@ class Run:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (here, here.parent)))},
         )
 
     def workers(self) -> dict[str, int]:
@@ -126,6 +126,23 @@ def leftovers(session: int) -> list[int]:
         if int(fields[3]) == session and fields[0] != "Z":
             found.append(int(path.parent.name))
     return found
+
+
+def listening_addresses(session: int) -> set[str]:
+    """Addresses, as the kernel writes them, at which processes of a run take connections."""
+    listening = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                listening[f"socket:[{fields[9]}]"] = fields[1].partition(":")[0]
+    found = set()
+    for pid in leftovers(session):
+        with contextlib.suppress(OSError):
+            for fd in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    found.add(listening.get(os.readlink(fd), ""))
+    return found - {""}
 
 
 def orphaned_memory() -> set[str]:

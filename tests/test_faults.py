@@ -1,11 +1,17 @@
 """What happens to whole runs: killed processes, Ctrl-C, broken rewards and reloads, stalls."""
 
+import json
 import os
+import shutil
 import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from processes import Run, assert_accounted
+
+from minirl.train.intact import read_whole
 
 pytestmark = pytest.mark.vllm
 
@@ -138,3 +144,47 @@ def test_broken_reload_stops_the_run_and_names_the_tensor(
     assert ended.err.startswith(start) and "did not reach the engine" in ended.err, ended
     assert f"tensor {names[how]}" in ended.err
     assert len(ended.err.splitlines()) == 1
+    (box,) = (run.dir / "blackbox").iterdir()
+    assert f"minirl replay {box}" in ended.err
+    why = json.loads((box / "why.json").read_text())
+    assert why["rule"] == "canary" and why["metrics"] == run.metrics() and why["canary"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """12 MB that are really full when they are."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_full_disk_costs_checkpoints_but_neither_the_run_nor_the_last_good_one(
+    small_disk: Path, tied_folder: Path
+) -> None:
+    changes = {"model__path": tied_folder, "checkpoint__every": 2, "train__steps": 6}
+    changes["model__trust_remote_code"] = "true"
+    run = Run(small_disk / "run", **changes)
+    run.wait_until(lambda: (run.dir / "checkpoints" / "step-000002").is_dir())
+    free = os.statvfs(small_disk)
+    (small_disk / "filler").write_bytes(bytes(free.f_bavail * free.f_frsize))
+    ended = run.end()
+    assert ended.code == 1, ended
+    assert f"warning: model.trust_remote_code: code of {tied_folder} is run here" in ended.out
+    assert "no checkpoint of step 4: it could not be written (" in ended.out
+    assert "metrics.jsonl cannot be written (No space left on device)" in ended.out
+    last = f"the last good checkpoint is {run.dir / 'checkpoints' / 'step-000002'}"
+    assert ended.err.startswith("minirl: not all could be written: ") and last in ended.err
+    assert "metrics.jsonl is not whole" in ended.err and len(ended.err.splitlines()) == 1
+    assert os.listdir(run.dir / "checkpoints") == ["step-000002"]
+    assert read_whole(run.dir / "checkpoints" / "step-000002")["step"] == 2
+
+    (small_disk / "filler").unlink()
+    again = Run(run.dir, "--resume", **changes)
+    assert again.end().code == 0
+    assert_accounted(again.metrics(), max_staleness=2)

@@ -15,13 +15,14 @@ ROOT = Path(minirl.__file__).parent
 # of it. `rollout` and `train` meet only in lower rooms.
 LEVELS = (
     {"records", "config", "algorithms", "rules", "recipe", "reference", "errors", "devices"},
-    {"metrics", "trace", "shm", "pace", "buffer", "filters", "tasks", "fleet", "estimates"}
+    {"guard", "secrets", "lines"},
+    {"metrics", "record", "trace", "shm", "pace", "buffer", "filters", "tasks", "fleet", "estimates"}
     | {"evaluate", "model", "loggers"},
-    {"rollout", "train"},
+    {"rollout", "train", "blackbox"},
     {"simulate"},
     {"plan"},
     {"journal", "loop"},
-    {"launch", "console", "dashboard", "doctor", "machine", "report", "sweep"},
+    {"launch", "replay", "console", "dashboard", "doctor", "machine", "report", "sweep"},
     {"bench", "exam"},
     {"sft"},
     {"cli"},

@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
-from processes import Run, assert_accounted
+from processes import Ended, Run, assert_accounted, listening_addresses
 
 from minirl.dashboard import snapshot
 from minirl.errors import RecipeError
 from minirl.launch import _hold
+from minirl.replay import Replay
 from minirl.report.rundir import RunState, open_run
 from minirl.report.write import write
 
@@ -19,19 +20,40 @@ pytestmark = pytest.mark.vllm
 LOGGED_TIMES = ("seconds", "_per_s", "_s", "idle_frac")
 
 
+LOOPBACK = {"0100007F", "0" * 24 + "01000000", "0000000000000000FFFF00000100007F"}
+SECRET = "a-key-that-nobody-may-see"
+
+
 def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
-    tmp_path: Path, tied_folder: Path
+    tmp_path: Path, tied_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also: batches are recorded, nothing listens but on loopback, and no secret is written."""
+    monkeypatch.setenv("REWARD_API_KEY", SECRET)
+    before = os.umask(0)
     run = Run(
         tmp_path / "run",
         model__path=tied_folder,
         devices__rollout=2,
         devices__train=2,
         train__num_minibatches=2,
+        train__lr=1e-3,
         rollout__temperature=0.8,
         eval__every=1,
         log__trace="true",
+        tasks__kind=f'"{Path(__file__).parent / "noisy_task.py"}:Talkative"',
+        tasks__max_failures=2,
+        guard__reward_range="[0, 1]",
+        guard__min_entropy=50,  # every step is below
+        checkpoint__every=2,
+        checkpoint__keep=9,
+        log__record="true",
     )
+    os.umask(before)
+    run.wait_for_step(1)
+    addresses = listening_addresses(run.process.pid)
+    environments = {
+        name: Path(f"/proc/{pid}/environ").read_text() for name, pid in run.workers().items()
+    }
     ended = run.end()
     assert ended.code == 0, ended
     check_trace(run.dir)
@@ -57,6 +79,39 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
     folder = run.dir / "checkpoints" / "step-000004"
     AutoModelForCausalLM.from_pretrained(folder)
     assert AutoTokenizer.from_pretrained(folder).encode("Tom has 7 apples.")
+
+    assert addresses and addresses <= LOOPBACK
+    check_secrets(run, ended, environments)
+    check_guard(run, ended)
+    check_replay(run)
+
+
+def check_secrets(run: Run, ended: Ended, environments: dict[str, str]) -> None:
+    assert {name for name, text in environments.items() if SECRET in text} == {"verify-0"}
+    assert "lo" in environments["rollout-0"].partition("GLOO_SOCKET_IFNAME=")[2].split("\0")
+    assert "my key is <REWARD_API_KEY>" in (run.dir / "logs" / "verify-0.log").read_text()
+    assert SECRET not in ended.out + ended.err
+    for path in run.dir.rglob("*"):
+        assert not path.stat().st_mode & 0o022, f"{path} can be written by others"
+        assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
+
+
+def check_guard(run: Run, ended: Ended) -> None:
+    assert [line["guard/warnings"] for line in run.metrics()] == [1, 1, 1, 1]
+    assert ended.out.count("warning: step 1: train/entropy below guard.min_entropy") == 1
+    assert ended.out.count("warning: ") == 1, "told once, counted at every step"
+    assert [path.name for path in (run.dir / "blackbox").iterdir()] == ["step-000001-entropy"]
+    assert sum(line["reward/failures"] for line in run.metrics()) > 0
+    assert max(line["reward/mean"] for line in run.metrics()) <= 1
+
+
+def check_replay(run: Run) -> None:
+    """Two ranks, from a checkpoint: the very losses of the run, without vLLM."""
+    assert len(list((run.dir / "record").iterdir())) == 4
+    found = list(Replay(run.dir, 2).run())
+    losses = [line["train/loss"] for line in run.metrics()]
+    assert [step.replayed for step in found] == losses[2:]
+    assert all(step.is_equal for step in found) and any(losses[2:])
 
 
 def check_trace(run_dir: Path) -> None:

@@ -101,6 +101,18 @@ class TrajectoryRing:
         self._lengths[cell] = end
         self._seals[cell] = ticket
 
+    def restore(self, cell: int, ticket: int, view: TrajectoryView) -> None:
+        """A whole trajectory that was read from another ring."""
+        end = len(view.tokens)
+        assert end <= self.cell_tokens and ticket != NOTHING
+        self._seals[cell] = NOTHING
+        self._tokens[cell, :end] = view.tokens
+        self._mask[cell, :end] = view.mask
+        self._logprobs[cell, :end] = view.logprobs
+        self._versions[cell, :end] = view.versions
+        self._lengths[cell] = end
+        self._seals[cell] = ticket
+
     def read(self, cell: int, ticket: int) -> TrajectoryView:
         if self._seals[cell] != ticket:
             raise TornEntry(f"cell {cell} is sealed for {self._seals[cell]}, not for {ticket}")

@@ -162,6 +162,16 @@ class WeightStore:
             if int(self._sequence[slot]) == before:
                 return Published(version, canary)
 
+    def snapshot(self, version: int) -> tuple[dict[str, torch.Tensor], NDArray[np.float32]] | None:
+        """A copy of a version and its canary, or None where it is no longer there, or torn."""
+        slot = version % NUM_SLOTS
+        before = int(self._sequence[slot])
+        if before % 2 or not max(0, self.latest - 1) <= version <= self.latest:
+            return None
+        tensors = {name: view.clone() for name, view in self._slots[slot]}
+        canary = self._canaries[slot].copy()
+        return (tensors, canary) if int(self._sequence[slot]) == before else None
+
     def __getstate__(self) -> tuple[tuple[TensorSpec, ...], str, Segment]:
         return self.table, self.dtype, self._segment
 

@@ -12,13 +12,13 @@ One that runs out of memory takes this worker down, which comes to the same. An 
 graded here before is not graded again, unless the task says that its rewards are random.
 """
 
-import math
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from minirl.config import Config
+from minirl.guard import reward_problem
 from minirl.records import Answer, Example, Trajectory
 from minirl.shm.board import BoardWriter, State, Total
 from minirl.shm.ring import TrajectoryRing
@@ -68,7 +68,8 @@ def run(setup: VerifierSetup, board: BoardWriter, pipe: Connection) -> None:
         request = pipe.recv()
         if not isinstance(request, Grade):
             return
-        graded = grade(request, task, setup.ring, tokenizer, board, cache)
+        limits = setup.config.guard.reward_range
+        graded = grade(request, task, setup.ring, tokenizer, board, cache, limits)
         pipe.send(with_forms(graded, setup.config.tasks.format))
 
 
@@ -86,6 +87,7 @@ def grade(
     tokenizer: Any,
     board: BoardWriter,
     cache: RewardCache | None = None,
+    limits: tuple[float, ...] = (),
 ) -> Graded:
     rewards: list[float | None] = []
     texts: list[str] = []
@@ -106,7 +108,7 @@ def grade(
         if reward is not None:
             board.add(Total.CACHED, 1)
         else:
-            reward, why = compute(task, request.example, answer)
+            reward, why = compute(task, request.example, answer, limits)
             error = why or error
             if cache is not None and reward is not None:
                 cache.put(request.example, answer, reward)
@@ -117,7 +119,9 @@ def grade(
     return Graded(request.group_id, tuple(rewards), tuple(texts), error)
 
 
-def compute(task: Task, example: Example, answer: Answer) -> tuple[float | None, str]:
+def compute(
+    task: Task, example: Example, answer: Answer, limits: tuple[float, ...] = ()
+) -> tuple[float | None, str]:
     """The reward, or None and why there is none."""
     try:
         with bounded_output():
@@ -126,4 +130,5 @@ def compute(task: Task, example: Example, answer: Answer) -> tuple[float | None,
         raise  # what is left may be too little for the next: it takes this process down
     except Exception as failure:  # a task is the user's code: whatever it raises is one failure
         return None, f"{type(failure).__name__}: {failure}"
-    return (reward, "") if math.isfinite(reward) else (None, f"reward is {reward}")
+    problem = reward_problem(reward, limits)
+    return (None, problem) if problem else (reward, "")

@@ -54,6 +54,7 @@ def load_critic(
         dtype=torch.float32,
         attn_implementation=attention.NAME,
         trust_remote_code=trust_remote_code,
+        use_safetensors=True,
     )
     if gradient_checkpointing:
         backbone.gradient_checkpointing_enable({"use_reentrant": False})

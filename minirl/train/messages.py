@@ -63,4 +63,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Saved:
+    """From rank 0: the checkpoint is whole, or why there is none."""
+
     folder: str
+    error: str = ""

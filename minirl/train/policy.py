@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from minirl.devices import hide_broken_torchvision
-from minirl.errors import MinirlError
+from minirl.errors import MinirlError, RecipeError
 from minirl.train import attention
 
 hide_broken_torchvision()
@@ -175,18 +175,35 @@ def load_policy(
 ) -> Policy:
     """From a Hugging Face folder or hub name. Weights are float32 whatever the file holds;
     `dtype_str` is what the forward computes in on CUDA ("float32" or "bfloat16")."""
-    model = AutoModelForCausalLM.from_pretrained(
+    model, info = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,
         attn_implementation=attention.NAME,
         trust_remote_code=trust_remote_code,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,  # and told of below: its own error is a page long
+        output_loading_info=True,
     )
+    check_loaded(folder, info)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(model, getattr(torch, dtype_str))
     check_head(policy)
     without_dropout(policy)
     return policy.train()
+
+
+def check_loaded(folder: str, info: dict[str, Any]) -> None:
+    """transformers fills what it does not find with random numbers, and only says so in a log."""
+    remedy = "its weights are not those of its config.json: fetch the model again"
+    for tensor in sorted(info["mismatched_keys"], key=str):
+        name, found, wanted = tensor
+        rule = f"{name} is {list(found)}, and config.json makes it {list(wanted)}"
+        raise RecipeError("model.path", folder, rule, remedy)
+    for kind, rule in (("missing_keys", "lacks"), ("unexpected_keys", "has, for no layer,")):
+        if names := sorted(info[kind]):
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise RecipeError("model.path", folder, f"{rule} {names[0]}{more}", remedy)
 
 
 def without_dropout(model: nn.Module) -> None:

@@ -9,11 +9,11 @@ Each rank reads its trajectories in place, packs them, and runs its micro-batche
 summed over ranks with the last one. The loss is normalised by the trained tokens of the whole
 minibatch over all ranks, so the number of ranks and the micro-batch split do not change the update.
 
-An update whose loss or gradient is not finite is left out on every rank, counted, and its batch
-saved (nonfinite.py): the weights stay as they were, and the run goes on.
+An update whose loss, gradient or logprobs are not finite is left out on every rank, counted, and
+its batch saved (nonfinite.py): the weights stay as they were, and the run goes on. Weights that are
+not finite themselves end the run before anybody else sees them (guard.py).
 """
 
-import os
 import time
 from collections import defaultdict
 from multiprocessing.connection import Connection
@@ -22,10 +22,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
 from minirl import devices
-from minirl.errors import MinirlError
+from minirl.errors import MinirlError, RecipeError, one_line
+from minirl.guard import WEIGHTS
 from minirl.records import Batch
 from minirl.shm.board import BoardWriter, State
 from minirl.shm.weights import CANARY_TOKENS, canary_tokens
@@ -117,6 +119,8 @@ class Trainer:
         self.tokens.begin(batch, prepared)
         sums: Sums = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
         norms = [self.update(minibatch, sums, batch) for minibatch in prepared.minibatches]
+        if bad := nonfinite.in_weights(self.replicas):
+            raise self.spoiled(bad, prepared.minibatches[-1], batch)
         taken = [norm for norm in norms if norm is not None]
         values = self.summary(self.over_ranks(sums))
         seconds = time.perf_counter() - started
@@ -138,7 +142,7 @@ class Trainer:
         step could not be taken."""
         for replica in self.replicas:
             replica.zero_grad()
-        total = torch.zeros((), device=self.device)
+        total, logprobs, behav = torch.zeros(3, device=self.device).unbind()
         last = len(minibatch.micro_batches) - 1
         # DDP averages over ranks; the loss is a sum over all of them.
         scale = self.setup.num_ranks / minibatch.num_trainable
@@ -148,6 +152,9 @@ class Trainer:
                 found = micro_loss(self.learner.parallel, micro, self.config, minibatch.progress)
                 (found.loss.sum * scale).backward()
             total += found.loss.sum.detach()
+            # Apart from the loss: a cap or a clip may hide an infinite one from it.
+            logprobs += torch.where(micro.trainable_T, found.logprobs_T.detach(), 0.0).sum()
+            behav += torch.where(micro.trainable_T, micro.behav_T, 0.0).sum()
             add_metrics(sums, micro, found, minibatch.progress)
             self.tokens.add(micro, found, minibatch.progress)
             if self.critic is not None:
@@ -158,8 +165,9 @@ class Trainer:
                 sums["value_loss"] += error.detach()
         self.board.enter(State.TRAINING, phase="optimizer step")
         norms = [replica.clip() for replica in self.replicas]
-        if not self.is_finite(total, *norms):
-            self.skip(minibatch, batch, {"loss": float(total), "grad_norm": float(norms[0])})
+        if not self.is_finite(total, logprobs, behav, *norms):
+            seen = {"loss": total, "grad_norm": norms[0], "logprobs": logprobs, "vllm": behav}
+            self.skip(minibatch, batch, {name: float(value) for name, value in seen.items()})
             return None
         for replica in self.replicas:
             replica.step()
@@ -179,16 +187,40 @@ class Trainer:
         if not self.setup.run_dir or self.num_skipped > nonfinite.MAX_SAVED:
             return
         folder = nonfinite.folder(Path(self.setup.run_dir), batch.step, minibatch.progress)
-        nonfinite.save_part(folder, self.setup.rank, minibatch, seen)
+        problem = nonfinite.save_part(folder, self.setup.rank, minibatch, seen)
         if self.setup.num_ranks > 1:
             dist.barrier()
         if self.setup.rank == 0:
             source = Path(self.setup.tokenizer_folder)
-            nonfinite.save_rest(folder, self.policy, self.config, source, minibatch, batch)
-            self.notes.append(
-                f"step {batch.step}: the loss or its gradient was not finite, so the weights were "
-                f"left as they are; look at it with: {nonfinite.command(folder)}"
+            problem = problem or nonfinite.save_rest(
+                folder, self.policy, self.config, source, minibatch, batch
             )
+            saved = f"look at it with: {nonfinite.command(folder)}"
+            self.notes.append(
+                f"step {batch.step}: {nonfinite.what_is_bad(seen)} not finite, so the weights were "
+                "left as they are; "
+                + (f"its batch could not be saved: {problem}" if problem else saved)
+            )
+
+    def spoiled(self, what: str, minibatch: Minibatch, batch: Batch) -> MinirlError:
+        """Every rank saves its part of the batch; the store still has the weights before it."""
+        line = f"step {batch.step}: {what} is not finite after the update; {WEIGHTS.remedy}"
+        if not self.setup.run_dir:
+            return MinirlError(line)
+        folder = nonfinite.folder(Path(self.setup.run_dir), batch.step, minibatch.progress)
+        problem = nonfinite.save_part(folder, self.setup.rank, minibatch, {})
+        if self.setup.rank == 0 and (found := self.setup.store.snapshot(batch.version)):
+            parameters = dict(self.policy.model.named_parameters())
+            with torch.no_grad():
+                for name, tensor in found[0].items():
+                    if name in parameters:  # LoRA's are merged: those stay as they are
+                        parameters[name].copy_(tensor)
+            source = Path(self.setup.tokenizer_folder)
+            problem = problem or nonfinite.save_rest(
+                folder, self.policy, self.config, source, minibatch, batch
+            )
+        box = problem or f"its batch: {nonfinite.command(folder)}"
+        return MinirlError(f"{line}; {box}")
 
     def over_ranks(self, sums: Sums) -> dict[str, float]:
         values = torch.stack(list(sums.values()))
@@ -252,9 +284,21 @@ class Trainer:
         for replica in self.replicas:
             gather_state(replica.optimizer)
         if self.setup.rank == 0:
+            if bad := nonfinite.in_weights(self.replicas) or nonfinite.in_state(self.replicas):
+                raise MinirlError(f"{bad} is not finite, and was not saved; {WEIGHTS.remedy}")
             source, folder = Path(self.setup.tokenizer_folder), Path(request.folder)
             checkpoint.save(folder, self.learner, self.critic, source, request.state)
             checkpoint.prune(folder.parent.parent, self.config.checkpoint.keep)
+
+    def try_to_save(self, request: Save) -> Saved:
+        """A disk that is full or gone is no reason to end: what was saved before stays."""
+        try:
+            self.save(request)
+        except (OSError, SafetensorError) as error:
+            checkpoint.sweep(Path(request.folder).parent.parent)
+            reason = getattr(error, "strerror", None) or str(error)
+            return Saved(request.folder, f"it could not be written ({one_line(reason)})")
+        return Saved(request.folder)
 
 
 def add_metrics(sums: Sums, micro: MicroBatch, found: MicroLoss, progress: float) -> None:
@@ -285,7 +329,6 @@ def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
     devices.use_training_device(setup.placement)
     torch.manual_seed(setup.config.seed)
     if setup.num_ranks > 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one box: nothing listens elsewhere
         dist.init_process_group(
             setup.placement.process_group_backend,
             init_method=f"file://{setup.rendezvous}",
@@ -293,6 +336,8 @@ def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
             world_size=setup.num_ranks,
         )
     trainer = Trainer(setup, board)
+    if bad := nonfinite.in_weights(trainer.replicas):
+        raise RecipeError("model.path", setup.folder, f"its {bad} is not finite", "take another")
     if setup.rank == 0:
         trainer.publish(setup.version)
     pipe.send(Ready())
@@ -307,8 +352,8 @@ def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
                 pipe.send(Trained(version, values, tuple(trainer.notes), trainer.ages))
             trainer.notes.clear()
         elif isinstance(request, Save):
-            trainer.save(request)
+            saved = trainer.try_to_save(request)
             if setup.rank == 0:
-                pipe.send(Saved(request.folder))
+                pipe.send(saved)
         else:
             return

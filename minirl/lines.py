@@ -1,0 +1,70 @@
+"""A file of JSON lines that only grows, on a disk that may be full.
+
+Takes lines, gives a file. A line that cannot be written waits in memory and goes out, in its place,
+with a later one: a full disk costs nothing but the wait. What was cut by a crash is left out by the
+reader, and the next line begins a new one.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from minirl.errors import MinirlError
+
+BROKEN = (
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
+"""What readers raise at a file that is not what it should be."""
+
+
+class Lines:
+    def __init__(self, path: Path):
+        self.path = path
+        self.error = ""  # why the last line is not in the file yet
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        size = os.fstat(self._fd).st_size
+        is_cut = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+        self._waiting = b"\n" if is_cut else b""
+
+    def write(self, line: str) -> None:
+        self._waiting += line.encode() + b"\n"
+        self._try()
+
+    def _try(self) -> None:
+        try:
+            while self._waiting:  # a disk that fills up takes a part of what it is given
+                self._waiting = self._waiting[os.write(self._fd, self._waiting) :]
+            self.error = ""
+        except OSError as error:
+            self.error = error.strerror or type(error).__name__
+
+    def close(self) -> None:
+        """Tries once more; `error` says whether anything is missing."""
+        self._try()
+        os.close(self._fd)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Every whole line that is a JSON object. No file is no lines."""
+    if not path.is_file():
+        return []
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise MinirlError(f"{path} cannot be read ({error.strerror})") from None
+    found = []
+    for line in text.split("\n"):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found

@@ -1,0 +1,324 @@
+"""Files that are not what they should be: one line, never a traceback, and nothing good is lost."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ranks import CONFIG, Data, LocalRank, make_data
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from minirl import blackbox, metrics, model, record
+from minirl.blackbox import BlackBox, Why
+from minirl.buffer import History
+from minirl.errors import MinirlError, RecipeError
+from minirl.launch import _start
+from minirl.train import nonfinite
+from minirl.train.intact import newest_first, read_whole
+from minirl.train.messages import Save
+from minirl.train.policy import load_policy
+from minirl.train.replay import look_into, replay
+
+QUICK = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+STATE = {
+    "history": History().__dict__,
+    "consumed_below": 8,
+    "consumed_above": [9],
+    "journal": {"accuracies": [[0, 0.5]], "seconds": 1.0},
+}
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.fixture(scope="module")
+def data(tied_folder: Path) -> Data:
+    return make_data(tied_folder)
+
+
+@pytest.fixture(scope="module")
+def made(data: Data, tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two checkpoints, a recorded batch, a batch that was left out and a black box."""
+    run = tmp_path_factory.mktemp("run")
+    rank = LocalRank(tied_folder, CONFIG, data.ring)
+    batch = data.batches[2]
+    (minibatch,) = rank.trainer.preparer.prepare(batch).minibatches
+    bad = run / "nonfinite" / "step-000001-0"
+    nonfinite.save_part(bad, 0, minibatch, {"loss": 1.0})
+    nonfinite.save_rest(bad, rank.trainer.policy, CONFIG, tied_folder, minibatch, batch)
+    box = BlackBox(CONFIG, run, data.ring, rank.store, tied_folder)
+    box.write(Why("entropy", 1, "low", 0.0), [], batch, rank.store.latest)
+    rank.train(batch)
+    for step in (1, 2):
+        folder = run / "checkpoints" / f"step-{step:06d}"
+        assert not rank.trainer.try_to_save(Save(str(folder), {**STATE, "step": step})).error
+    record.write(record.path_of(run, 1), record.take(batch, data.ring, {"train/loss": 1.0}))
+    (run / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n{"step": 2}\n')
+    return run
+
+
+# Checkpoints ----------------------------------------------------------------------------------
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+
+def garble(path: Path) -> None:
+    path.write_bytes(b"\xff\x00{" * 50)
+
+
+def take_away(path: Path) -> None:
+    path.unlink()
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("harm", "name"),
+    [
+        (cut, "model.safetensors"),
+        (cut, "trainer/optimizer.safetensors"),
+        (cut, "trainer/state.json"),
+        (garble, "config.json"),
+        (garble, "model.safetensors"),
+        (garble, "trainer/state.json"),
+        (take_away, "model.safetensors"),
+        (take_away, "trainer/optimizer.safetensors"),
+        (empty, "trainer/state.json"),
+    ],
+)
+def test_a_broken_checkpoint_is_passed_over_with_a_note(
+    harm: Callable[[Path], None], name: str, made: Path, tied_folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(made / "checkpoints", run / "checkpoints")
+    last, before = newest_first(run)
+    harm(last / name)
+    view = Notes()
+    start = _start(tied_folder, run, resume=True, view=view)  # type: ignore[arg-type]
+    assert (start.folder, start.step, start.consumed.below) == (before, 1, 8)
+    assert view.notes[0].startswith(f"passed over: {last}") and "\n" not in view.notes[0]
+    assert name in view.notes[0] and view.notes[1] == f"going on from {before}"
+    assert last.is_dir()  # a person may want to look at it
+
+    harm(before / name)
+    with pytest.raises(MinirlError, match=f"no checkpoint of {run} is whole; start a new run"):
+        _start(tied_folder, run, resume=True, view=view)  # type: ignore[arg-type]
+
+
+def test_a_state_that_lacks_something_is_passed_over_too(
+    made: Path, tied_folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(made / "checkpoints", run / "checkpoints")
+    last, before = newest_first(run)
+    for state in ({"step": 2}, {**STATE, "step": "2"}, {**STATE, "step": 2, "history": [1]}, [1]):
+        (last / "trainer" / "state.json").write_text(json.dumps(state))
+        view = Notes()
+        assert _start(tied_folder, run, True, view).folder == before  # type: ignore[arg-type]
+
+
+def test_a_shard_that_is_gone_is_missed(made: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    shutil.copytree(newest_first(made)[0], folder)
+    names = list(load_file(folder / "model.safetensors"))
+    weight_map = {"weight_map": dict.fromkeys([*names, "zzz.weight"], "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(weight_map))
+    with pytest.raises(MinirlError, match=r"no file holds zzz.weight"):
+        read_whole(folder)
+
+
+# Model folders --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tied_folder: Path, tmp_path: Path) -> Path:
+    shutil.copytree(tied_folder, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def change(folder: Path, **values: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
+def test_a_whole_folder_is_fine(folder: Path) -> None:
+    model.check_folder(folder)
+    load_policy(str(folder))
+
+
+def test_a_config_of_another_width_is_found_before_anything_is_started(folder: Path) -> None:
+    change(folder, hidden_size=64)
+    with pytest.raises(RecipeError, match=r"embed_tokens.weight is \[384, 128\], .* \[384, 64\]"):
+        model.check_folder(folder)
+
+
+def test_other_shapes_missing_and_extra_tensors_are_found_when_it_is_loaded(folder: Path) -> None:
+    change(folder, intermediate_size=512)
+    with pytest.raises(RecipeError, match=r"mlp.*is \[.*256.*\], and config.json makes it \[.*512"):
+        load_policy(str(folder))
+    change(folder, intermediate_size=256)
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    extra = {**weights, "model.layers.7.mlp.up_proj.weight": weights[name].clone()}
+    save_file(extra, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RecipeError, match=r"has, for no layer, model.layers.7"):
+        load_policy(str(folder))
+    del weights[name]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RecipeError, match=f"lacks {name}"):
+        load_policy(str(folder))
+
+
+@pytest.mark.parametrize("harm", [cut, garble, empty], ids=lambda h: h.__name__)
+def test_weights_that_cannot_be_read(harm: Callable[[Path], None], folder: Path) -> None:
+    harm(folder / "model.safetensors")
+    with pytest.raises(RecipeError, match=r"its model.safetensors cannot be read .*fetch"):
+        model.check_folder(folder)
+
+
+def test_a_tokenizer_that_is_gone_or_broken(folder: Path) -> None:
+    garble(folder / "tokenizer.json")
+    with pytest.raises(RecipeError, match="its tokenizer cannot be loaded"):
+        model.load_tokenizer(folder, trust_remote_code=False)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(RecipeError, match=r"has no tokenizer.json; copy it there"):
+        model.check_folder(folder)
+
+
+# Fuzz: whatever the bytes are, a MinirlError or a value --------------------------------------
+
+
+def harmed(data: bytes, seed: int) -> bytes:
+    """Some bytes of a good file changed, cut out or doubled: nearer to the edge than noise is."""
+    rng, found = random.Random(seed), bytearray(data)
+    for _ in range(rng.randrange(1, 6)):
+        at = rng.randrange(len(found) + 1)
+        kind = rng.randrange(4)
+        if kind == 0:
+            found[at : at + 1] = bytes([rng.randrange(256)])
+        elif kind == 1:
+            del found[at : at + rng.randrange(1, 40)]
+        elif kind == 2:
+            found[at:at] = found[at : at + rng.randrange(1, 40)]
+        else:
+            word = rng.choice([b"null", b"-1", b"1e999", b"[]", b"{}", b'"x"', b"9" * 30, b"true"])
+            found[at : at + len(word)] = word
+    return bytes(found)
+
+
+def json_noise() -> st.SearchStrategy[bytes]:
+    leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+    names = st.sampled_from(["step", "history", "groups", "rule", "canary", "progress", "x"])
+    values = st.recursive(
+        leaves,
+        lambda v: st.lists(v, max_size=3) | st.dictionaries(names, v, max_size=4),
+        max_leaves=8,
+    )
+    return values.map(lambda value: json.dumps(value).encode())
+
+
+def bytes_like(path: Path) -> st.SearchStrategy[bytes]:
+    good = path.read_bytes()
+    return st.integers(0, 10**9).map(lambda seed: harmed(good, seed)) | st.binary(max_size=60)
+
+
+@QUICK
+@given(st.data())
+def test_any_metrics_file_can_be_read(made: Path, tmp_path: Path, data: st.DataObject) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(data.draw(bytes_like(made / "metrics.jsonl") | json_noise()))
+    for line in metrics.read(path):
+        assert type(line["step"]) is int
+    metrics.MetricsLog(path, last_step=1).close()
+
+
+@QUICK
+@given(st.data())
+def test_any_recorded_batch_is_read_or_refused(
+    made: Path, tmp_path: Path, data: st.DataObject
+) -> None:
+    path = tmp_path / "step-000001.safetensors"
+    path.write_bytes(data.draw(bytes_like(record.path_of(made, 1))))
+    try:
+        found = record.read(path)
+    except MinirlError as error:
+        assert str(path) in str(error)
+    else:
+        record.put(found, record.ring_for([found]))
+
+
+@QUICK
+@given(st.data(), st.sampled_from(["trainer/state.json", "config.json"]))
+def test_any_checkpoint_is_read_or_refused(
+    made: Path, tmp_path: Path, data: st.DataObject, name: str
+) -> None:
+    folder = tmp_path / "checkpoints" / "step-000002"
+    if not folder.is_dir():
+        shutil.copytree(newest_first(made)[0], folder)
+    good = newest_first(made)[0] / name
+    (folder / name).write_bytes(data.draw(bytes_like(good) | json_noise()))
+    try:
+        start = _start(tmp_path, tmp_path, True, Notes())  # type: ignore[arg-type]
+        assert type(start.step) is int
+    except MinirlError:
+        pass
+    shutil.copy2(good, folder / name)
+
+
+@QUICK
+@given(st.data(), st.sampled_from(["batch.json", "part-0.safetensors", "recipe.toml"]))
+def test_any_batch_that_was_left_out_is_read_or_refused(
+    made: Path, tmp_path: Path, data: st.DataObject, name: str
+) -> None:
+    good, folder = made / "nonfinite" / "step-000001-0", tmp_path / "bad"
+    folder.mkdir(exist_ok=True)
+    for kept in ("batch.json", "part-0.safetensors", "recipe.toml"):
+        shutil.copy2(good / kept, folder / kept)
+    (folder / name).write_bytes(data.draw(bytes_like(good / name) | json_noise()))
+    try:
+        nonfinite.read(folder)
+    except MinirlError as error:
+        assert "\n" not in str(error)
+
+
+def test_what_is_whole_but_makes_no_sense_is_one_line_too(made: Path, tmp_path: Path) -> None:
+    bad, box = tmp_path / "bad", tmp_path / "box"
+    shutil.copytree(made / "nonfinite" / "step-000001-0", bad)
+    with safe_open(bad / "part-0.safetensors", framework="pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(bad / "part-0.safetensors")
+    tensors["0/tokens_T"] += 10**6  # no model has so many
+    save_file(tensors, bad / "part-0.safetensors", metadata)
+    with pytest.raises(MinirlError, match="cannot be computed again"):
+        replay(bad)
+    shutil.copytree(made / "blackbox" / "step-000001-entropy", box)
+    garble(box / "weights" / "model.safetensors")
+    with pytest.raises(MinirlError, match="cannot be computed again"):
+        look_into(box)
+
+
+@QUICK
+@given(st.data())
+def test_any_black_box_is_read_or_refused(made: Path, tmp_path: Path, data: st.DataObject) -> None:
+    good = made / "blackbox" / "step-000001-entropy" / "why.json"
+    (tmp_path / "why.json").write_bytes(data.draw(bytes_like(good) | json_noise()))
+    try:
+        blackbox.read(tmp_path)
+    except MinirlError as error:
+        assert "why.json" in str(error)

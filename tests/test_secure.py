@@ -1,0 +1,174 @@
+"""What minirl promises not to do: run data as code, write secrets down, open itself to others."""
+
+import ast
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import minirl
+from minirl import secrets
+from minirl.config import Config, ModelConfig, TasksConfig
+from minirl.errors import RecipeError
+from minirl.fleet import _environment
+from minirl.launch import _make_run_dir
+
+ROOT = Path(minirl.__file__).parent
+FORBIDDEN_CALLS = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "os.system",
+    "os.popen",
+    "pickle.load",
+    "pickle.loads",
+    "pickle.Unpickler",
+    "torch.load",
+    "yaml.load",
+    "marshal.loads",
+    "shelve.open",
+    "joblib.load",
+    "np.load",
+    "numpy.load",
+    "subprocess.getoutput",
+}
+FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "yaml"}
+
+
+def dangers(source: str) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name in FORBIDDEN_CALLS:
+                found.append(f"line {node.lineno}: {name}")
+            words = {k.arg: ast.unparse(k.value) for k in node.keywords}
+            if words.get("shell", "False") != "False":
+                found.append(f"line {node.lineno}: shell")
+            if words.get("allow_pickle", "False") != "False":
+                found.append(f"line {node.lineno}: allow_pickle")
+        elif isinstance(node, ast.Import):
+            found += [f"line {node.lineno}: import {a.name}" for a in node.names if is_bad(a.name)]
+        elif isinstance(node, ast.ImportFrom) and is_bad(node.module or ""):
+            found.append(f"line {node.lineno}: from {node.module}")
+    return found
+
+
+def is_bad(module: str) -> bool:
+    return module.split(".")[0] in FORBIDDEN_IMPORTS
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_data_is_run_as_code(path: Path) -> None:
+    assert dangers(path.read_text()) == []
+
+
+def test_dangers_would_be_found() -> None:
+    source = (
+        "import pickle, os\nfrom yaml import load\ntorch.load(x)\neval(y)\nos.system(z)\n"
+        "subprocess.run(a, shell=True)\nnp.fromfile(b, allow_pickle=True)\nmodel.eval()\n"
+    )
+    assert [danger.split(":")[0] for danger in dangers(source)] != []
+    assert len(dangers(source)) == 7
+
+
+# The run directory ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_nobody_else_may_write_into_a_run(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        run = tmp_path / "run"
+        _make_run_dir(Config(), run, "cpu")
+        (run / "new").mkdir()
+        (run / "new" / "file").write_text("")
+    finally:
+        os.umask(before)
+    for path in [run, *run.rglob("*")]:
+        assert not stat.S_IMODE(path.stat().st_mode) & 0o022, path
+
+
+def test_a_directory_that_all_may_write_to_is_closed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    run.chmod(0o777)
+    before = os.umask(0o022)
+    try:
+        _make_run_dir(Config(), run, "cpu")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(run.stat().st_mode) == 0o755
+
+
+def test_a_directory_that_cannot_be_written_is_one_line() -> None:
+    with pytest.raises(RecipeError, match=r"--run-dir = .* cannot be written to .*name another"):
+        _make_run_dir(Config(), Path("/proc/minirl-run"), "cpu")  # not even root may
+
+
+# Secrets --------------------------------------------------------------------------------------
+
+ENVIRON = {
+    "HF_TOKEN": "hf-abcdefghij",
+    "WANDB_API_KEY": "0123456789abcdef",
+    "MY_SECRET_THING": "swordfish!",
+    "DB_PASSWORD": "short",
+    "TOKENIZERS_PARALLELISM": "false-false",
+    "KEYBOARD": "querty-layout",
+    "HOME": "/home/someone",
+}
+
+
+def test_values_of_secret_variables_are_taken_out() -> None:
+    assert set(secrets.secret_names(ENVIRON)) == {
+        *("HF_TOKEN", "WANDB_API_KEY", "MY_SECRET_THING", "DB_PASSWORD")
+    }
+    text = "login hf-abcdefghij at 0123456789abcdef with swordfish! in /home/someone, short"
+    assert secrets.scrub(text, ENVIRON) == (
+        "login <HF_TOKEN> at <WANDB_API_KEY> with <MY_SECRET_THING> in /home/someone, short"
+    )
+    assert secrets.scrub("querty-layout false-false", ENVIRON) == "querty-layout false-false"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hf_" + "a1B2" * 8,
+        "sk-" + "a1B2" * 8,
+        "ghp_" + "a1B2" * 9,
+        "https://me:hunter2secret@hub.example/x",
+        "Authorization: Bearer abcdef0123456789abcdef",
+    ],
+)
+def test_text_in_the_form_of_a_key_is_taken_out(text: str) -> None:
+    assert "<secret>" in secrets.scrub(text, {})
+    assert "hunter2" not in secrets.scrub(text, {})
+
+
+def test_a_recipe_with_a_secret_is_refused_and_the_line_does_not_show_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    secrets.check(Config())
+    key = "hf_" + "Zz9" * 10
+    config = replace(Config(), tasks=TasksConfig(data=f"hub/{key}"))
+    with pytest.raises(RecipeError, match=r"tasks.data = .*holds a secret") as error:
+        secrets.check(config)
+    assert key not in str(error.value)
+    options = TasksConfig(options={"judge_api_key": "0123456789", "token_column": "question"})
+    with pytest.raises(RecipeError, match=r"tasks.options = .*holds a secret"):
+        secrets.check(replace(Config(), tasks=options))
+    options = TasksConfig(options={"token_column": "question", "weights": [0.5, 0.5]})
+    secrets.check(replace(Config(), tasks=options))
+    monkeypatch.setenv("MY_TOKEN", "verysecretword")
+    with pytest.raises(RecipeError, match=r"model.path"):
+        secrets.check(replace(Config(), model=ModelConfig(path="x/verysecretword")))
+
+
+def test_hidden_variables_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf-abcdefghij")
+    with _environment({"OMP_NUM_THREADS": "3"}, ["HF_TOKEN", "NOT_THERE"]):
+        assert "HF_TOKEN" not in os.environ and os.environ["OMP_NUM_THREADS"] == "3"
+    assert os.environ["HF_TOKEN"] == "hf-abcdefghij" and "NOT_THERE" not in os.environ
