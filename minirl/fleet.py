@@ -126,8 +126,8 @@ class Fleet:
             },
             name=f"minirl-{worker.name}",
         )
-        # Rewards are the user's code and may ask a service: only verifiers are given keys.
-        hidden = [] if worker.role is Role.VERIFY else secret_names()
+        # A reward may ask a service, and a logger is one: only these are given keys.
+        hidden = [] if worker.role in (Role.VERIFY, Role.LOG) else secret_names()
         with _environment(worker.placement.env, hidden):
             worker.process.start()
         theirs.close()

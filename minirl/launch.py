@@ -6,6 +6,7 @@ ends, nothing of it is left but its run directory.
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress

@@ -16,7 +16,18 @@ ROOT = Path(minirl.__file__).parent
 LEVELS = (
     {"records", "config", "algorithms", "rules", "recipe", "reference", "errors", "devices"},
     {"guard", "secrets", "lines"},
-    {"metrics", "record", "trace", "shm", "pace", "buffer", "filters", "tasks", "fleet", "estimates"}
+    {
+        "metrics",
+        "record",
+        "trace",
+        "shm",
+        "pace",
+        "buffer",
+        "filters",
+        "tasks",
+        "fleet",
+        "estimates",
+    }
     | {"evaluate", "model", "loggers"},
     {"rollout", "train", "blackbox"},
     {"simulate"},
