@@ -319,9 +319,14 @@ class Journal:
                 "eval/truncated_frac": evaluation.truncated_frac,
             }
             self.view.evaluated(version, found.mean)
-        if self._last_line is not None:
+        if self._last_line is not None and self._is_last(evaluation):
             line, self._last_line = self._last_line, None
             self._write(line)
+
+    def _is_last(self, evaluation: Evaluation) -> bool:
+        """Of the last step's version, not one that was under way when that step ended."""
+        assert self._last_line is not None
+        return evaluation.version in (self._last_line["version"], None)
 
     def _keep_answers(self, evaluation: Evaluation) -> None:
         """To the same first prompts every time: what each version of the model made of them."""

@@ -4,12 +4,11 @@ The same rollout workers and verifiers as in training, on all devices of the mac
 folder's own weights. However a session ends, nothing of it is left but its logs.
 """
 
-import contextlib
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,16 +127,14 @@ def check_room(config: Config, num_cells: int) -> None:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """SIGTERM ends it as Ctrl-C does."""
+    """SIGTERM ends it as Ctrl-C does, and both also where a shell has had them ignored."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before: Callable | int | None = signal.SIG_DFL
-    with contextlib.suppress(ValueError):  # not in the main thread: nothing to set
-        before = signal.signal(signal.SIGTERM, handle)
+    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):
-            signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
