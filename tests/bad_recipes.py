@@ -169,6 +169,9 @@ BAD_SETS = [
     ('seed=1\nfoo=2', 'seed = "1\\nfoo=2": must be a whole number; write it like 0 (--set)'),
     ('train.steps=0', 'train.steps = 0: must be at least 1; a run has 20 to 10,000 (--set)'),
     ('buffer.max_staleness=-1', 'buffer.max_staleness = -1: must be at least 0; 0 is synchronous, 2 to 8 are usual (--set)'),
+    ('log.to=wandb', 'log.to = "wandb": must be a list of strings; write it like ["tensorboard"] (--set)'),
+    ('log.to=["tb"]', 'log.to = ["tb"]: has \'tb\', which is none of tensorboard, wandb, trackio; did you mean "tensorboard"? (--set)'),
+    ('log.to=["wandb","wandb"]', 'log.to = ["wandb", "wandb"]: names one twice; take it out (--set)'),
     ('model.dtype=half', 'model.dtype = "half": must be one of float32, bfloat16; did you mean "bfloat16"? (--set)'),
     ('train.gradient_checkpointing=True', 'train.gradient_checkpointing = "True": must be a boolean; write true or false (--set)'),
 ]

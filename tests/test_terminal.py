@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from minirl.bench import Options, run
 from minirl.bench.terminal import Terminal
 from minirl.dashboard.screen import ENTER, LEAVE
 
@@ -91,3 +92,10 @@ def test_a_crash_gives_the_terminal_back(tmp_path: Path) -> None:
     assert "WorkerDied: train-0 was killed by SIGKILL" in after
     shown = status(tmp_path)
     assert shown["state"] == "failed" and "train-0 was killed by SIGKILL" in shown["reason"]
+
+
+@pytest.mark.slow
+def test_the_bench_of_its_cost_runs_through() -> None:
+    figures = {figure.name: figure for figure in run("dashboard", Options(is_quick=True)).figures}
+    assert figures["dashboard_cost"].goal == 0.01
+    assert 0 < figures["status_cost"].value < 0.1

@@ -35,6 +35,7 @@ SLOTS = {
     "training": "train",
     "free": "dim",
 }
+UNSHOWN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")  # Unicode's categories
 SILENT_S = 30.0  # without a beat, a lane says so
 
 
@@ -43,7 +44,7 @@ def clean(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text
     text = text.replace("\r\n", "\n").replace("\t", "  ")
-    return "".join(c if c == "\n" or category(c)[0] != "C" else "·" for c in text)
+    return "".join(c if c == "\n" or category(c) not in UNSHOWN else "·" for c in text)
 
 
 def width_of(line: Line) -> int:
@@ -55,6 +56,8 @@ def fit(line: Line, width: int) -> Line:
     fitted: Line = []
     left = width
     for text, style in line:
+        if not text.isprintable():  # the last look: names and reasons are others' too
+            text = clean(text).replace("\n", "·")
         taken = cell_len(text)
         if taken > left:
             text, taken = set_cell_size(text, left), left
