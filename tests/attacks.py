@@ -18,8 +18,8 @@ from minirl.tasks.sandbox import Call, Limits, Outcome, Sandbox
 
 SMALL = Limits(
     cpu_s=2,
-    wall_s=20.0,
-    total_s=120.0,
+    wall_s=60.0,  # on a busy machine too, an attack comes to its point
+    total_s=1800.0,
     memory_bytes=2**28,
     output_bytes=2**16,
     scratch_bytes=2**20,
@@ -326,6 +326,8 @@ class World:
     def got_away(self, name: str, is_filtered: bool = True) -> str:
         """What is wrong, or ""."""
         outcome, is_passed = self.attempt(name, is_filtered)  # raises if the sandbox broke
+        if outcome.status == "total time":
+            return f"{name} was not tried"
         whole = outcome.output + outcome.stderr.encode()
         if is_passed:
             return f"{name} passed"

@@ -75,7 +75,7 @@ def test_an_outcome_says_why(attacked: World, name: str, status: str) -> None:
 
 
 def test_cpu_time_is_limited_however_long_the_wall_time() -> None:
-    limits = Limits(cpu_s=1, wall_s=30.0, total_s=30.0)
+    limits = Limits(cpu_s=1, wall_s=300.0, total_s=300.0)
     with Sandbox(limits) as box:
         outcome = box.run(PROGRAMS["deaf to signals"])
     assert outcome.status == "CPU time"
@@ -161,10 +161,11 @@ def test_a_sandbox_that_cannot_be_built_is_a_failure_and_no_outcome() -> None:
 
 def test_limits_hold_in_the_fallback_too() -> None:
     with Sandbox(SHORT, is_isolated=False) as box:
+        assert box.run(PROGRAMS["asleep for ever"]).status == "wall time"
+    with Sandbox(SMALL, is_isolated=False) as box:
         scratch = Path(box.run("import os\nprint(os.getcwd())").output.decode().strip())
         assert scratch.is_dir()
         assert box.run(PROGRAMS["fork bomb"]).status == "exit code 1"
-        assert box.run(PROGRAMS["asleep for ever"]).status == "wall time"
         assert box.run("import socket\nsocket.socket()").status == "exit code 1"
         assert box.run(PROGRAMS["its own environment"]).output.startswith(b"no")
     assert not scratch.exists()

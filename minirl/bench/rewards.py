@@ -70,7 +70,7 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(8, 4, 32, 192, 16, turns=6, steps_per_turn=4, steps_between=2),
+    "tiny": Size(8, 4, 32, 192, 16, turns=12, steps_per_turn=3, steps_between=2),
     "135m": Size(4, 4, 16, 48, 8, turns=2, steps_per_turn=2, steps_between=1),
 }
 QUICK = Size(2, 2, 4, 8, 2, turns=1, steps_per_turn=1, steps_between=1, timeout_s=0.5)
