@@ -28,6 +28,7 @@ ABOUT = {
     "buffer": "What may be trained: staleness and filters ([how](staleness.md))",
     "train": "How it is trained ([the formulas](algorithms.md))",
     "eval": "Held-out accuracy",
+    "sft": "Supervised learning on worked answers (`minirl sft`)",
     "checkpoint": "What is saved",
     "log": "What is told",
     "guard": "When a run warns, and when it stops",
