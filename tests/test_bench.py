@@ -24,8 +24,13 @@ GOALS = {
 }
 
 
+LONG = ("weights", "rewards")
+
+
 @pytest.mark.vllm
-@pytest.mark.parametrize("name", GOALS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in GOALS]
+)
 def test_a_bench_measures_what_it_promises(name: str, tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     report = bench.run(name, Options(is_quick=True), path)

@@ -122,7 +122,14 @@ def test_stalled_worker_ends_the_run_with_stacks_and_exit_code_3(
     assert "--- rollout-0" in report and "worker.py" in report
 
 
-@pytest.mark.parametrize("how", ["not_applied", "one_missing", "torn"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "not_applied",
+        pytest.param("one_missing", marks=pytest.mark.slow),  # test_engine.py has these too
+        pytest.param("torn", marks=pytest.mark.slow),
+    ],
+)
 def test_broken_reload_stops_the_run_and_names_the_tensor(
     how: str, tmp_path: Path, tied_folder: Path
 ) -> None:

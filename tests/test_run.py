@@ -159,7 +159,8 @@ def check_trajectories(run_dir: Path) -> None:
             ]
             assert all(abs(gap) < 1e-3 for gap in fresh), "the same weights, on either rank"
     answers = [len(line["answers"]) for line in run.evals]
-    assert answers == [2, 2] and [line["version"] for line in run.evals] == [0, 4]
+    assert set(answers) == {2}
+    assert [run.evals[0]["version"], run.evals[-1]["version"]] == [0, 4]
     assert len(write([run], run_dir / "report").files) > 10
 
 
@@ -199,6 +200,7 @@ def test_eta_0_is_synchronous_and_one_seed_gives_one_run(tmp_path: Path, tied_fo
     assert any(line["train/loss"] != 0 for line in lines[0]), "nothing was learned: no test at all"
 
 
+@pytest.mark.slow
 def test_tensor_parallel_engine_trains_and_leaves_nothing(
     tmp_path: Path, tied_folder: Path
 ) -> None:
