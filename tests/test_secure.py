@@ -38,6 +38,10 @@ FORBIDDEN_CALLS = {
 FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "yaml"}
 
 
+# What the jail is for: a program that the model wrote, in a process that has given everything up.
+ALLOWED = {"tasks/sandbox/jail.py": ["exec", "compile"]}
+
+
 def dangers(source: str) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -63,7 +67,8 @@ def is_bad(module: str) -> bool:
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_data_is_run_as_code(path: Path) -> None:
-    assert dangers(path.read_text()) == []
+    found = [danger.rpartition(": ")[2] for danger in dangers(path.read_text())]
+    assert found == ALLOWED.get(str(path.relative_to(ROOT)), []), dangers(path.read_text())
 
 
 def test_dangers_would_be_found() -> None:
