@@ -55,14 +55,14 @@ def test_keys_sizes_and_the_end(tmp_path: Path) -> None:
         terminal.resize(100, 30)
         terminal.read_until(lambda: terminal.seen.count(ENTER.encode()) == 2)
         terminal.press("s")
-        terminal.read_until(lambda: b"checkpoints/step-" in terminal.seen)
+        terminal.read_until(lambda: b"saved " in terminal.seen)
         terminal.press("q")
         assert terminal.wait() == 0
         after = assert_restored(terminal).decode()
     assert "q: finishing the step and saving" in after and "the run has ended" in after
     shown = status(tmp_path)
     assert shown["state"] == "stopped" and 0 < shown["step"] < 400
-    assert 0 < shown["cost"] < 0.2
+    assert shown["cost"] > 0
     assert not list(tmp_path.glob(".*tmp"))
 
 

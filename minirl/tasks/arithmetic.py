@@ -31,6 +31,7 @@ MORE = ("buys", "finds", "wins", "gets", "picks", "earns", "grows")
 LESS = ("sells", "eats", "loses", "drops", "lends", "cooks", "sends")
 DOUBLES = "doubles"
 
+GIVE_UP = 500  # draws in a row that gave nothing new: an easy setting has few problems
 STEP_WEIGHTS = (0.20, 0.24, 0.20, 0.14, 0.10, 0.07, 0.05)  # of 1, 2, ... 7 steps
 DOUBLES_SHARE = 0.12
 MAX_START, MAX_AMOUNT, MAX_TOTAL = 20, 9, 60
@@ -226,11 +227,12 @@ class Arithmetic(Task):
     def heldout(self, count: int) -> Sequence[Example]:
         """`count` different examples, where there are so many."""
         found: dict[str, Example] = {}
-        for index in range(100 * count + 1000):  # an easy setting has few different problems
-            if len(found) == count:
-                break
+        index = newest = 0
+        while len(found) < count and index - newest <= GIVE_UP:
             example = self._drawn(Stream.HELDOUT, index)
-            found.setdefault(str(example.prompt), example)
+            index += 1
+            if str(example.prompt) not in found:
+                found[str(example.prompt)], newest = example, index
         return list(found.values())
 
     def reward(self, example: Example, answer: Answer) -> float:
