@@ -64,7 +64,7 @@ def in_state(replicas: Iterable[Replica]) -> str:
     """The same for what optimizers keep."""
     for replica in replicas:
         for state in replica.optimizer.state.values():
-            for name, value in state.items():
+            for name, value in (state or {}).items():  # sharded: None where another rank has it
                 if torch.is_tensor(value) and not value.isfinite().all():
                     return f"{name} of an optimizer"
     return ""
