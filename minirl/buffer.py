@@ -17,6 +17,10 @@ same however many groups there are: groups are kept by version, and few versions
                wait   the step waits for it, decided early enough: a batch may leave a group behind
                       only if all outstanding groups can still be trained in time at B a step.
     ledger     submitted = trained + dropped + in flight, at every moment, each drop with a reason.
+    going back a trainer that died goes on from older weights. They come under a new, higher number
+               (`republished_as`), chosen so that a token's staleness by number is never less than
+               the updates that lie between its weights and the trainer's. Groups that this makes
+               too old are given up, and what was trained since counts as dropped.
 
 Leaves out: who runs a group (rollout/dispatch.py) and what a reward is (tasks/).
 """
@@ -88,6 +92,17 @@ class Ready(NamedTuple):
     group: Group
     head: int
     newest: int
+
+
+def republished_as(base: int, latest: int) -> int:
+    """The number under which the weights of version `base` come again when `latest` is the newest.
+
+    A token of version v between the two was written v - base updates away from them, on a way that
+    was given up: n - v is no less than that for every v ≤ latest from n = 2·latest - base on. By an
+    odd distance, so that they go into the store's other slot, which nobody is reading.
+    """
+    distance = max(1, latest - base)
+    return latest + distance + (distance + 1) % 2
 
 
 class ByVersion:
@@ -316,6 +331,22 @@ class Buffer:
         self._free.extend(ticket.slot for ticket in lost)
         self.drops[Drop.WORKER_DIED] += len(lost)
         return lost
+
+    def rolled_back(self, version: int, num_untrained: int) -> list[int]:
+        """The trainer went back to weights that come again as `version`, and `num_untrained` groups
+        are no longer trained: they count as dropped. Gives the groups, running and ready, that are
+        too old now, for the caller to drop. The batch in training was given up before."""
+        assert not self._training and version >= self.version  # equal: before the first was out
+        self._trained -= num_untrained
+        self.drops[Drop.WORKER_DIED] += num_untrained
+        self.version = version
+        oldest = self._oldest_trainable
+        if self.on_stale is OnStale.WAIT and not self._in_time(self._ready_heads.counts(), version):
+            oldest = version  # they cannot all be trained in time: none is begun with
+        return self._ready_heads.older_than(oldest) + self._running_bounds.older_than(oldest)
+
+    def is_ready(self, group_id: int) -> bool:
+        return group_id in self._ready
 
     # -- accounting
 

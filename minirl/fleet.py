@@ -1,7 +1,8 @@
 """Processes: spawned, heard, replaced, ended. Takes bodies and their set-up, gives messages.
 
 Each worker has its own pipe and no lock with anybody, so one that is killed at any instant blocks
-nobody: its pipe ends, and that is news like any other. Only small messages go through pipes.
+nobody: its pipe ends, and that is news like any other. Nor does one that is frozen or has not come
+up yet: what it does not take waits here. Only small messages go through pipes.
 A worker's output goes to a log of its own in the run directory; its tail is its last words.
 A worker dies with the controller, whatever kills that, and takes no notice of Ctrl-C or SIGTERM.
 
@@ -14,6 +15,8 @@ import faulthandler
 import importlib
 import os
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
@@ -22,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,7 @@ from minirl.trace import Tracer
 
 LAST_WORDS_LINES = 12
 STOP_GRACE_S = 10.0
+CAUSE_GRACE_S = 1.0  # a rank that is killed takes the others with it, and theirs may be heard first
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
 
@@ -78,11 +83,34 @@ class Worker:
         self.process: Any = None
         self.pipe: Connection
         self.failure: Failed | None = None
+        self._outbox = bytearray()
 
     def send(self, message: object) -> None:
-        """A worker that just died does not take it; `hear` will say so."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.pipe.send(message)
+        """Never waits: what the worker does not take now goes out at a later `hear`. A worker that
+        just died does not take it at all; `hear` will say so."""
+        body = bytes(ForkingPickler.dumps(message))
+        self._outbox += struct.pack("!i", len(body)) + body  # as Connection.send does it
+        self.flush()
+
+    def flush(self) -> None:
+        if not self._outbox or self.pipe.closed:
+            return
+        end = socket.socket(fileno=self.pipe.fileno())
+        try:
+            while self._outbox:
+                del self._outbox[: end.send(self._outbox, socket.MSG_DONTWAIT)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._outbox.clear()
+        finally:
+            end.detach()  # the pipe's still
+
+    def connect(self, pipe: Connection) -> None:
+        """A new process begins with an empty record."""
+        self.pipe, self.failure = pipe, None
+        self._outbox.clear()
+        self.num_starts += 1
 
     @property
     def pid(self) -> int:
@@ -108,10 +136,9 @@ class Fleet:
         self._start(worker)
         return worker
 
-    def _start(self, worker: Worker) -> None:
+    def _start(self, worker: Worker, delay_s: float = 0.0) -> None:
         ours, theirs = self._context.Pipe()
-        worker.pipe, worker.failure = ours, None
-        worker.num_starts += 1
+        worker.connect(ours)
         self.board.reset(worker.row)
         log = self.log_dir / f"{worker.name}.log"
         trace = self.trace_dir / f"{worker.name}.jsonl" if self.trace_dir else None
@@ -123,6 +150,7 @@ class Fleet:
                 "log": log,
                 "parent": os.getpid(),
                 "trace": (trace, self._session) if trace else None,
+                "delay_s": delay_s,
             },
             name=f"minirl-{worker.name}",
         )
@@ -137,6 +165,7 @@ class Fleet:
         by_handle: dict[Any, Worker] = {}
         for worker in self.workers:
             if worker.process is not None:
+                worker.flush()
                 by_handle[worker.pipe] = by_handle[worker.process.sentinel] = worker
         heard = {id(w): w for w in (by_handle[h] for h in wait(list(by_handle), timeout_s))}
         for worker in heard.values():
@@ -171,10 +200,39 @@ class Fleet:
         lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
         return "\n".join(f"  {worker.name} | {line}" for line in lines[-LAST_WORDS_LINES:])
 
-    def replace(self, worker: Worker) -> None:
-        """A new process in the place of one that died or must go."""
-        self._end(worker)
-        self._start(worker)
+    def replace(self, worker: Worker, delay_s: float = 0.0) -> None:
+        """A new process in the place of one that died or must go. With a delay it is there at once
+        and takes messages, but begins its work later."""
+        if worker.process is not None:
+            self._end(worker)
+        self._start(worker, delay_s)
+
+    def causes(self, workers: list[Worker]) -> list[tuple[Worker, Died]]:
+        """The deaths among workers that take each other down, the likeliest cause first: one that
+        says it cannot go on, one that was killed, then the others."""
+        found = []
+        deadline = time.monotonic() + CAUSE_GRACE_S
+        for worker in workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+            if worker.process.is_alive():
+                continue
+            deaths = [message for message in self._drain(worker) if isinstance(message, Died)]
+            found += [(worker, death) for death in deaths]
+
+        def rank(pair: tuple[Worker, Died]) -> int:
+            worker, death = pair
+            was_killed = worker.failure is None and (worker.process.exitcode or 0) < 0
+            return 0 if death.is_final else 1 if was_killed else 2
+
+        return sorted(found, key=rank)
+
+    def is_stopped(self, worker: Worker) -> bool:
+        """By SIGSTOP or a debugger: it could not beat if it wanted to."""
+        try:
+            stat = Path(f"/proc/{worker.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
     def retire(self, worker: Worker) -> None:
         self._end(worker)
@@ -265,6 +323,7 @@ def _child(
     log: Path,
     parent: int,
     trace: tuple[Path, str] | None,
+    delay_s: float,
 ) -> None:
     """What every worker process runs."""
     libc = ctypes.CDLL(None)
@@ -281,6 +340,7 @@ def _child(
     if trace is not None:
         writer.tracer = Tracer(*trace)
         writer.tracer.state("starting", {})
+    time.sleep(delay_s)
     try:
         module, _, function = body.partition(":")
         getattr(importlib.import_module(module), function)(setup, writer, pipe)

@@ -38,8 +38,8 @@ from minirl.evaluate import Evaluation
 from minirl.filters import penalty
 from minirl.fleet import Fleet, Role
 from minirl.guard import Action, Breach, GuardStop
-from minirl.lines import Lines
-from minirl.metrics import DROPPED, MetricsLog
+from minirl.lines import Lines, read_lines
+from minirl.metrics import DROPPED, MetricsLog, cut, rewrite
 from minirl.record import Recorder
 from minirl.records import Batch, Prompt, StopReason
 from minirl.secrets import scrub
@@ -115,35 +115,86 @@ class Journal:
         self.config, self.run_dir, self.view, self.step = config, run_dir, view, step
         self._fleet, self._box, self._recorder = fleet, box, recorder
         self.log = MetricsLog(run_dir / "metrics.jsonl", last_step=step)
-        self._samples = Lines(run_dir / "samples.jsonl")
-        self._lengths = Lines(run_dir / "lengths.jsonl")
-        self._evals = Lines(run_dir / "evals.jsonl")
+        self._open_logs(step, state or {})
         self._failing: set[str] = set()  # files that could not be written, as a person was told
         self.problems: list[str] = []  # what is missing at the end
         self._texts: dict[int, tuple[Prompt, tuple[str, ...]]] = {}
-        self._last_line: dict[str, float | None] | None = None  # waits for the last evaluation
+        self._last_line: dict[str, Any] | None = None  # waits for the last evaluation
         self._news: dict[str, float | None] = {}  # of an evaluation that ended in this step
         self.recent_samples: deque[dict[str, Any]] = deque(maxlen=NUM_SHOWN_SAMPLES)
         self.recent_ages: deque[tuple[int, ...]] = deque(maxlen=NUM_SHOWN_STEPS)
         self._num_per_step = config.train.batch_size * config.rollout.group_size
         self._began = time.monotonic()
-        state = state or {}
-        self.accuracies: list[tuple[int, float]] = [
-            (version, accuracy) for version, accuracy in state.get("accuracies", [])
-        ]
-        self._seconds_before = state.get("seconds", 0.0)
+        self.accuracies: list[tuple[int, float]] = []
+        self._given_up: list[tuple[int, int]] = []  # versions between these: see `rolled_back`
+        self.num_replaced = self.num_redone = 0  # workers, steps: see metrics.py
+        self._seconds_before = (state or {}).get("seconds", 0.0)
+        self._restore(state or {})
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.accuracies = [(version, accuracy) for version, accuracy in state.get("accuracies", [])]
         self.trained_tokens = state.get("trained_tokens", 0)
         self.num_multi_version = state.get("num_multi_version", 0)
+        self.num_replaced = max(self.num_replaced, state.get("num_replaced", 0))
+        self.num_redone = max(self.num_redone, state.get("num_redone", 0))
+        self._is_evaluation_due = state.get("is_evaluation_due", False)
+        self._last_line = state.get("last_line")
+        if self._last_line is not None:  # it is written again, when the last evaluation has ended
+            self.log.roll_back(self._last_line["step"] - 1)
 
-    @property
-    def state(self) -> dict[str, Any]:
-        """For the checkpoint, so that a resumed run's summary tells of the whole run."""
+    def _open_logs(self, step: int, state: dict[str, Any]) -> None:
+        """What is told of steps and evaluations that will be done again is taken back."""
+        for name in ("samples.jsonl", "lengths.jsonl", "trajectories.jsonl"):
+            if (self.run_dir / name).is_file():
+                cut(self.run_dir / name, step)
+        evals = self.run_dir / "evals.jsonl"
+        if evals.is_file():
+            told = {version for version, _ in state.get("accuracies", [])}
+            rewrite(evals, [line for line in read_lines(evals) if line.get("version") in told])
+        self._samples = Lines(self.run_dir / "samples.jsonl")
+        self._lengths = Lines(self.run_dir / "lengths.jsonl")
+        self._evals = Lines(evals)
+
+    def state(self, is_evaluating: bool) -> dict[str, Any]:
+        """For the checkpoint, so that a resumed run's summary tells of the whole run. By then all
+        that was written so far is on the disk."""
+        self.log.file.sync()
         return {
             "accuracies": self.accuracies,
             "seconds": self.seconds,
             "trained_tokens": self.trained_tokens,
             "num_multi_version": self.num_multi_version,
+            "num_replaced": self.num_replaced,
+            "num_redone": self.num_redone,
+            "is_evaluation_due": is_evaluating,
+            "last_line": self._last_line,
         }
+
+    def rolled_back(
+        self, step: int, versions: tuple[int, int], state: dict[str, Any] | None
+    ) -> None:
+        """The trainer goes on from the checkpoint of `step`: metrics and samples of later steps are
+        taken back. `versions` is what its weights were and what they are now; those in between
+        were given up, and an evaluation of one of them is no longer told."""
+        self._given_up.append(versions)
+        judged = [pair for pair in self.accuracies if not self._is_given_up(pair[0])]
+        self.log.roll_back(step)
+        for file in (self._samples, self._lengths, self._evals):
+            file.close()
+        self._open_logs(step, {"accuracies": judged})
+        self._last_line, self._news = None, {}
+        self._restore(state or {})
+        self._is_evaluation_due = False  # if it has not ended, it still runs
+        self.accuracies = judged
+        told = {line.get("eval/version") for line in self.log.lines}
+        if judged and judged[-1][0] not in told:
+            self._news = {"eval/version": judged[-1][0], "eval/accuracy": judged[-1][1]}
+            if (line := self._last_line) and line["version"] == judged[-1][0]:
+                self._last_line = None  # the last evaluation has ended: nobody will come for it
+                self._write(line)
+
+    def _is_given_up(self, version: int) -> bool:
+        return any(before < version < after for before, after in self._given_up)
 
     @property
     def seconds(self) -> float:
@@ -151,7 +202,8 @@ class Journal:
 
     @property
     def wants_first_evaluation(self) -> bool:
-        return not self.accuracies
+        """On resume also one that was under way when the checkpoint was written."""
+        return not self.accuracies or self._is_evaluation_due
 
     def begin(self) -> None:
         self._began = time.monotonic()
@@ -181,6 +233,9 @@ class Journal:
         buffer: Buffer,
         is_last: bool,
     ) -> None:
+        if self._last_line is not None:  # the last step of a run that now goes on
+            before, self._last_line = self._last_line, None
+            self._write(before)
         ledger = buffer.ledger
         trajectories = [t for group in batch.groups for t in group.trajectories]
         rewards = [reward for group in batch.groups for reward in group.own_rewards]
@@ -208,6 +263,8 @@ class Journal:
             "buffer/groups_in_flight": ledger.in_flight,
             "buffer/truncated_masked": sum(len(group.masked) for group in batch.groups),
             **{DROPPED[reason]: count for reason, count in buffer.drops.items() if count},
+            "faults/workers_replaced": self.num_replaced or None,
+            "faults/steps_redone": self.num_redone or None,
             **self._meter.lap(),
             **values,
         }
@@ -302,6 +359,9 @@ class Journal:
         return f"the last good checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
 
     def evaluated(self, evaluation: Evaluation) -> None:
+        if evaluation.version is not None and self._is_given_up(evaluation.version):
+            self.note(f"an evaluation was of version {evaluation.version}, which was given up")
+            return
         self._keep_answers(evaluation)
         if evaluation.num_failed:
             self.note(f"evaluation: {evaluation.num_failed} answers could not be graded")
@@ -326,7 +386,7 @@ class Journal:
     def _is_last(self, evaluation: Evaluation) -> bool:
         """Of the last step's version, not one that was under way when that step ended."""
         assert self._last_line is not None
-        return evaluation.version in (self._last_line["version"], None)
+        return evaluation.version is None or evaluation.version >= self._last_line["version"]
 
     def _keep_answers(self, evaluation: Evaluation) -> None:
         """To the same first prompts every time: what each version of the model made of them."""
@@ -342,16 +402,13 @@ class Journal:
         line = {"version": evaluation.version, "answers": answers}
         self._evals.write(json.dumps(line))
 
-    def stalled(self, fleet: Fleet, state: dict[str, Any]) -> None:
-        """Rule 8: everything that helps to find out why."""
-        workers = {}
-        for worker in fleet.workers:
-            row = fleet.board.row(worker.row)
-            workers[worker.name] = f"{row.state.name.lower()} for {row.since_s:.0f} s"
-        report = json.dumps({**state, "workers": workers}, indent=2) + "\n" + fleet.stacks()
-        with contextlib.suppress(OSError):
-            (self.run_dir / "stall.txt").write_text(scrub(report))
+    def stalled(self, report: str) -> Path:
+        """Rule 8: everything that helps to find out why, on the screen and in a file."""
+        path = self.run_dir / "stall.txt"
+        with contextlib.suppress(OSError), path.open("a") as file:
+            file.write(scrub(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{report}\n"))
         self.note(report)
+        return path
 
     def summarise(self, is_whole: bool, extra: dict[str, Any]) -> dict[str, Any]:
         """The result. Written aside and renamed, like everything that is read later."""

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from types import FrameType
@@ -19,7 +19,7 @@ from typing import IO, Any, Protocol
 from minirl import devices, machine, model, secrets
 from minirl.blackbox import BlackBox
 from minirl.buffer import Buffer, History, OnStale
-from minirl.config import KEYS, TINY, Config, get
+from minirl.config import TINY, Config
 from minirl.console import ConsoleView
 from minirl.doctor import find_devices, free_memory_bytes
 from minirl.errors import MinirlError, RecipeError
@@ -36,21 +36,22 @@ from minirl.plan.split import recommended, splits, usual_lengths, with_split
 from minirl.recipe import Loaded, load, to_toml
 from minirl.record import Recorder, most_bytes
 from minirl.records import Prompt
+from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
 from minirl.rollout.worker import RolloutSetup, Stop
 from minirl.rules import check_devices, check_memory, check_model, read_model_config
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.tasks import Task
-from minirl.tasks.prompts import Consumed, PromptStream, encode
+from minirl.tasks.prompts import PromptStream, encode
 from minirl.tasks.registry import make_task, self_check
 from minirl.tasks.verifier import VerifierSetup
 from minirl.trace import FOLDER, merge
 from minirl.train import checkpoint
-from minirl.train.intact import as_one_line, newest_first, read_whole
 from minirl.train.messages import TrainerSetup
 from minirl.train.tiny import tiny_model_folder
 
 INTERRUPTED = 130
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BODIES = {
     Role.TRAIN: "minirl.train.trainer:run",
     Role.ROLLOUT: "minirl.rollout.worker:run",
@@ -58,36 +59,14 @@ BODIES = {
     Role.WARMUP: "minirl.train.warmup:run",
     Role.SFT: "minirl.train.sft:run",
 }
-MAY_CHANGE = (
-    *("train.steps", "devices", "sft", "eval", "checkpoint", "log", "guard"),
-    "tasks.verifiers",
-)
 
 
 class Notes(Protocol):
     def note(self, text: str) -> None: ...
 
 
-@dataclass(frozen=True)
-class Start:
-    """Where a run begins: at nothing, or at a checkpoint."""
-
-    folder: Path  # of the weights
-    step: int = 0
-    state: dict[str, Any] | None = None
-
-    @property
-    def history(self) -> History:
-        return History(**self.state["history"]) if self.state else History()
-
-    @property
-    def consumed(self) -> Consumed:
-        if not self.state:
-            return Consumed()
-        return Consumed(self.state["consumed_below"], self.state["consumed_above"])
-
-
 def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: bool = False) -> int:
+    """`resume`: the run directory holds a run to go on with."""
     config = loaded.config
     kind, available = find_devices(config.devices.kind)
     if config.devices.split == "auto":
@@ -98,18 +77,39 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: b
     with redirect_stdout(secrets.Scrubbed(sys.stdout)):  # a task is the user's code
         task = make_task(config)
         self_check(task, config.tasks.kind)
-    if resume:
-        _refuse_changes(config, run_dir)
+    changes = check_changes(config, run_dir) if resume else []
     secrets.check(config)
+    if resume and is_finished(run_dir, config):
+        print(f"all {config.train.steps} steps are done; raise train.steps to go on")
+        return 0
+    with _ends_on_sigterm():
+        return _prepare(config, task, run_dir, recipe, changes, resume, is_plain, kind, available)
+
+
+def _prepare(
+    config: Config,
+    task: Task,
+    run_dir: Path,
+    recipe: Path,
+    changes: list[str],
+    resume: bool,
+    is_plain: bool,
+    kind: str,
+    available: int,
+) -> int:
+    start = find_start(Path(), run_dir, resume)  # before the recipe of the run is touched
+    check_steps(config, start)
     logs, lock = _make_run_dir(config, run_dir, kind)
     view = ConsoleView(config.train.steps, is_plain=is_plain)
     try:
+        for note in (*(f"changed since it began: {c}" for c in changes), *start.notes):
+            view.note(note)
         if config.model.trust_remote_code:
             view.note(f"warning: model.trust_remote_code: code of {config.model.path} is run here")
         source = model_folder(config, logs, view)
         check_model(config, read_model_config(config, source))
         model.check_folder(source)
-        start = _start(source, run_dir, resume, view)
+        start = start if start.state else replace(start, folder=source)
         return _run(config, task, source, start, kind, available, run_dir, recipe, view)
     finally:
         view.close()
@@ -166,7 +166,8 @@ def _run(
         except BaseException:
             journal.close()  # what was recorded until now is kept
             raise
-        fleet.stop(Stop())
+        if loop.has_finished:  # else they have not all started, and would not listen
+            fleet.stop(Stop())
         loggers.close()
         if config.log.trace:
             with suppress(OSError):  # a full disk: `minirl trace` can do it later
@@ -187,6 +188,8 @@ def _run(
             raise MinirlError(f"not all could be written: {'; '.join(journal.problems)}")
         return 0 if is_whole else INTERRUPTED
     finally:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # what is left takes a moment, and must be done
         if loggers is not None:
             loggers.kill()
         fleet.kill()
@@ -251,7 +254,8 @@ def _spawn(
         )
         fleet.spawn(Role.TRAIN, rank, BODIES[Role.TRAIN], setup, place)
     for rank, place in enumerate(engines):
-        seed = config.seed * 1000 + rank + 1  # engines must not sample alike
+        # Engines must not sample alike, nor as they did when the run began.
+        seed = (config.seed * 1000 + rank + 1 + 1_000_003 * start.step) % 2**31
         engine = RolloutSetup(config, str(source), place.kind, seed, ring, store)
         own = devices.with_own_temp(place, run_dir / "tmp")
         fleet.spawn(Role.ROLLOUT, rank, BODIES[Role.ROLLOUT], engine, own)
@@ -329,50 +333,6 @@ def model_folder(config: Config, logs: Path, view: Notes) -> Path:
         fleet.kill()
 
 
-def _start(source: Path, run_dir: Path, resume: bool, view: ConsoleView) -> Start:
-    """At the newest checkpoint that is whole. One that is not is passed over with a note."""
-    checkpoint.sweep(run_dir)
-    folders = newest_first(run_dir) if resume else []
-    broken = []
-    for folder in folders:
-        try:
-            state = read_whole(folder)
-            start = Start(folder, state["step"], state)
-            with as_one_line(f"{folder}/trainer/state.json"):
-                _ = start.history, start.consumed
-        except MinirlError as error:
-            broken.append(str(error))
-            view.note(f"passed over: {error}")
-        else:
-            view.note(f"going on from {folder}")
-            return start
-    if broken:
-        remedy = f"start a new run, or from the beginning without {run_dir / 'checkpoints'}"
-        raise MinirlError(f"no checkpoint of {run_dir} is whole; {remedy} ({broken[0]})")
-    if resume:
-        view.note("no checkpoint yet: starting from the beginning")
-    return Start(source)
-
-
-def _refuse_changes(config: Config, run_dir: Path) -> None:
-    """A run goes on with the recipe it began with, but for what cannot change what it learns."""
-    saved = run_dir / "recipe.toml"
-    if not saved.is_file():
-        return
-    before = load(saved).config
-    for key in KEYS:
-        is_free = any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
-        if key == "train.steps" and config.train.schedule != "constant":
-            is_free = False  # the learning rate of every step depends on it
-        if not is_free and get(config, key) != get(before, key):
-            raise RecipeError(
-                key,
-                get(config, key),
-                f"the run to resume was begun with {get(before, key)!r}",
-                "set it back, or start a new run",
-            )
-
-
 def heldout_prompts(config: Config, task: Task, tokenizer: Any) -> list[Prompt]:
     examples = task.heldout(config.eval.num_prompts)
     prompts = [Prompt(i, e, encode(e, tokenizer)) for i, e in enumerate(examples)]
@@ -408,7 +368,22 @@ def _signals(loop: Loop, view: ConsoleView) -> Iterator[None]:
         loop.is_interrupted = True
         view.note(f"{signal.Signals(number).name}: finishing the step and saving; again to end now")
 
-    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _ends_on_sigterm() -> Iterator[None]:
+    """While there is nothing to save yet, SIGTERM ends a run as Ctrl-C does, and as cleanly."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
         yield
     finally:

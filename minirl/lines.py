@@ -7,6 +7,7 @@ reader, and the next line begins a new one.
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,12 @@ class Lines:
             self.error = ""
         except OSError as error:
             self.error = error.strerror or type(error).__name__
+
+    def sync(self) -> None:
+        """On the disk, as far as it takes it."""
+        self._try()
+        with suppress(OSError):
+            os.fsync(self._fd)
 
     def close(self) -> None:
         """Tries once more; `error` says whether anything is missing."""

@@ -16,48 +16,37 @@ The controller sends and hears only small descriptors; tokens and weights stay i
 At η = 0 the same loop is synchronous: a batch is fed only when nothing runs, and evaluations have
 the engines to themselves, so that one seed gives one run.
 
-Leaves out: the bound on staleness (buffer.py), who runs where (launch.py), the looks (console.py).
+Leaves out: the bound on staleness (buffer.py), what is done about workers that die or freeze
+(recovery.py, faults.py), who runs where (launch.py), the looks (console.py).
 """
 
 import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, replace
 
-from minirl.blackbox import Why
 from minirl.buffer import Buffer, Drop, Ticket
 from minirl.config import Config
-from minirl.errors import MinirlError, Stalled, WorkerDied
 from minirl.evaluate import Evaluation, is_evaluation
+from minirl.faults import RANKS, Faults
 from minirl.filters import judge
 from minirl.fleet import Died, Fleet, Role, Worker
-from minirl.guard import CANARY, Guard
+from minirl.guard import Guard
 from minirl.journal import Journal
-from minirl.records import Batch, Prompt, Trajectory
+from minirl.recipe import to_toml
+from minirl.records import Prompt, Trajectory
+from minirl.recovery import Recovery, Sampling
 from minirl.rollout.dispatch import Dispatcher
 from minirl.rollout.worker import Abort, Finished, Gone, GroupRequest, Pinned, Started, Submit
-from minirl.shm.board import State, Total
+from minirl.shm.board import Total
 from minirl.tasks.grading import GradingQueue
 from minirl.tasks.prompts import PromptStream
 from minirl.tasks.verifier import Grade, Graded
 from minirl.train.messages import Ready, Save, Saved, Train, Trained
 
 LISTEN_S = 0.2  # how long a turn waits for news at most
-START_LIMIT_S = 1800.0  # loading a large model and capturing graphs takes its time
 LEAST_BUSY_S = 0.5
-MAX_STARTS = 4  # of one worker; then it ends the run
-
-
-@dataclass
-class Sampling:
-    """A group at an engine: the trajectories that are done, by their place in the group."""
-
-    engine: int
-    prompt: Prompt
-    done: dict[int, Trajectory]
-    is_aborting: bool = False
 
 
 class Speedometer:
@@ -79,7 +68,7 @@ class Speedometer:
                 yield engine, max(1.0, (tokens - before[0]) / (busy_s - before[1]))
 
 
-class Loop:
+class Loop(Recovery):
     def __init__(
         self,
         config: Config,
@@ -89,6 +78,7 @@ class Loop:
         buffer: Buffer,
         journal: Journal,
     ):
+        super().__init__()
         self.config, self.fleet, self.stream, self.heldout = config, fleet, stream, heldout
         self.buffer, self.journal = buffer, journal
         self.engines, self.ranks = fleet.of(Role.ROLLOUT), fleet.of(Role.TRAIN)
@@ -97,39 +87,60 @@ class Loop:
         self.speedometer = Speedometer(fleet, self.engines)
         self.grading = GradingQueue()
         self.guard = Guard(config)
-        self.step = journal.step
+        self.faults = Faults(config, fleet, journal)
+        self.step = self.saved_step = journal.step
         self.is_interrupted = False  # set from outside: finish the step, save, end
         self.wants_save = False  # set from outside: save a checkpoint when the trainer is free
-        self.up: set[str] = set()  # engines and ranks that have started
-        self.sampling: dict[int, Sampling] = {}
+        self.up = set()  # engines and ranks that have started
+        self.sampling = {}
         self.prompts: dict[int, Prompt] = {}  # of groups that are not trained or dropped yet
-        self.batch: Batch | None = None  # in training
-        self.evaluation: Evaluation | None = None
+        self.batch = None  # in training
+        self.evaluation = None
+        self.evaluated_version = 0
         self.is_evaluation_due = False  # again, after the batch that is in training
         self.is_saving = False
         self.unsaved = ""  # why the last checkpoint could not be written
-        self.last_news = time.monotonic()
+        self.has_finished = False
+        self.last_news = self.last_saved = time.monotonic()
+        self.awaits = ""
 
     def run(self) -> None:
-        self.wait_for("workers to start", lambda: len(self.up) == len(self.engines + self.ranks))
+        num_all = len(self.engines + self.ranks)
+        self.wait_for("workers to start", lambda: len(self.up) == num_all or self.is_interrupted)
+        if len(self.up) < num_all:
+            return  # interrupted: there is nothing to save
         self.journal.begin()
         if self.journal.wants_first_evaluation:
             self.start_evaluation()
-        while self.step < self.config.train.steps and not self.is_interrupted:
-            self.feed()
-            self.collect()
-            self.learn()
-        if self.is_interrupted:
-            self.wait_for("the running step", lambda: self.batch is None)
-        else:
+        while self.goes_on or not self.has_finished:  # again where a trainer goes back at the end
+            self.awaits = "groups and steps"
+            while self.goes_on:
+                self.feed()
+                self.collect()
+                self.learn()
+            self.finish()
+
+    @property
+    def goes_on(self) -> bool:
+        return self.step < self.config.train.steps and not self.is_interrupted
+
+    def finish(self) -> None:
+        """The checkpoint first: the last evaluation may take long, and is done again on resume."""
+        self.wait_for("the running step", lambda: self.batch is None)
+        if not self.is_interrupted:
             self.wait_for("evaluation", lambda: self.evaluation is None)
-            self.start_evaluation()
-            self.wait_for("the last evaluation", lambda: self.evaluation is None)
-        self.save()
+            if not self.goes_on:
+                self.start_evaluation()
+        if self.saved_step != self.step:
+            self.save()
         self.wait_for("the checkpoint", lambda: not self.is_saving)
+        if not self.is_interrupted:
+            self.wait_for("the last evaluation", lambda: self.evaluation is None)
+        self.has_finished = True
 
     def wait_for(self, what: str, is_there: Callable[[], bool]) -> None:
         self.journal.note(f"waiting for {what}")
+        self.awaits = what
         while not is_there():
             self.collect()
 
@@ -138,6 +149,8 @@ class Loop:
     def feed(self) -> None:
         """Begins as many groups as the buffer says, of those that the rest of the run needs."""
         if self.config.is_synchronous and (self.evaluation or self.is_saving):
+            return
+        if not self.ranks_are_up:  # engines still serve weights that were given up
             return
         needed = (self.config.train.steps - self.step) * self.buffer.batch_size
         requests: dict[int, list[GroupRequest]] = defaultdict(list)
@@ -160,10 +173,16 @@ class Loop:
             self.engines[engine].send(Submit(tuple(groups), self.seed(engine, groups[0].group_id)))
 
     def seed(self, engine: int, group_id: int) -> int | None:
-        """Fixed at η = 0, where a run can be repeated; elsewhere engines just go on drawing."""
+        """Fixed at η = 0, where a run can be repeated; elsewhere engines just go on drawing. By the
+        prompt, not by the group: a step that is done again has new groups of the same prompts."""
         if not self.config.is_synchronous:
             return None
-        return random.Random(f"{self.config.seed}/{self.step}/{group_id}/{engine}").getrandbits(31)
+        first = group_id if is_evaluation(group_id) else self.prompts[group_id].index
+        return random.Random(f"{self.config.seed}/{self.step}/{first}/{engine}").getrandbits(31)
+
+    @property
+    def ranks_are_up(self) -> bool:
+        return all(rank.name in self.up for rank in self.ranks)
 
     def admit(self, prompt: Prompt) -> tuple[int, GroupRequest]:
         size = self.config.rollout.group_size
@@ -191,6 +210,7 @@ class Loop:
                 case Started() | Ready():
                     self.up.add(worker.name)
                 case Finished():
+                    self.faults.restarts.proved(worker.name)
                     for group_id, place, trajectory in message.trajectories:
                         self.on_trajectory(group_id, place, trajectory)
                 case Pinned():
@@ -240,6 +260,7 @@ class Loop:
             self.journal.note(f"the engine refused group {gone.group_id}: {gone.why}")
 
     def on_graded(self, verifier: Worker, graded: Graded) -> None:
+        self.faults.restarts.proved(verifier.name)
         request = self.grading.done(verifier.name)
         assert request is not None and request.group_id == graded.group_id
         if not graded.rewards:
@@ -254,6 +275,9 @@ class Loop:
             self.on_rewards(request, graded)
 
     def on_rewards(self, request: Grade, graded: Graded) -> None:
+        if request.group_id in self.given_up:
+            self.drop(request.group_id, Drop.WORKER_DIED)
+            return
         prompt = self.prompts[request.group_id]
         ticket = (request.group_id, prompt.index)
         group = judge(self.config, ticket, request.trajectories, graded.rewards, graded.formed)
@@ -286,10 +310,14 @@ class Loop:
 
     def drop(self, group_id: int, reason: Drop) -> None:
         """For good, unless a fault did it: then the prompt is given again under a new group id."""
+        if group_id in self.given_up:
+            reason = Drop.WORKER_DIED
         self.forget(self.buffer.drop(group_id, reason), is_lost=reason is Drop.WORKER_DIED)
 
     def forget(self, ticket: Ticket, is_lost: bool = False) -> None:
         self.prompts.pop(ticket.group_id, None)
+        self.given_up.discard(ticket.group_id)
+        self.tried_again.discard(ticket.group_id)
         self.journal.forget_texts(ticket.group_id)
         if is_lost:
             self.stream.put_back(ticket.prompt_index)
@@ -304,7 +332,8 @@ class Loop:
             if group is not None and not group.is_aborting:
                 group.is_aborting = True
                 self.engines[group.engine].send(Abort(group_id))
-        if self.batch is not None or self.is_saving or self.step >= self.config.train.steps:
+        is_busy = self.batch is not None or self.is_saving or not self.ranks_are_up
+        if is_busy or self.step >= self.config.train.steps:
             return
         if self.evaluation is not None and self.evaluation.pinning:
             return  # its version must stay the newest until every engine has it
@@ -326,7 +355,9 @@ class Loop:
             for engine, tokens_per_s in self.speedometer.read():
                 self.dispatcher.measured(engine, tokens_per_s)
         is_last = self.step == self.config.train.steps
+        self.faults.stepped(self.step)
         tickets = self.buffer.published(time.monotonic())
+        self.since_saved.append((self.step, tickets))
         self.journal.saw_ages(trained.ages)
         breaches = self.guard.judge(trained.values)
         values = {**trained.values, "guard/warnings": len(breaches)}
@@ -336,22 +367,28 @@ class Loop:
         for note in trained.notes:
             self.journal.note(note)
         self.journal.breached(self.step, batch, values, breaches)
-        every = self.config.checkpoint.every
-        if every and self.step % every == 0 and not is_last:
-            self.save()
         every = self.config.eval.every
         is_due = self.is_evaluation_due or (every and self.step % every == 0)
         if is_due and not is_last and self.evaluation is None:
             self.start_evaluation()
+        every, every_s = self.config.checkpoint.every, self.config.checkpoint.every_s
+        is_long_ago = 0 < every_s < time.monotonic() - self.last_saved
+        if ((every and self.step % every == 0) or is_long_ago) and not is_last:
+            self.save()
 
     def save(self) -> None:
+        """Only the trainer stands still for it. What is evaluated now is evaluated again on resume,
+        and what is in flight is not consumed: its prompts come again."""
         self.is_saving, self.wants_save = True, False
         state = {
             "step": self.step,
             "history": asdict(self.buffer.history),
             "consumed_below": self.stream.consumed.below,
             "consumed_above": sorted(self.stream.consumed.above),
-            "journal": self.journal.state,
+            "in_flight": sorted(prompt.index for prompt in self.prompts.values()),
+            "evaluating": self.evaluated_version if self.evaluation else None,
+            "journal": self.journal.state(is_evaluating=self.evaluation is not None),
+            "recipe": to_toml(self.config),
         }
         folder = self.journal.checkpoint_folder(self.step)
         for rank in self.ranks:
@@ -360,11 +397,13 @@ class Loop:
     def on_saved(self, saved: Saved) -> None:
         """A checkpoint that could not be written costs nothing: the one before it stays, and the
         next save tries again."""
-        self.is_saving, self.unsaved = False, saved.error
+        self.is_saving, self.unsaved, self.last_saved = False, saved.error, time.monotonic()
         if saved.error:
             kept = self.journal.last_checkpoint
             self.journal.note(f"no checkpoint of step {self.step}: {saved.error}; {kept}")
         else:
+            self.saved_step, self.since_saved = self.step, []
+            self.faults.restarts.proved(RANKS)
             self.journal.note(f"saved {saved.folder}")
 
     # -- evaluation
@@ -372,7 +411,7 @@ class Loop:
     def start_evaluation(self) -> None:
         """Of the newest version, by the engines that are up. evaluate.py says why it is one."""
         assert self.batch is None, "a version may be published at any moment"
-        self.is_evaluation_due = False
+        self.is_evaluation_due, self.evaluated_version = False, self.buffer.version
         size = self.config.rollout.group_size
         self.evaluation = Evaluation(self.heldout, first_cell=self.buffer.num_slots * size)
         up = [i for i, engine in enumerate(self.engines) if engine.name in self.up]
@@ -397,89 +436,3 @@ class Loop:
             self.start_evaluation()
         else:
             self.is_evaluation_due = True
-
-    # -- faults
-
-    def on_death(self, worker: Worker, death: Died) -> None:
-        if death.is_final:
-            boxed = ""
-            if worker.role is Role.ROLLOUT and self.step:  # rule 6: stale weights
-                reason = Why(CANARY.name, self.step, death.how, remedy=CANARY.remedy)
-                boxed = "; " + self.journal.black_box(reason, self.batch, self.buffer.version)
-            raise MinirlError(f"{worker.name}: {death.how}{boxed}")
-        if worker.role is Role.TRAIN:
-            worker, death = self.first_to_die(worker, death)
-        if self.fleet.board.row(worker.row).state is State.GRADING:
-            worker.num_starts = 1  # it did start: a reward took it down, and that is data
-        if worker.role is Role.TRAIN or worker.num_starts >= MAX_STARTS:
-            self.journal.note(self.fleet.last_words(worker))
-            raise WorkerDied(
-                f"{worker.name} {death.how} (start {worker.num_starts}); {self.advice}"
-            )
-        self.journal.note(f"{worker.name} {death.how}: replaced")
-        place = self.fleet.board.row(worker.row).running  # of a verifier: what it was grading
-        self.fleet.replace(worker)
-        if worker.role is Role.VERIFY:
-            request = self.grading.done(worker.name)
-            if request is not None:
-                why = f"its verifier {death.how}"
-                self.reward_failed(request, place, Drop.REWARD_ERROR, why)
-            return
-        self.up.discard(worker.name)
-        lost = [id for id in self.dispatcher.lost(worker.rank) if is_evaluation(id)]
-        # Not by the dispatcher: it no longer knows of a group that was done but being aborted.
-        for group_id in [id for id, g in self.sampling.items() if g.engine == worker.rank]:
-            del self.sampling[group_id]
-            self.drop(group_id, Drop.WORKER_DIED)
-        if self.evaluation is not None:
-            self.evaluation.engine_died(worker.rank, len(lost))
-            self.end_evaluation_when_done()
-
-    def first_to_die(self, worker: Worker, death: Died) -> tuple[Worker, Died]:
-        """A rank that is killed takes the others with it, and theirs may be heard first."""
-        for rank in self.ranks:
-            rank.process.join(1.0)
-            if (rank.process.exitcode or 0) < 0:
-                return rank, Died(self.fleet.how_it_ended(rank), is_final=False)
-        return worker, death
-
-    @property
-    def advice(self) -> str:
-        return f"its log is in {self.fleet.log_dir}; --resume goes on from the last checkpoint"
-
-    def watch(self) -> None:
-        """Rule 8. A reward that hangs costs its verifier; anything else that hangs ends the run."""
-        now = time.monotonic()
-        for name, verifier in self.verifiers.items():
-            row = self.fleet.board.row(verifier.row)
-            late = row.state is State.GRADING and row.since_s > self.config.tasks.timeout_s
-            if late and self.grading.is_busy(name):
-                request = self.grading.done(name)
-                assert request is not None
-                self.fleet.replace(verifier)
-                limit = f"took longer than tasks.timeout_s = {self.config.tasks.timeout_s:g}"
-                self.reward_failed(request, row.running, Drop.REWARD_TIMEOUT, limit)
-        limit_s = self.config.log.stall_s
-        for worker in self.engines + self.ranks:
-            row = self.fleet.board.row(worker.row)
-            is_waiting = row.state in (State.WAITING_FOR_BATCH, State.WAITING_FOR_PROMPTS)
-            if row.beat_s > (START_LIMIT_S if row.state is State.STARTING else limit_s):
-                if is_waiting and now - self.last_news <= limit_s:
-                    continue
-                self.journal.stalled(self.fleet, self.describe())
-                raise Stalled(
-                    f"{worker.name} has been {row.state.name.lower().replace('_', ' ')} without a "
-                    f"sign of life for {row.beat_s:.0f} s; stacks are in the run directory"
-                )
-
-    def describe(self) -> dict[str, Any]:
-        """What is where: for a person who must find out why nothing moves."""
-        return {
-            "step": self.step,
-            "ledger": asdict(self.buffer.ledger),
-            "running": self.buffer.num_running,
-            "ready": self.buffer.num_ready,
-            "grading": len(self.grading),
-            "is_training": self.batch is not None,
-            "evaluating": self.evaluation is not None,
-        }

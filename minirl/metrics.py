@@ -74,6 +74,8 @@ TABLE = (
         "sft/loss", "`minirl sft`: mean -logprob of the step's answer tokens, before its update"
     ),
     Metric("sft/heldout_loss", "the same over eval.num_prompts held-out examples, after the step"),
+    Metric("faults/workers_replaced", "workers that died or froze, since the run began"),
+    Metric("faults/steps_redone", "steps taken back since the run began: a trainer rank died"),
     Metric("weights/publish_s", "seconds rank 0 took to publish: canary, copy into the store"),
     Metric(
         "weights/reload_pause_s", "mean seconds an engine stood still for a reload in this step"
@@ -103,6 +105,33 @@ TABLE = (
     Metric("guard/warnings", "rules of [guard] that this step broke, told of or not"),
 )
 NAMES = frozenset(metric.name for metric in TABLE)
+TIMED = ("seconds", "_per_s", "_s", "idle_frac")
+
+
+def is_timed(name: str) -> bool:
+    """Of a clock: the only values in which two runs of one seed at η = 0 differ."""
+    return name.endswith(TIMED)
+
+
+def rewrite(path: Path, lines: list[dict[str, Any]]) -> None:
+    """Whole or not at all."""
+    aside = path.with_suffix(".tmp")
+    try:
+        with aside.open("w") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def cut(path: Path, last_step: int) -> list[dict[str, Any]]:
+    """Takes the lines after a step away, and a line that was torn. Gives those that are left."""
+    kept = [line for line in read(path) if line["step"] <= last_step] if last_step else []
+    rewrite(path, kept)
+    return kept
 
 
 class MetricsLog:
@@ -110,16 +139,15 @@ class MetricsLog:
 
     def __init__(self, path: Path, last_step: int = 0):
         self.path = path
-        kept = [line for line in read(path) if line["step"] <= last_step] if last_step else []
-        aside = path.with_suffix(".tmp")
-        try:
-            aside.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            os.replace(aside, path)
-        except OSError:
-            aside.unlink(missing_ok=True)
-            raise
+        self.lines = cut(path, last_step)
         self.file = Lines(path)
-        self.lines: list[dict[str, Any]] = kept
+
+    def roll_back(self, last_step: int) -> None:
+        """From memory: the file may have been torn while it was written."""
+        self.lines = [line for line in self.lines if line["step"] <= last_step]
+        self.file.close()
+        rewrite(self.path, self.lines)
+        self.file = Lines(self.path)
 
     def write(self, values: dict[str, float | None]) -> dict[str, Any]:
         unknown = values.keys() - NAMES

@@ -1,8 +1,8 @@
 """The buffer: no trained token staler than η, every group accounted for, no slot lost, no deadlock.
 
 First each rule by example; then `World` drives a buffer through long random histories, with engines
-that lag, pinned evaluations, filters, a pace, deaths and resumes, and checks everything after every
-event.
+that lag, pinned evaluations, filters, a pace, deaths, trainers that go back to their checkpoint,
+and resumes, and checks everything after every event.
 """
 
 import random
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from minirl.buffer import Buffer, Drop, History, Ledger, OnStale, Ticket
+from minirl.buffer import Buffer, Drop, History, Ledger, OnStale, Ticket, republished_as
 from minirl.pace import AUTO, Pace
 from minirl.records import Batch, Group, StopReason, Trajectory
 
@@ -234,6 +234,33 @@ def test_a_lost_batch_is_counted_and_its_slots_come_back() -> None:
     assert train(buffer) == [2, 3]
 
 
+@pytest.mark.parametrize("on_stale", OnStale)
+def test_going_back_gives_up_what_is_too_old_and_counts_what_was_trained(on_stale: OnStale) -> None:
+    buffer = Buffer(1, 2, on_stale)
+    first, second = fill(buffer, 2)
+    for ticket in (first, second):
+        buffer.finish(done(ticket))
+        assert train(buffer) == [ticket.group_id]  # versions 1 and 2
+    ready, running = fill(buffer, 2)
+    buffer.finish(done(ready))
+    again = republished_as(base=1, latest=2)  # the checkpoint is version 1's
+    assert again == 3 and buffer.rolled_back(again, num_untrained=1) == []
+    assert buffer.is_ready(ready.group_id) and not buffer.is_ready(running.group_id)
+    assert buffer.ledger == Ledger(submitted=4, trained=1, dropped=1, in_flight=2)
+    assert train(buffer) == [ready.group_id]  # written by 2, trained from 3
+    far = republished_as(base=again, latest=again + 4)
+    assert far >= again + 8 and (far - again) % 2
+    assert buffer.rolled_back(far, num_untrained=1) == [running.group_id]
+
+
+@given(st.integers(0, 50), st.integers(0, 50))
+def test_republished_weights_seem_no_nearer_than_they_are(base: int, since: int) -> None:
+    latest = base + since
+    again = republished_as(base, latest)
+    assert again > latest and (again - latest) % 2, "into the slot that nobody reads"
+    assert all(again - v >= v - base for v in range(base, latest + 1))
+
+
 def test_a_group_cannot_end_twice() -> None:
     buffer = Buffer(1, 1)
     ticket = buffer.admit(0, 0)
@@ -321,6 +348,7 @@ class Checkpoint:
     history: History
     consumed: set[int]
     trained_ids: set[int]
+    lineage: tuple[int, ...]  # of the weights
     num_submitted: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -347,6 +375,9 @@ class World:
         self.trained_ids: set[int] = set()
         self.num_submitted = self.num_trained = 0
         self.drops: Counter[Drop] = Counter()
+        self.lineage: dict[int, tuple[int, ...]] = {0: ()}  # of each version: its updates, in order
+        self.num_updates = self.base = 0
+        self.unsaved: list[Ticket] = []  # trained since the checkpoint
         self.saved = self.checkpoint()
         self.seen: Counter[str] = Counter()  # what this history really went through
         self.events = [
@@ -358,7 +389,7 @@ class World:
             (self.drop_one, 1),
             (self.pin_or_unpin, 1),
             (self.kill_engine, 0.3),
-            (self.fail_training, 0.3),
+            (self.go_back, 0.4),
             (self.save, 0.5),
             (self.resume, 0.15),
             (self.finish_all_and_train, 0.3),
@@ -516,6 +547,7 @@ class World:
                 tokens = [v for v in tokens if v >= oldest]  # the trainer's rule (batch.py)
                 assert tokens, "nothing to train"
             assert all(oldest <= v <= buffer.version for v in tokens)
+            assert all(self.updates_between(v) <= buffer.max_staleness for v in set(tokens))
             if buffer.on_stale is not OnStale.MASK:
                 assert batch.version - group.head_version <= buffer.max_staleness
             self.seen["several versions"] += len(set(tokens)) > 1
@@ -524,9 +556,18 @@ class World:
         youngest = max(group.head_version for group in batch.groups)
         assert all(min(v[0] for v in g.tokens) >= youngest for g in left), "not oldest first"
 
+    def updates_between(self, version: int) -> int:
+        """A version's weights and those that the trainer starts from: what staleness stands for."""
+        ours, theirs = self.lineage[self.buffer.version], self.lineage[version]
+        shared = sum(a == b for a, b in zip(ours, theirs, strict=False))
+        return len(ours) + len(theirs) - 2 * shared
+
     def publish(self) -> None:
         if self.batch is None:
             return
+        self.num_updates += 1
+        self.lineage[self.batch.version + 1] = (*self.lineage[self.batch.version], self.num_updates)
+        self.unsaved += self.training
         before = self.buffer.num_free
         assert self.sorted(self.buffer.published(self.now)) == self.sorted(self.training)
         assert self.buffer.num_free == before + self.buffer.batch_size
@@ -540,22 +581,43 @@ class World:
     def sorted(tickets: list[Ticket]) -> list[Ticket]:
         return sorted(tickets, key=lambda ticket: ticket.group_id)
 
-    def fail_training(self) -> None:
-        if self.batch is None:
-            return
-        assert self.sorted(self.buffer.training_failed()) == self.sorted(self.training)
-        for ticket in self.training:
+    def go_back(self) -> None:
+        """The trainer dies, perhaps when its version is out and nobody has heard of it yet, and its
+        successor publishes the checkpoint's weights."""
+        latest = self.buffer.version
+        if self.batch is not None:
+            assert self.sorted(self.buffer.training_failed()) == self.sorted(self.training)
+            if self.random.random() < 0.5:
+                latest, self.num_updates = latest + 1, self.num_updates + 1
+                self.lineage[latest] = (*self.lineage[latest - 1], self.num_updates)
+                for engine in self.engines:
+                    if not engine.is_pinned and self.random.random() < 0.5:
+                        engine.version = latest
+                        for group in self.running(engine):
+                            group.tokens[0].append(latest)
+        for ticket in self.training + self.unsaved:
+            self.consumed.discard(ticket.prompt_index)
             self.settle(ticket, is_lost=True)
-        self.drops[Drop.WORKER_DIED] += len(self.training)
-        self.batch, self.training = None, []
-        self.seen["lost with its trainer"] += 1
+        self.drops[Drop.WORKER_DIED] += len(self.training) + len(self.unsaved)
+        self.num_trained -= len(self.unsaved)
+        self.seen["lost with its trainer"] += len(self.training)
+        self.seen["trained in vain"] += len(self.unsaved)
+        self.base = max(self.base, self.saved.history.version)
+        again = republished_as(self.base, latest)
+        self.lineage[again] = self.saved.lineage
+        too_old = self.buffer.rolled_back(again, len(self.unsaved))
+        self.base, self.batch, self.training, self.unsaved = again, None, [], []
+        for group_id in too_old:
+            self.drop(group_id, Drop.WORKER_DIED)
+        self.seen["outlived its trainer"] += len(self.groups)
 
     def checkpoint(self) -> Checkpoint:
-        return Checkpoint(self.buffer.history, set(self.consumed), set(self.trained_ids))
+        lineage = self.lineage[self.buffer.version]
+        return Checkpoint(self.buffer.history, set(self.consumed), set(self.trained_ids), lineage)
 
     def save(self) -> None:
         if self.batch is None:  # as the loop does: between two steps
-            self.saved = self.checkpoint()
+            self.saved, self.unsaved = self.checkpoint(), []
 
     def resume(self) -> None:
         """A new process goes on from the last checkpoint: nothing is in flight."""
@@ -564,6 +626,8 @@ class World:
             old.batch_size, old.max_staleness, old.on_stale, saved.history
         )
         self.groups, self.training, self.batch = {}, [], None
+        self.unsaved, self.base = [], saved.history.version
+        self.lineage = {self.base: saved.lineage}
         self.consumed, self.trained_ids = set(saved.consumed), set(saved.trained_ids)
         self.again = [i for i in range(self.next_prompt) if i not in self.consumed]
         self.num_submitted = saved.num_submitted
@@ -661,6 +725,8 @@ def test_the_random_histories_go_through_what_they_claim(on_stale: OnStale) -> N
         "several versions",
         "lost with its engine",
         "lost with its trainer",
+        "trained in vain",
+        "outlived its trainer",
         "resumed",
         "old head bound",
         "filtered",

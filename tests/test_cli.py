@@ -129,8 +129,13 @@ def test_missing_recipe_suggests_the_near_one() -> None:
     [
         (
             ["--run-dir", "full"],
-            'minirl: --run-dir = "full": is not empty; '
-            "pass --resume to go on with it, or name another directory\n",
+            'minirl: --run-dir = "full": is not empty and holds no run '
+            "(there is no recipe.toml in it); name another directory\n",
+        ),
+        (
+            ["--resume", "--run-dir", "full"],
+            'minirl: --run-dir = "full": is not empty and holds no run '
+            "(there is no recipe.toml in it); name another directory\n",
         ),
         (
             ["--run-dir", "r.toml"],

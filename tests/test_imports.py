@@ -15,7 +15,7 @@ ROOT = Path(minirl.__file__).parent
 # of it. `rollout` and `train` meet only in lower rooms.
 LEVELS = (
     {"records", "config", "algorithms", "rules", "recipe", "reference", "errors", "devices"},
-    {"guard", "secrets", "lines"},
+    {"guard", "secrets", "lines", "shortage"},
     {
         "metrics",
         "record",
@@ -32,8 +32,9 @@ LEVELS = (
     {"rollout", "train", "blackbox"},
     {"simulate"},
     {"plan"},
-    {"journal", "loop"},
-    {"launch", "replay", "console", "dashboard", "doctor", "machine", "report", "sweep"},
+    {"journal", "faults", "recovery", "loop"},
+    {"launch", "replay", "console", "dashboard", "doctor", "machine", "report", "sweep"}
+    | {"resume", "verify_resume"},
     {"bench", "exam"},
     {"sft"},
     {"cli"},

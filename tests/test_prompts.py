@@ -82,7 +82,7 @@ def test_a_prompt_that_was_put_back_comes_next_under_its_index() -> None:
     taken = take(prompts, 4)
     prompts.put_back(taken[2][0])
     prompts.put_back(taken[0][0])
-    assert take(prompts, 3) == [taken[2], taken[0], take(stream(), 5)[4]]
+    assert take(prompts, 3) == [taken[0], taken[2], take(stream(), 5)[4]]  # lowest index first
 
 
 def test_resume_gives_exactly_what_was_not_consumed() -> None:
@@ -134,6 +134,19 @@ def test_consumed_is_a_set_that_forgets_its_dense_part(order: list[int], count: 
     assert len(consumed) == len(members)
     assert consumed.below == min(set(range(31)) - members)
     assert consumed.above == {index for index in members if index > consumed.below}
+
+
+def test_a_consumed_prompt_that_is_put_back_is_consumed_no_longer() -> None:
+    prompts = stream()
+    taken = take(prompts, 5)
+    for index in (0, 1, 2, 4):
+        prompts.consumed.add(index)
+    prompts.put_back(1)  # trained, but by weights that were lost
+    assert (prompts.consumed.below, prompts.consumed.above) == (1, {2, 4})
+    assert take(prompts, 2) == [taken[1], take(stream(), 6)[5]]
+    prompts.consumed.add(1)
+    prompts.put_back(4)
+    assert (prompts.consumed.below, prompts.consumed.above) == (3, set())
 
 
 def test_consumed_once_more_is_once() -> None:

@@ -17,8 +17,6 @@ from minirl.report.write import write
 
 pytestmark = pytest.mark.vllm
 
-LOGGED_TIMES = ("seconds", "_per_s", "_s", "idle_frac")
-
 
 LOOPBACK = {"0100007F", "0" * 24 + "01000000", "0000000000000000FFFF00000100007F"}
 SECRET = "a-key-that-nobody-may-see"
@@ -173,31 +171,6 @@ def test_a_directory_takes_one_run_at_a_time_and_shows_that_it_lives(tmp_path: P
     lock.close()
     assert open_run(tmp_path).state is RunState.FAILED
     _hold(tmp_path).close()
-
-
-def test_eta_0_is_synchronous_and_one_seed_gives_one_run(tmp_path: Path, tied_folder: Path) -> None:
-    lines = []
-    for name in ("a", "b"):
-        run = Run(
-            tmp_path / name,
-            model__path=tied_folder,
-            buffer__max_staleness=0,
-            devices__train=2,
-            train__steps=3,
-            train__lr=1e-3,
-            eval__every=1,
-            tasks__kind=f'"{Path(__file__).parent / "noisy_task.py"}:EvenLength"',
-            buffer__drop_equal_rewards="true",  # one group in eight: made up for in rounds
-        )
-        assert run.end().code == 0
-        lines.append(run.metrics())
-        assert_accounted(lines[-1], max_staleness=0)
-        assert lines[-1][-1]["buffer/dropped_equal_rewards"] >= 1
-    for a, b in zip(*lines, strict=True):
-        assert a["buffer/staleness_max"] == b["buffer/staleness_max"] == 0
-        timeless = {name for name in a if not name.endswith(LOGGED_TIMES)}
-        assert {n: a[n] for n in timeless} == {n: b[n] for n in timeless}
-    assert any(line["train/loss"] != 0 for line in lines[0]), "nothing was learned: no test at all"
 
 
 @pytest.mark.slow

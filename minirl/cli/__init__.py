@@ -26,6 +26,7 @@ SUBJECTS = (
     "evaluate",
     "sample",
     "sft",
+    "verify_resume",
 )
 for subject in SUBJECTS:
     import_module(f"minirl.cli.{subject}")

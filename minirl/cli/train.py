@@ -27,6 +27,7 @@ Examples:
   minirl train recipes/smoke.toml --set train.steps=10 --set buffer.max_staleness=0
   minirl train recipes/gsm8k.toml --dry-run
   minirl train recipes/gsm8k.toml --resume
+  minirl train recipes/gsm8k.toml --run-dir runs/mine    # again: goes on with it
 
 \b
 What it leaves behind, in runs/<recipe>-<time>/:
@@ -47,7 +48,11 @@ def train(
     overrides: Overrides = None,
     run_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where the run goes. Default: runs/<recipe>-<time>."),
+        typer.Option(
+            metavar="DIR",
+            help="Where the run goes; one that is there already goes on. "
+            "Default: runs/<recipe>-<time>.",
+        ),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with --run-dir, or with the recipe's last run.")
@@ -68,6 +73,7 @@ def train(
     check_loggers(loaded.config)
     plan = list(plan_rows(loaded.config))  # checks the model too, so also before a real run
     chosen = choose_run_dir(recipe, run_dir, resume)
+    resume = resume or holds_run(chosen)
     if dry_run:
         notes = machine_notes(loaded.config)
         show(plan)
@@ -87,9 +93,19 @@ def choose_run_dir(recipe: Path, run_dir: Path | None, resume: bool) -> Path:
     if run_dir.is_file():
         raise RecipeError("--run-dir", str(run_dir), "is a file", "name a new directory")
     if run_dir.is_dir() and any(run_dir.iterdir()):
-        remedy = "pass --resume to go on with it, or name another directory"
-        raise RecipeError("--run-dir", str(run_dir), "is not empty", remedy)
+        check_holds_run(run_dir)
     return run_dir
+
+
+def holds_run(run_dir: Path) -> bool:
+    """The first thing that a run leaves behind is its recipe."""
+    return (run_dir / "recipe.toml").is_file()
+
+
+def check_holds_run(run_dir: Path) -> None:
+    if not holds_run(run_dir):
+        rule = "is not empty and holds no run (there is no recipe.toml in it)"
+        raise RecipeError("--run-dir", str(run_dir), rule, "name another directory")
 
 
 def existing_run_dir(recipe: Path, run_dir: Path | None) -> Path:
@@ -97,6 +113,7 @@ def existing_run_dir(recipe: Path, run_dir: Path | None) -> Path:
         if not run_dir.is_dir():
             remedy = "name a run directory, or leave --resume out to start one"
             raise RecipeError("--run-dir", str(run_dir), "no such directory to resume", remedy)
+        check_holds_run(run_dir)
         return run_dir
     # By name, not by glob: runs/gsm8k-* would also match the runs of gsm8k-2gpu.
     name = re.compile(rf"{re.escape(recipe.stem)}-\d{{8}}-\d{{6}}")

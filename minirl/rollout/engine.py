@@ -146,10 +146,12 @@ class Engine:
         return pause
 
     def reseed(self, seed: int) -> None:
-        """What is sampled from here on depends on `seed` and on the requests alone.
+        """What is sampled from here on depends on `seed` and on the requests alone: also on no KV
+        that an evaluation left in the cache, which a resumed run would not have.
 
         Not a seed a request: vLLM draws these one by one, and on CPU it fails on a chunked prefill.
         """
+        self._engine.reset_prefix_cache()
         self._engine.collective_rpc("reseed", args=(seed,))
 
     def _load_slot(self, slot: int) -> list[list[str]]:

@@ -167,6 +167,7 @@ class RolloutWorker:
     def enqueue(self, submit: Submit) -> None:
         if submit.seed is not None:
             self.engine.reseed(submit.seed)
+            self.expected = ExpectedLength(self.config.rollout.max_new_tokens)  # nothing remembered
         if any(group.is_eval for group in submit.groups):
             self.look_at_version()  # pins the newest version there is, or the one that is pinned
             self.pipe.send(Pinned(self.engine.version))

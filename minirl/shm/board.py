@@ -13,6 +13,8 @@ import numpy as np
 from minirl.shm.segment import Segment
 from minirl.trace import Tracer
 
+BEAT_S = 1.0  # a worker that waits says so this often
+
 
 class State(IntEnum):
     """What a worker does, or what it waits for."""

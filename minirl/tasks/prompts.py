@@ -5,8 +5,8 @@ by the seed. What was *consumed* (trained, or dropped for good) is remembered by
 loader's offset: after a restart, what was in flight is given again and nothing else is.
 """
 
+import heapq
 import random
-from collections import deque
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
@@ -21,14 +21,14 @@ class PromptStream:
     def __init__(self, task: Task, tokenizer: Any, seed: int, consumed: "Consumed | None" = None):
         self._task, self._tokenizer, self._seed = task, tokenizer, seed
         self.consumed = consumed or Consumed()
-        self._again: deque[int] = deque()
+        self._again: list[int] = []  # a heap
         self._next = self.consumed.below
         self._epoch = lru_cache(maxsize=2)(self._shuffled)
 
     def next(self) -> Prompt:
         while True:
             if self._again:
-                index = self._again.popleft()
+                index = heapq.heappop(self._again)
             else:
                 index, self._next = self._next, self._next + 1
                 if index in self.consumed:
@@ -37,8 +37,10 @@ class PromptStream:
             return Prompt(index, example, encode(example, self._tokenizer))
 
     def put_back(self, index: int) -> None:
-        """A prompt whose group was lost to a fault: it comes again."""
-        self._again.append(index)
+        """A prompt whose group was lost to a fault, also after it was trained: it comes again.
+        Lowest index first, so that at η = 0 a step that is done again gets the same prompts."""
+        self.consumed.discard(index)
+        heapq.heappush(self._again, index)
 
     def _place(self, index: int) -> int:
         size = self._task.num_train
@@ -63,6 +65,12 @@ class Consumed:
         while self.below in self.above:
             self.above.remove(self.below)
             self.below += 1
+
+    def discard(self, index: int) -> None:
+        if index < self.below:
+            self.above.update(range(index + 1, self.below))
+            self.below = index
+        self.above.discard(index)
 
     def __contains__(self, index: int) -> bool:
         return index < self.below or index in self.above

@@ -20,7 +20,7 @@ from typing import Any
 from minirl.config import Config
 from minirl.guard import reward_problem
 from minirl.records import Answer, Example, Trajectory
-from minirl.shm.board import BoardWriter, State, Total
+from minirl.shm.board import BEAT_S, BoardWriter, State, Total
 from minirl.shm.ring import TrajectoryRing
 from minirl.tasks import Task
 from minirl.tasks.bounds import RewardCache, bounded_output, limit_memory
@@ -65,6 +65,8 @@ def run(setup: VerifierSetup, board: BoardWriter, pipe: Connection) -> None:
     limit_memory(setup.config.tasks.memory_gib)
     while True:
         board.enter(State.WAITING_FOR_ANSWERS)
+        while not pipe.poll(BEAT_S):
+            board.enter(State.WAITING_FOR_ANSWERS)
         request = pipe.recv()
         if not isinstance(request, Grade):
             return

@@ -3,15 +3,18 @@
     step-000040/          config.json, model.safetensors, tokenizer and chat template
     step-000040/trainer/  state.json (step, version, consumed prompts, …), optimizer.safetensors,
                           master.safetensors where the model is saved in less than float32,
-                          critic.safetensors and critic_optimizer.safetensors where there is one
+                          critic.safetensors and critic_optimizer.safetensors where there is one,
+                          rng.safetensors: each rank's generators
     step-000040/adapter/  with LoRA: the adapter alone, as peft reads it; the model above is merged
 
-Written aside and renamed, so a folder of this name is whole. Safetensors only: nothing is pickled.
+Written aside, flushed and renamed, so a folder of this name is whole. Safetensors only: nothing is
+pickled. The learning rate is a function of the step, so it has no state of its own.
 """
 
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -42,6 +45,7 @@ def save(
     critic: "Replica | None",
     source: Path,
     state: dict[str, Any],
+    generators: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """`source` is the model folder whose tokenizer files go along."""
     aside = folder.with_name(f".{folder.name}.tmp")
@@ -60,14 +64,16 @@ def save(
         save_file(_parameters(critic.module), trainer / "critic.safetensors")
         optimizer = state_by_name(critic.module, critic.optimizer)
         save_file(_contiguous(optimizer), trainer / "critic_optimizer.safetensors")
+    save_file(_contiguous(generators or {}), trainer / "rng.safetensors")
     (trainer / "state.json").write_text(json.dumps(state))
-    for path in aside.rglob("*"):
-        if path.is_file():
-            _flush(path)
+    for path in [*aside.rglob("*"), aside]:  # folders too: they hold the names
+        _flush(path)
+    before = folder.with_name(f".{folder.name}.old")
     if folder.exists():
-        shutil.rmtree(folder)
+        os.rename(folder, before)
     os.rename(aside, folder)
     _flush(folder.parent)
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def save_model(folder: Path, policy: "Policy", source: Path) -> None:
@@ -101,21 +107,69 @@ def read_state(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "trainer" / "state.json").read_text())
 
 
-def latest(run_dir: Path) -> Path | None:
-    """The newest whole checkpoint of a run."""
-    found = sorted((run_dir / "checkpoints").glob("step-*/trainer/state.json"))
-    return found[-1].parent.parent if found else None
+# Each rank's generators ------------------------------------------------------------------------
+
+
+def generators(device: str) -> dict[str, torch.Tensor]:
+    """Of this rank."""
+    found = {"cpu": torch.get_rng_state()}
+    if device.startswith("cuda"):
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def restore_generators(folder: Path, rank: int, device: str) -> None:
+    """A rank that was not there when it was saved keeps those of the seed."""
+    path = folder / "trainer" / "rng.safetensors"
+    saved = load_file(path) if path.is_file() else {}
+    if (state := saved.get(f"rank-{rank}/cpu")) is not None:
+        torch.set_rng_state(state)
+    if (state := saved.get(f"rank-{rank}/cuda")) is not None and device.startswith("cuda"):
+        torch.cuda.set_rng_state(state, device)
+
+
+# Which there are -------------------------------------------------------------------------------
+
+
+def found(run_dir: Path) -> list[Path]:
+    """All of a run, oldest first."""
+    return sorted(path for path in (run_dir / "checkpoints").glob("step-*") if path.is_dir())
 
 
 def sweep(run_dir: Path) -> None:
     """Takes away what a trainer that was killed while saving has left."""
-    for path in (run_dir / "checkpoints").glob(".step-*.tmp"):
-        shutil.rmtree(path, ignore_errors=True)
+    for path in (run_dir / "checkpoints").glob(".step-*"):
+        whole = path.with_name(path.name[1:].removesuffix(".old"))
+        if path.suffix == ".old" and not whole.exists():
+            os.rename(path, whole)  # it was about to be replaced
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def prune(run_dir: Path, keep: int) -> None:
-    for path in sorted((run_dir / "checkpoints").glob("step-*"))[:-keep]:
-        shutil.rmtree(path, ignore_errors=True)
+def prune(
+    run_dir: Path, keep: int, accuracies: Sequence[Sequence[float]] = (), pending: int | None = None
+) -> None:
+    """The last `keep` stay, and the best by evaluation, and one that is being evaluated.
+    `accuracies` are pairs of a version and what it reached; of equals the later is the better."""
+    folders = found(run_dir)
+    versions = {folder: _version(folder) for folder in folders}
+    reached = {int(version): accuracy for version, accuracy in accuracies}
+    kept = set(folders[-keep:])
+    kept |= {folder for folder in folders if pending is not None and versions[folder] == pending}
+    judged = [folder for folder in folders if versions[folder] in reached]
+    if judged:
+        kept.add(max(judged, key=lambda folder: (reached[versions[folder]], folder.name)))
+    for folder in folders:
+        if folder not in kept:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _version(folder: Path) -> int:
+    """-1 where it does not say."""
+    try:
+        return int(read_state(folder)["history"]["version"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return -1
 
 
 def _parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:

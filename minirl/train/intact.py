@@ -13,6 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from minirl.buffer import History
 from minirl.errors import MinirlError, one_line
 from minirl.lines import BROKEN
 
@@ -32,6 +33,21 @@ def as_one_line(what: str) -> Iterator[None]:
 def newest_first(run_dir: Path) -> list[Path]:
     found = (run_dir / "checkpoints").glob("step-*")
     return sorted((path for path in found if path.is_dir()), reverse=True)
+
+
+def newest_whole(run_dir: Path) -> tuple[Path | None, dict[str, Any] | None, list[str]]:
+    """The newest checkpoint that is whole, its state, and what is wrong with each newer one. Where
+    all are broken there is nothing to go on from, and starting over would bury them."""
+    broken: list[str] = []
+    for folder in newest_first(run_dir):
+        try:
+            return folder, read_whole(folder), broken
+        except MinirlError as error:
+            broken.append(str(error))
+    if broken:
+        remedy = f"start a new run, or from the beginning without {run_dir / 'checkpoints'}"
+        raise MinirlError(f"no checkpoint of {run_dir} is whole; {remedy} ({broken[0]})")
+    return None, None, broken
 
 
 def read_whole(folder: Path) -> dict[str, Any]:
@@ -56,6 +72,8 @@ def read_whole(folder: Path) -> dict[str, Any]:
     state = read_object(folder / "trainer" / "state.json")
     if type(state.get("step")) is not int:
         raise MinirlError(f"{folder}/trainer/state.json names no step")
+    with as_one_line(f"{folder}/trainer/state.json"):
+        _ = History(**state["history"]), sorted(state["consumed_above"]), state["consumed_below"]
     return state
 
 

@@ -29,7 +29,7 @@ from minirl import devices
 from minirl.errors import MinirlError, RecipeError, one_line
 from minirl.guard import WEIGHTS
 from minirl.records import Batch
-from minirl.shm.board import BoardWriter, State
+from minirl.shm.board import BEAT_S, BoardWriter, State
 from minirl.shm.weights import CANARY_TOKENS, canary_tokens
 from minirl.train import attention, checkpoint, lora, nonfinite
 from minirl.train.batch import MicroBatch, ages_of, staleness
@@ -67,6 +67,8 @@ class Trainer:
             checkpoint.load(Path(setup.folder), self.learner, self.critic)
         for replica in self.replicas:
             replica.join(setup.num_ranks, setup.placement.kind)
+        if setup.is_resumed:
+            checkpoint.restore_generators(Path(setup.folder), setup.rank, self.device)
         self.publisher = devices.Publisher(setup.placement.kind, setup.store.memory)
         self.preparer = Preparer(
             config=self.config,
@@ -283,12 +285,30 @@ class Trainer:
         self.board.enter(State.SAVING)
         for replica in self.replicas:
             gather_state(replica.optimizer)
+        generators = self.gather_generators()
         if self.setup.rank == 0:
             if bad := nonfinite.in_weights(self.replicas) or nonfinite.in_state(self.replicas):
                 raise MinirlError(f"{bad} is not finite, and was not saved; {WEIGHTS.remedy}")
-            source, folder = Path(self.setup.tokenizer_folder), Path(request.folder)
-            checkpoint.save(folder, self.learner, self.critic, source, request.state)
-            checkpoint.prune(folder.parent.parent, self.config.checkpoint.keep)
+            source, folder, state = (
+                Path(self.setup.tokenizer_folder),
+                Path(request.folder),
+                request.state,
+            )
+            checkpoint.save(folder, self.learner, self.critic, source, state, generators)
+            accuracies = state.get("journal", {}).get("accuracies", [])
+            keep, evaluating = self.config.checkpoint.keep, state.get("evaluating")
+            checkpoint.prune(folder.parent.parent, keep, accuracies, evaluating)
+
+    def gather_generators(self) -> dict[str, Tensor]:
+        """Of all ranks, by rank."""
+        found = {}
+        for name, mine in checkpoint.generators(self.device).items():
+            parts = [mine]
+            if (count := self.setup.num_ranks) > 1:
+                parts = [torch.empty_like(mine, device=self.device) for _ in range(count)]
+                dist.all_gather(parts, mine.to(self.device))
+            found.update({f"rank-{rank}/{name}": part for rank, part in enumerate(parts)})
+        return found
 
     def try_to_save(self, request: Save) -> Saved:
         """A disk that is full or gone is no reason to end: what was saved before stays."""
@@ -343,6 +363,8 @@ def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
     pipe.send(Ready())
     while True:
         board.enter(State.WAITING_FOR_BATCH)
+        while not pipe.poll(BEAT_S):
+            board.enter(State.WAITING_FOR_BATCH)
         request = pipe.recv()
         if isinstance(request, Train):
             values = trainer.train(request.batch)

@@ -1,0 +1,125 @@
+"""Where a run begins: at nothing, or where it was left. Takes a run directory, gives a Start.
+
+A run goes on with the recipe that it began with. A key may change where it cannot change what is
+learned (how many devices, how much memory, how often something is saved or shown); any other change
+is refused, and all of them are named at once.
+
+Leaves out: what is in a checkpoint (train/checkpoint.py).
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minirl.buffer import History
+from minirl.config import KEYS, Config, get
+from minirl.errors import RecipeError
+from minirl.recipe import load
+from minirl.tasks.prompts import Consumed
+from minirl.train import checkpoint
+from minirl.train.intact import newest_whole
+
+RECIPE = "recipe.toml"
+MAY_CHANGE = (
+    "devices",
+    "eval",
+    "checkpoint",
+    "log",
+    "sft",
+    "guard",
+    "tasks.verifiers",
+    "tasks.timeout_s",
+    "rollout.max_num_seqs",
+    "rollout.memory_fraction",
+    "rollout.kv_cache_gib",
+    "buffer.target_staleness",
+    "train.steps",
+    "train.max_tokens",
+    "train.gradient_checkpointing",
+    "train.compile",
+    "train.shard_optimizer",
+)
+"""Keys and whole sections that a resumed run may have otherwise."""
+
+
+@dataclass(frozen=True)
+class Start:
+    folder: Path  # of the weights
+    step: int = 0
+    state: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()  # what a person should be told
+
+    @property
+    def history(self) -> History:
+        return History(**self.state["history"]) if self.state else History()
+
+    @property
+    def consumed(self) -> Consumed:
+        if not self.state:
+            return Consumed()
+        return Consumed(self.state["consumed_below"], self.state["consumed_above"])
+
+
+def find_start(source: Path, run_dir: Path, is_resumed: bool) -> Start:
+    """At the newest checkpoint that is whole; `source` is the model that a new run begins with."""
+    checkpoint.sweep(run_dir)
+    if not is_resumed:
+        return Start(source)
+    found, state, broken = newest_whole(run_dir)
+    notes = [f"passed over: {problem}" for problem in broken]
+    if found is None or state is None:
+        return Start(source, notes=(*notes, "no checkpoint yet: starting from the beginning"))
+    return Start(found, state["step"], state, (*notes, f"going on from {found}"))
+
+
+def holds_run(run_dir: Path) -> bool:
+    return (run_dir / RECIPE).is_file()
+
+
+def is_finished(run_dir: Path, config: Config) -> bool:
+    """All the steps that the recipe asks for are done, evaluated and summed up."""
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text())
+        return bool(summary["finished"]) and summary["steps"] == config.train.steps
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+# The recipe ------------------------------------------------------------------------------------
+
+
+def check_changes(config: Config, run_dir: Path) -> list[str]:
+    """The changes that are accepted, one each; a RecipeError that names all where any is not."""
+    if not holds_run(run_dir):
+        return []
+    before = load(run_dir / RECIPE).config
+    accepted: list[str] = []
+    refused: list[str] = []
+    for key in KEYS:
+        if get(config, key) != get(before, key):
+            change = f"{key} {_shown(get(before, key))} → {_shown(get(config, key))}"
+            (accepted if _may_change(key, config) else refused).append(change)
+    if refused:
+        also = f" (accepted: {', '.join(accepted)})" if accepted else ""
+        rule = f"the run was begun with another recipe, refused: {', '.join(refused)}{also}"
+        remedy = "set these back, or start a new run"
+        raise RecipeError("--resume", str(run_dir), rule, remedy)
+    return accepted
+
+
+def _may_change(key: str, config: Config) -> bool:
+    if key == "train.steps" and config.train.schedule != "constant":
+        return False  # the learning rate of every step depends on it
+    return any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def check_steps(config: Config, start: Start) -> None:
+    if start.step > config.train.steps:
+        rule = f"the run is at step {start.step} already"
+        remedy = f"raise it to {start.step} or more"
+        raise RecipeError("train.steps", config.train.steps, rule, remedy)

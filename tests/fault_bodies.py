@@ -1,0 +1,154 @@
+"""Workers that only sleep, for a run that is only about faults. They say what real ones say, over
+real pipes, boards and a real weight store, whose one tensor counts the updates in it; the trainer
+writes checkpoints that hold that count. What goes wrong is in the script each is spawned with."""
+
+import json
+import os
+import signal
+import struct
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from minirl.records import StopReason, Trajectory
+from minirl.rollout.worker import Abort, Finished, Gone, GroupRequest, Started, Submit
+from minirl.shm.board import BEAT_S, BoardWriter, State, Total
+from minirl.shm.weights import CANARY_TOKENS, WeightStore
+from minirl.tasks.verifier import Grade, Graded
+from minirl.train.messages import Ready, Save, Saved, Train, Trained
+
+TICK_S = 0.01
+
+
+@dataclass(frozen=True)
+class Script:
+    store: WeightStore
+    folder: str = ""  # of a trainer: the checkpoint
+    rendezvous: str = ""
+    is_resumed: bool = False
+    version: int = 0
+    eta: int = 0
+    seconds: float = 0.03  # an answer, a step
+    save_s: float = 0.0
+    bad: dict[str, int] = field(default_factory=dict)
+    """What goes wrong, and when: "die_at_step", "die_in_save", "die_after_publishing", "unsaved"
+    (a step), "dies" (at once), "deadly_prompt", "deaf" (an engine that never answers)."""
+
+
+def engine(script: Script, board: BoardWriter, pipe: Connection) -> None:
+    pipe.send(Started())
+    running: list[tuple[float, GroupRequest, int, int]] = []
+    while True:
+        is_idle = not running
+        board.enter(State.WAITING_FOR_PROMPTS if is_idle else State.GENERATING)
+        board.serving(script.store.latest, len(running))
+        while pipe.poll(TICK_S):
+            message = pipe.recv()
+            if isinstance(message, Submit) and "deaf" not in script.bad:
+                for group in message.groups:
+                    if group.prompt[0] == script.bad.get("deadly_prompt"):
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    due = time.monotonic() + script.seconds * (1 + group.group_id % 3)
+                    head = script.store.latest  # asked after the message came, as a real one does
+                    running += [(due, group, i, head) for i in range(len(group.cells))]
+            elif isinstance(message, Abort):
+                running = [entry for entry in running if entry[1].group_id != message.group_id]
+                pipe.send(Gone(message.group_id, ""))
+            elif not isinstance(message, Submit):
+                return
+        now = time.monotonic()
+        board.add(Total.TOKENS, len(running))
+        for due, group, i, head in [entry for entry in running if entry[0] <= now]:
+            running.remove((due, group, i, head))
+            tail = max(head, script.store.latest)
+            done = Trajectory(group.cells[i], 12, 4, StopReason.STOP, head, tail)
+            pipe.send(Finished(((group.group_id, i, done),)))
+
+
+def verifier(script: Script, board: BoardWriter, pipe: Connection) -> None:
+    while True:
+        board.enter(State.WAITING_FOR_ANSWERS)
+        while not pipe.poll(BEAT_S):
+            board.enter(State.WAITING_FOR_ANSWERS)
+        request = pipe.recv()
+        if not isinstance(request, Grade):
+            return
+        board.enter(State.GRADING, anew=True)
+        time.sleep(script.seconds / 10)
+        count = len(request.trajectories)
+        pipe.send(Graded(request.group_id, (1.0,) * count, ("text",) * count))
+
+
+def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
+    if "dies" in script.bad:
+        os.write(1, b"the last words of a rank\n")
+        raise RuntimeError("CUDA out of memory" if script.bad["dies"] == 2 else "no luck")
+    updates = read_updates(Path(script.folder)) if script.is_resumed else 0
+    publish(script.store, script.version, updates)
+    pipe.send(Ready())
+    died = Path(script.rendezvous).with_name("died")  # each fault happens once
+    while True:
+        board.enter(State.WAITING_FOR_BATCH)
+        while not pipe.poll(BEAT_S):
+            board.enter(State.WAITING_FOR_BATCH)
+        request = pipe.recv()
+        if isinstance(request, Train):
+            board.enter(State.TRAINING)
+            time.sleep(script.seconds)
+            step, version = request.batch.step, request.batch.version
+            is_due = not died.exists() or "always" in script.bad
+            if is_due and step == script.bad.get("die_at_step"):
+                died.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            updates += 1
+            publish(script.store, version + 1, updates)
+            if is_due and step == script.bad.get("die_after_publishing"):
+                died.touch()
+                time.sleep(10 * script.seconds)  # engines load it, and write under it
+                os.kill(os.getpid(), signal.SIGKILL)
+            written = [t for group in request.batch.groups for t in group.trajectories]
+            ages = [version - v for t in written for v in (t.head_version, t.tail_version)]
+            stale = float(max(age for age in ages if age <= script.eta))  # older ones are masked
+            values: dict[str, float | None] = {"train/tokens": 1.0, "train/loss": float(updates)}
+            values |= {"buffer/staleness_max": stale, "buffer/staleness_mean": stale}
+            pipe.send(Trained(version + 1, values))
+        elif isinstance(request, Save):
+            board.enter(State.SAVING)
+            time.sleep(script.save_s)
+            step = request.state["step"]
+            if step == script.bad.get("die_in_save") and not died.exists():
+                died.touch()
+                Path(request.folder).with_name(".step-000099.tmp").mkdir(parents=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if step == script.bad.get("unsaved"):
+                pipe.send(Saved(request.folder, "No space left on device"))
+                continue
+            write_checkpoint(Path(request.folder), request.state, updates)
+            pipe.send(Saved(request.folder))
+        else:
+            return
+
+
+def publish(store: WeightStore, version: int, updates: int) -> None:
+    canary = np.zeros(CANARY_TOKENS, dtype=np.float32)
+    store.publish(version, [torch.tensor([float(updates)])], canary)
+
+
+def write_checkpoint(folder: Path, state: dict[str, object], updates: int) -> None:
+    aside = folder.with_name(f".{folder.name}.tmp")
+    (aside / "trainer").mkdir(parents=True)
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    tensors = struct.pack("<Q", len(header)) + header + struct.pack("<f", updates)
+    (aside / "model.safetensors").write_bytes(tensors)
+    (aside / "trainer" / "optimizer.safetensors").write_bytes(tensors)
+    (aside / "config.json").write_text("{}")
+    (aside / "trainer" / "state.json").write_text(json.dumps(state))
+    os.rename(aside, folder)
+
+
+def read_updates(folder: Path) -> int:
+    return int(struct.unpack("<f", (folder / "model.safetensors").read_bytes()[-4:])[0])

@@ -1,0 +1,165 @@
+"""Going on with a run: what may change, which checkpoint is taken, which stay, who may run."""
+
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minirl.config import Config
+from minirl.errors import MinirlError, RecipeError
+from minirl.recipe import to_toml
+from minirl.resume import (
+    Start,
+    check_changes,
+    check_steps,
+    find_start,
+    is_finished,
+)
+from minirl.train import checkpoint
+from minirl.train.intact import read_whole
+
+
+def begun(run_dir: Path, **train: Any) -> Config:
+    run_dir.mkdir(exist_ok=True)
+    config = replace(Config(), train=replace(Config().train, **train))
+    (run_dir / "recipe.toml").write_text(to_toml(config))
+    return config
+
+
+def save(run_dir: Path, step: int, version: int | None = None) -> Path:
+    """A checkpoint as far as whoever reads headers can tell."""
+    folder = run_dir / "checkpoints" / f"step-{step:06d}"
+    (folder / "trainer").mkdir(parents=True)
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    tensors = struct.pack("<Q", len(header)) + header + bytes(8)
+    (folder / "model.safetensors").write_bytes(tensors)
+    (folder / "trainer" / "optimizer.safetensors").write_bytes(tensors)
+    (folder / "config.json").write_text("{}")
+    history = {"version": step if version is None else version}
+    state = {"step": step, "history": history, "consumed_below": 4, "consumed_above": [6]}
+    (folder / "trainer" / "state.json").write_text(json.dumps(state))
+    return folder
+
+
+# What may change -------------------------------------------------------------------------------
+
+
+def test_the_same_recipe_goes_on(tmp_path: Path) -> None:
+    assert check_changes(begun(tmp_path), tmp_path) == []
+
+
+def test_changes_that_teach_nothing_else_are_accepted_and_listed(tmp_path: Path) -> None:
+    config = begun(tmp_path)
+    changed = replace(
+        config,
+        devices=replace(config.devices, train=2, rollout=3),
+        train=replace(config.train, steps=80, max_tokens=8192, shard_optimizer=True),
+    )
+    assert check_changes(changed, tmp_path) == [
+        "devices.rollout 1 → 3",
+        "devices.train 1 → 2",
+        "train.steps 40 → 80",
+        "train.max_tokens 16384 → 8192",
+        "train.shard_optimizer false → true",
+    ]
+
+
+def test_all_changes_are_named_at_once_where_one_is_refused(tmp_path: Path) -> None:
+    config = begun(tmp_path)
+    train = replace(config.train, lr=0.5, clip_low=0.1, steps=50)
+    with pytest.raises(RecipeError) as refused:
+        check_changes(replace(config, seed=3, train=train), tmp_path)
+    assert str(refused.value) == (
+        f'--resume = "{tmp_path}": the run was begun with another recipe, refused: seed 0 → 3, '
+        "train.lr 1e-06 → 0.5, train.clip_low 0.2 → 0.1 (accepted: train.steps 40 → 50); "
+        "set these back, or start a new run"
+    )
+    assert refused.value.exit_code == 2
+
+
+def test_steps_may_not_change_under_a_schedule_that_ends_with_them(tmp_path: Path) -> None:
+    config = begun(tmp_path, schedule="cosine")
+    with pytest.raises(RecipeError, match=r"refused: train\.steps 40 → 50"):
+        check_changes(replace(config, train=replace(config.train, steps=50)), tmp_path)
+
+
+def test_a_run_does_not_end_before_where_it_is() -> None:
+    config = Config()
+    check_steps(config, Start(Path("m"), step=40))
+    with pytest.raises(RecipeError, match=r"train\.steps = 40: the run is at step 41 already"):
+        check_steps(config, Start(Path("m"), step=41))
+
+
+# Where it begins -------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    assert find_start(model, tmp_path, is_resumed=True).folder == model  # none yet
+    save(tmp_path, 9)
+    newest = save(tmp_path, 10)
+    start = find_start(model, tmp_path, is_resumed=True)
+    assert (start.folder, start.step, start.history.version) == (newest, 10, 10)
+    assert (start.consumed.below, start.consumed.above) == (4, {6})
+    assert start.notes == (f"going on from {newest}",)
+    assert find_start(model, tmp_path, is_resumed=False) == Start(model)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path) -> None:
+    good, bad = save(tmp_path, 2), save(tmp_path, 3)
+    (bad / "trainer" / "state.json").write_text('{"step": 3, "history": 7}')
+    start = find_start(tmp_path / "model", tmp_path, is_resumed=True)
+    assert start.folder == good
+    assert len(start.notes) == 2 and start.notes[0].startswith(f"passed over: {bad}/")
+    (good / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(MinirlError, match=r"no checkpoint of .* is whole"):
+        find_start(tmp_path / "model", tmp_path, is_resumed=True)
+
+
+def test_what_a_killed_save_left_is_swept_and_a_replaced_one_comes_back(tmp_path: Path) -> None:
+    folder = save(tmp_path, 5)
+    torn = folder.with_name(".step-000006.tmp")
+    torn.mkdir()
+    folder.rename(folder.with_name(".step-000005.old"))  # killed between two renames
+    checkpoint.sweep(tmp_path)
+    assert checkpoint.found(tmp_path) == [folder] and not torn.exists()
+    assert read_whole(folder)["step"] == 5
+
+
+# Which stay ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "pending", "kept"),
+    [
+        ([], None, [5, 6]),
+        ([(2, 0.5), (6, 0.4)], None, [2, 5, 6]),  # the best stays besides
+        ([(2, 0.5), (3, 0.5)], None, [3, 5, 6]),  # of equals the later
+        ([(6, 0.9), (2, 0.5)], None, [5, 6]),  # the best is among the last
+        ([(99, 1.0), (1, 0.1)], None, [1, 5, 6]),  # 99 was evaluated but not saved
+        ([(2, 0.5)], 3, [2, 3, 5, 6]),  # 3 is being evaluated, and may be the best
+    ],
+)
+def test_the_last_and_the_best_stay(
+    accuracies: list[tuple[int, float]], pending: int | None, kept: list[int], tmp_path: Path
+) -> None:
+    for step in range(1, 7):
+        save(tmp_path, step)
+    checkpoint.prune(tmp_path, 2, accuracies, pending)
+    assert [path.name for path in checkpoint.found(tmp_path)] == [f"step-{i:06d}" for i in kept]
+
+
+def test_a_run_is_finished_when_its_summary_says_so(tmp_path: Path) -> None:
+    config, summary = begun(tmp_path), tmp_path / "summary.json"
+    assert not is_finished(tmp_path, config)
+    for text, expected in (
+        ('{"finished": true, "steps": 40}', True),
+        ('{"finished": true, "steps": 20}', False),  # train.steps was raised
+        ('{"finished": false, "steps": 40}', False),
+        ('{"finished": tr', False),
+    ):
+        summary.write_text(text)
+        assert is_finished(tmp_path, config) is expected

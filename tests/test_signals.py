@@ -1,0 +1,62 @@
+"""Ctrl-C and SIGTERM: once finishes the step and saves, twice ends now, early ends at once."""
+
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from test_recovery import STEPS, stage
+
+from minirl.launch import SIGNALS, _ends_on_sigterm, _signals
+from minirl.metrics import read
+from minirl.train.intact import newest_whole
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_once_asks_and_twice_ends(number: signal.Signals) -> None:
+    loop, notes = SimpleNamespace(is_interrupted=False), []
+    view = cast(Any, SimpleNamespace(note=notes.append))
+    before = signal.getsignal(number)
+    with _signals(cast(Any, loop), view):
+        os.kill(os.getpid(), number)
+        assert loop.is_interrupted and notes == [
+            f"{number.name}: finishing the step and saving; again to end now"
+        ]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(number) == before
+
+
+def test_before_there_is_a_loop_sigterm_ends_a_run_like_ctrl_c() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), _ends_on_sigterm():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("eta", [0, 2])
+def test_an_interrupted_run_finishes_its_step_and_saves_it(eta: int, tmp_path: Path) -> None:
+    with stage(tmp_path, eta, every=0) as run:
+        run.at_step(3, lambda: setattr(run.loop, "is_interrupted", True))
+        run.loop.run()
+        assert 3 <= run.loop.step == run.loop.saved_step < STEPS
+        assert len(read(tmp_path / "metrics.jsonl")) == run.loop.step
+        _, state, _ = newest_whole(tmp_path)
+        assert (
+            state is not None
+            and state["step"] == run.loop.step
+            and state["recipe"].startswith("seed = 0")
+        )
+        in_flight = {prompt.index for prompt in run.loop.prompts.values()}
+        consumed = set(range(state["consumed_below"])) | set(state["consumed_above"])
+        assert not in_flight & consumed
+        assert set(state["in_flight"]) - consumed == set(state["in_flight"])
+
+
+def test_interrupted_before_all_have_started_there_is_nothing_to_save(tmp_path: Path) -> None:
+    with stage(tmp_path) as run:
+        run.loop.is_interrupted = True
+        run.loop.run()
+        assert not run.loop.has_finished and not (tmp_path / "checkpoints").exists()
