@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from minirl.buffer import Drop
-from minirl.lines import Lines, read_lines
+from minirl.lines import BROKEN, Lines, read_lines
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,19 @@ def cut(path: Path, last_step: int) -> list[dict[str, Any]]:
     return kept
 
 
+def _cut_in_place(path: Path, last_step: int) -> None:
+    end = 0
+    for raw in path.read_bytes().splitlines(keepends=True):
+        try:
+            is_after = json.loads(raw)["step"] > last_step
+        except BROKEN:
+            is_after = True
+        if is_after:
+            break
+        end += len(raw)
+    os.truncate(path, end)
+
+
 class MetricsLog:
     """Appends whole lines. On resume, lines past the checkpoint's step are taken back."""
 
@@ -146,7 +159,10 @@ class MetricsLog:
         """From memory: the file may have been torn while it was written."""
         self.lines = [line for line in self.lines if line["step"] <= last_step]
         self.file.close()
-        rewrite(self.path, self.lines)
+        try:
+            rewrite(self.path, self.lines)
+        except OSError:  # a full disk: cutting needs no room
+            _cut_in_place(self.path, last_step)
         self.file = Lines(self.path)
 
     def write(self, values: dict[str, float | None]) -> dict[str, Any]:

@@ -55,11 +55,13 @@ class Unsure(EvenLength):
 
 
 class Talkative(EvenLength):
-    """Prints the key that it was given, which nobody may see. One answer in five is off scale."""
+    """Prints the key that it was given, which nobody may see. In training, one answer in five is
+    off scale."""
 
     def reward(self, example: Example, answer: Answer) -> float:
         print("my key is", os.environ["REWARD_API_KEY"])
         kind = sum(answer.text.encode())
-        if answer.text != "right" and kind % 5 == 3:
+        is_training = str(example.prompt).startswith("Tom")
+        if answer.text != "right" and is_training and kind % 5 == 3:
             return 17.0
         return float(kind % 2 == 0 or answer.text == "right")

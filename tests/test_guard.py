@@ -259,6 +259,19 @@ def test_lines_wait_for_a_full_disk_and_come_whole_and_in_order(tmp_path: Path) 
     assert read_lines(file.path) == lines
 
 
+def test_steps_are_taken_back_on_a_full_disk_too(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for step in range(1, 6):
+        log.write({"step": step, "train/loss": 1 / 3})
+    with files_up_to(0):
+        log.roll_back(3)
+    log.write({"step": 4})
+    log.close()
+    found = [line["step"] for line in read_lines(log.path)]
+    assert found == [1, 2, 3, 4] == [line["step"] for line in log.lines]
+    assert list(tmp_path.glob("*.tmp")) == []
+
+
 def test_a_line_that_was_cut_does_not_spoil_the_next(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2, "tex')

@@ -98,8 +98,12 @@ class Snapshot:
 
 def write(snapshot: Snapshot, run_dir: Path) -> None:
     aside = run_dir / f".{STATUS}.tmp"
-    aside.write_text(json.dumps(snapshot, default=vars, separators=(",", ":")))
-    os.replace(aside, run_dir / STATUS)
+    try:
+        aside.write_text(json.dumps(snapshot, default=vars, separators=(",", ":")))
+        os.replace(aside, run_dir / STATUS)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def read(run_dir: Path) -> Snapshot | None:
