@@ -74,7 +74,7 @@ def test_two_signals_end_it_now_and_give_the_terminal_back(tmp_path: Path) -> No
         terminal.process.send_signal(signal.SIGTERM)
         terminal.read_until(lambda: b"again to end now" in terminal.seen)
         terminal.press("\x03")  # Ctrl-C
-        assert terminal.wait(limit_s=20.0) != 0
+        assert terminal.wait(limit_s=50.0) != 0
         assert_restored(terminal)
     assert status(tmp_path)["state"] == "stopped"
 
@@ -87,7 +87,7 @@ def test_a_crash_gives_the_terminal_back(tmp_path: Path) -> None:
         children = Path(f"/proc/{terminal.process.pid}/task/{terminal.process.pid}/children")
         names = {int(p): Path(f"/proc/{p}/comm").read_text() for p in children.read_text().split()}
         os.kill(next(pid for pid, name in names.items() if "train-0" in name), signal.SIGKILL)
-        assert terminal.wait(limit_s=20.0) == 1
+        assert terminal.wait(limit_s=50.0) == 1
         after = assert_restored(terminal).decode()
     assert "WorkerDied: train-0 was killed by SIGKILL" in after
     shown = status(tmp_path)

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+LIMIT_S = 180.0  # a hang is a failure, however slow the machine
+
 
 class Terminal:
     def __init__(
@@ -50,13 +52,13 @@ class Terminal:
         self.seen += came
         return came
 
-    def read_until(self, is_there: Callable[[], bool], limit_s: float = 60.0) -> None:
+    def read_until(self, is_there: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
         deadline = time.monotonic() + limit_s
         while not is_there():
             self.read(0.05)
             assert time.monotonic() < deadline, self.seen[-2000:].decode(errors="replace")
 
-    def wait(self, limit_s: float = 60.0) -> int:
+    def wait(self, limit_s: float = LIMIT_S) -> int:
         """Reads to the end, so that the program is never held up. Gives its exit code."""
         self.read_until(lambda: self.process.poll() is not None, limit_s)
         while self.read(0.05):
