@@ -13,7 +13,7 @@ import numpy as np
 from minirl.shm.segment import Segment
 from minirl.trace import Tracer
 
-BEAT_S = 1.0  # a worker that waits says so this often
+BEAT_S = 0.25  # a worker that waits says so this often
 
 
 class State(IntEnum):
