@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -88,6 +89,7 @@ class School:
         self.fleet = Fleet(run_dir / "logs", config.devices.train)
         self.log = MetricsLog(run_dir / "metrics.jsonl")
         self.is_interrupted = False  # set from outside
+        self.heard: deque[tuple[Worker, object]] = deque()
         self.losses: list[tuple[int, float]] = []  # on held-out lessons, by step
 
     @property
@@ -102,8 +104,10 @@ class School:
             self.fleet.spawn(Role.SFT, rank, BODIES[Role.SFT], setup, place)
 
     def run(self) -> None:
-        for rank in self.ranks:
-            self.hear(rank, Ready, START_LIMIT_S)
+        up: set[str] = set()
+        while len(up) < len(self.ranks):
+            worker, _ = self.hear(Ready, START_LIMIT_S)
+            up.add(worker.name)
         began, learned = time.monotonic(), Learned()
         self.bar.total(self.config.train.steps)
         self.test(0)
@@ -139,22 +143,22 @@ class School:
         """Of every rank; the first one answers."""
         for rank in self.ranks:
             rank.send(request)
-        return self.hear(self.ranks[0], kind, self.config.log.stall_s)
+        return self.hear(kind, self.config.log.stall_s)[1]
 
-    def hear(self, rank: Worker, kind: type[Message], limit_s: float) -> Message:
+    def hear(self, kind: type[Message], limit_s: float) -> tuple[Worker, Message]:
+        """The next message of this kind. What comes with it is kept for the next call."""
         asked = time.monotonic()
         while True:
-            for worker, message in self.fleet.hear(LISTEN_S):
+            while self.heard:
+                worker, message = self.heard.popleft()
                 if isinstance(message, Died):
                     raise self.ended(worker, message)
-                if isinstance(message, Ready) and worker is not rank:
-                    continue  # it is heard of in its first step anyway
                 if isinstance(message, kind):
-                    return message
-            if time.monotonic() - asked > limit_s:
-                raise Stalled(
-                    f"{rank.name} said nothing for {limit_s:.0f} s\n{self.fleet.stacks()}"
-                )
+                    return worker, message
+            self.heard.extend(self.fleet.hear(LISTEN_S))
+            if not self.heard and time.monotonic() - asked > limit_s:
+                what = kind.__name__.lower()
+                raise Stalled(f"no {what} for {limit_s:.0f} s\n{self.fleet.stacks()}")
 
     def ended(self, worker: Worker, death: Died) -> MinirlError:
         how = f"{worker.name} {death.how}; its log is in {self.fleet.log_dir}"

@@ -122,7 +122,7 @@ BAD_FILES = [
     ('[eval]\nnum_prompts = 0', 'eval.num_prompts = 0: must be at least 1; 256 gives an accuracy to about 3 points (bad.toml:2)'),
     ('[eval]\ntemperature = -0.5', 'eval.temperature = -0.5: must be at least 0; 0 is greedy (bad.toml:2)'),
     ('[checkpoint]\nkeep = 0', 'checkpoint.keep = 0: must be at least 1; the last good one always stays; 2 is usual (bad.toml:2)'),
-    ('[checkpoint]\nevery = -5', 'checkpoint.every = -5: must be at least 0; 0 is only at the end (bad.toml:2)'),
+    ('[checkpoint]\nevery = -5', 'checkpoint.every = -5: must be at least 0; 0 is only by time and at the end (bad.toml:2)'),
     ('[log]\nsamples = -1', 'log.samples = -1: must be at least 0; 2 is usual, 0 is none (bad.toml:2)'),
     ('[log]\nstall_s = 0', 'log.stall_s = 0.0: must be at least 1; 300 is usual (bad.toml:2)'),
     ('[train]\nbatch_size = 30\nnum_minibatches = 4', 'train.batch_size = 30: must be a multiple of train.num_minibatches = 4; make it 28 or 32 (bad.toml:2)'),
