@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import plain_script
@@ -188,7 +189,7 @@ class Ranks:
             worker.send(Train(batch))
         return self.inbox.take(self.workers[0], Trained)
 
-    def save(self, folder: Path, state: dict[str, int]) -> None:
+    def save(self, folder: Path, state: dict[str, Any]) -> None:
         for worker in self.workers:
             worker.send(Save(str(folder), state))
         assert self.inbox.take(self.workers[0], Saved).folder == str(folder)

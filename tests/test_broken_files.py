@@ -17,7 +17,7 @@ from minirl import blackbox, metrics, model, record
 from minirl.blackbox import BlackBox, Why
 from minirl.buffer import History
 from minirl.errors import MinirlError, RecipeError
-from minirl.launch import _start
+from minirl.resume import find_start
 from minirl.train import nonfinite
 from minirl.train.intact import newest_first, read_whole
 from minirl.train.messages import Save
@@ -33,14 +33,6 @@ STATE = {
     "consumed_above": [9],
     "journal": {"accuracies": [[0, 0.5]], "seconds": 1.0},
 }
-
-
-class Notes:
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 @pytest.fixture(scope="module")
@@ -109,16 +101,16 @@ def test_a_broken_checkpoint_is_passed_over_with_a_note(
     shutil.copytree(made / "checkpoints", run / "checkpoints")
     last, before = newest_first(run)
     harm(last / name)
-    view = Notes()
-    start = _start(tied_folder, run, resume=True, view=view)  # type: ignore[arg-type]
+    start = find_start(tied_folder, run, is_resumed=True)
     assert (start.folder, start.step, start.consumed.below) == (before, 1, 8)
-    assert view.notes[0].startswith(f"passed over: {last}") and "\n" not in view.notes[0]
-    assert name in view.notes[0] and view.notes[1] == f"going on from {before}"
+    passed, going_on = start.notes
+    assert passed.startswith(f"passed over: {last}") and "\n" not in passed
+    assert name in passed and going_on == f"going on from {before}"
     assert last.is_dir()  # a person may want to look at it
 
     harm(before / name)
     with pytest.raises(MinirlError, match=f"no checkpoint of {run} is whole; start a new run"):
-        _start(tied_folder, run, resume=True, view=view)  # type: ignore[arg-type]
+        find_start(tied_folder, run, is_resumed=True)
 
 
 def test_a_state_that_lacks_something_is_passed_over_too(
@@ -129,8 +121,7 @@ def test_a_state_that_lacks_something_is_passed_over_too(
     last, before = newest_first(run)
     for state in ({"step": 2}, {**STATE, "step": "2"}, {**STATE, "step": 2, "history": [1]}, [1]):
         (last / "trainer" / "state.json").write_text(json.dumps(state))
-        view = Notes()
-        assert _start(tied_folder, run, True, view).folder == before  # type: ignore[arg-type]
+        assert find_start(tied_folder, run, is_resumed=True).folder == before
 
 
 def test_a_shard_that_is_gone_is_missed(made: Path, tmp_path: Path) -> None:
@@ -274,8 +265,8 @@ def test_any_checkpoint_is_read_or_refused(
     good = newest_first(made)[0] / name
     (folder / name).write_bytes(data.draw(bytes_like(good) | json_noise()))
     try:
-        start = _start(tmp_path, tmp_path, True, Notes())  # type: ignore[arg-type]
-        assert type(start.step) is int
+        start = find_start(tmp_path, tmp_path, is_resumed=True)
+        assert type(start.step) is int and start.consumed.below >= 0
     except MinirlError:
         pass
     shutil.copy2(good, folder / name)

@@ -222,7 +222,8 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before_it(
     rank = LocalRank(tied_folder, CONFIG, data.ring)
     rank.train(fresh(data))
     folders = [tmp_path / "checkpoints" / f"step-00000{step}" for step in (1, 2)]
-    state = {"step": 1}
+    history = {"history": {}, "consumed_below": 0, "consumed_above": []}
+    state: dict[str, Any] = {"step": 1, **history}
     assert rank.trainer.try_to_save(Save(str(folders[0]), state)).error == ""
     with files_up_to(300_000):
         saved = rank.trainer.try_to_save(Save(str(folders[1]), state))

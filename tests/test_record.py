@@ -20,6 +20,7 @@ from minirl.record import COLUMNS, Recorded, Recorder
 from minirl.replay import Replay
 
 MADE_BY = {"ranks": 1, "threads": 1}
+HISTORY = {"history": {}, "consumed_below": 0, "consumed_above": []}
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def test_training_again_gives_the_same_losses_to_the_bit_and_a_difference_is_fou
             losses.append(trained.values["train/loss"])
             if batch.step == 2:
                 folder = tmp_path / "checkpoints" / "step-000002"
-                trainer.save(folder, {"step": 2})
+                trainer.save(folder, {"step": 2, **HISTORY})
     recorder.close()
     found = list(Replay(tmp_path, 0).run())
     assert [f.replayed for f in found] == losses and all(f.is_equal for f in found)

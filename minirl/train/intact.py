@@ -73,7 +73,10 @@ def read_whole(folder: Path) -> dict[str, Any]:
     if type(state.get("step")) is not int:
         raise MinirlError(f"{folder}/trainer/state.json names no step")
     with as_one_line(f"{folder}/trainer/state.json"):
-        _ = History(**state["history"]), sorted(state["consumed_above"]), state["consumed_below"]
+        _ = History(**state["history"])
+        indices = [state["consumed_below"], *state["consumed_above"]]
+        if not all(type(index) is int and index >= 0 for index in indices):
+            raise ValueError("the consumed prompts are no indices")
     return state
 
 
