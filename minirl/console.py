@@ -110,8 +110,8 @@ class ConsoleView:
             try:
                 reporter.stop()
             finally:
-                self._print_notes()
                 reporter.ended(state, reason)
+                self._print_notes()
 
     @contextlib.contextmanager
     def _captured(self) -> Iterator[None]:

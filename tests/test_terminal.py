@@ -72,7 +72,7 @@ def test_two_signals_end_it_now_and_give_the_terminal_back(tmp_path: Path) -> No
         is_training = lambda: status(tmp_path).get("slots", {}).get("training", 0) > 0  # noqa: E731
         terminal.read_until(is_training)
         terminal.process.send_signal(signal.SIGTERM)
-        terminal.read_until(lambda: b"again to end now" in terminal.seen)
+        terminal.read_until(lambda: b"saving; Ctrl-C ends it now" in terminal.seen)
         terminal.press("\x03")  # Ctrl-C
         assert terminal.wait(limit_s=50.0) != 0
         assert_restored(terminal)

@@ -136,7 +136,7 @@ def narrow(snapshot: Snapshot, width: int, room: int, options: Options) -> list[
     left = room - lanes - figures
     curves = min(left, max(4, left * 2 // 5)) if left >= 4 else 0
     left -= curves
-    notes = 0 if left < 4 else max(2, min(1 + 6, left // 3))
+    notes = 0 if left < 4 else max(3 if left >= 7 else 2, min(1 + 6, left // 3))
     sample = left - notes
     lines = parts.devices(snapshot, width, lanes)
     if curves:

@@ -200,13 +200,16 @@ class Observer:
         if not is_up:
             missing = [w.name for w in self.workers if w.name not in loop.up]
             return f"starting {', '.join(missing[:4])}{', …' if len(missing) > 4 else ''}"
+        if loop.is_interrupted:  # one line of notes may not be enough to keep this in sight
+            at = "saving a checkpoint" if loop.is_saving else "finishing the step, then saving"
+            return f"{at}; Ctrl-C ends it now"
         if loop.is_saving:
             return "saving a checkpoint"
         evaluation = loop.evaluation
         if evaluation is not None:
             done = len(evaluation.rewards) + evaluation.num_failed
             return f"evaluating {done}/{len(evaluation.prompts)}"
-        return "finishing" if loop.is_interrupted else ""
+        return ""
 
     def _eta_s(self, step_s: float | None) -> float | None:
         left = self.loop.config.train.steps - self.loop.step
