@@ -99,3 +99,19 @@ class Moody(Again):
         if is_training and number % 32 == 9:
             time.sleep(60)
         return AGAIN if len(turns) < 5 else None
+
+
+class UnsureAgain(Unsure):
+    """The same in two turns; of the replies, too, one in seven raises and a few hang."""
+
+    turn_stop = Again.turn_stop
+
+    def reply(self, example: Example, turns: tuple[str, ...]) -> str | None:
+        kind = sum(turns[-1].encode())
+        if len(turns) == 3:
+            return None
+        if kind % 7 == 6:
+            raise ValueError("nothing to say")
+        if kind % 41 == 9:
+            time.sleep(60)
+        return AGAIN

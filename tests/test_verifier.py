@@ -89,7 +89,7 @@ class Bench:
     """One verifier and a ring to put answers into."""
 
     def __init__(self, folder: Path, log_dir: Path, task: str = "Moody", format: str = ""):
-        self.ring = TrajectoryRing(num_cells=8, cell_tokens=8)
+        self.ring = TrajectoryRing(num_cells=8, cell_tokens=16)
         self.fleet = Fleet(log_dir, num_workers=1)
         config = Config()
         kind = f"{folder / 'moody.py'}:{task}"
