@@ -48,6 +48,8 @@ class Drop(StrEnum):
     STALE = "stale"
     REWARD_ERROR = "reward_error"
     REWARD_TIMEOUT = "reward_timeout"
+    REPLY_ERROR = "reply_error"  # of a task with several turns
+    REPLY_TIMEOUT = "reply_timeout"
     TOO_LONG = "too_long"  # the prompt is longer than tasks.max_prompt_tokens
     REFUSED = "refused"  # the engine would not take the prompt
     EQUAL_REWARDS = "equal_rewards"  # nothing to learn from it (DAPO's dynamic sampling)

@@ -31,7 +31,7 @@ class ModelConfig:
 @dataclass(frozen=True)
 class TasksConfig:
     kind: str = "arithmetic"
-    """Which task: "arithmetic", "code", "countdown", "gsm8k", "math", or one's own:
+    """Which task: "arithmetic", "calculator", "code", "countdown", "gsm8k", "math", or one's own:
     "my_task.py:MyTask" (beside the recipe, or in the working folder) or "package.module:MyTask"."""
     data: str = ""
     """A folder, a .jsonl, .csv or .parquet file (beside the recipe, or in the working folder), or
@@ -90,7 +90,9 @@ class RolloutConfig:
     group_size: int = 8
     """Trajectories to a prompt."""
     max_new_tokens: int = 128
-    """An answer is cut here."""
+    """An answer is cut here. In a task of several turns: all turns, the replies too."""
+    max_turns: int = 8
+    """Turns of the model to one answer at most, in a task that replies (docs/tasks.md)."""
     temperature: float = 1.0
     """Of the sampling distribution; the trainer applies the same."""
     top_p: float = 1.0

@@ -36,7 +36,7 @@ def judge(
     ]
     if len(rewards) - len(graded) > config.tasks.max_failures:
         return Drop.REWARD_ERROR
-    trained = tuple(shaped(config, r, t.num_written, f) for t, r, f in graded)
+    trained = tuple(shaped(config, r, t.num_written, f, t.num_replied) for t, r, f in graded)
     kept = tuple(t for t, _, _ in graded)
     masked = frozenset[int]()
     if config.buffer.mask_truncated:
@@ -53,4 +53,4 @@ def judge(
 
 def penalty(config: Config, trajectory: Trajectory) -> float:
     """What a trajectory lost for being over-long."""
-    return overlong(config, trajectory.num_written)
+    return overlong(config, trajectory.num_new)

@@ -41,7 +41,7 @@ from minirl.guard import Action, Breach, GuardStop
 from minirl.lines import Lines, read_lines
 from minirl.metrics import DROPPED, MetricsLog, cut, rewrite
 from minirl.record import Recorder
-from minirl.records import Batch, Prompt, StopReason
+from minirl.records import Batch, Prompt, StopReason, Trajectory
 from minirl.secrets import scrub
 from minirl.shm.board import Total
 from minirl.simulate.lengths import line_of
@@ -256,6 +256,7 @@ class Journal:
             "reward/penalty_mean": fmean(penalty(self.config, t) for t in trajectories),
             "reward/failures": self._num_per_step - len(trajectories),
             "rollout/length_mean": fmean(t.num_written for t in trajectories),
+            "rollout/turns_mean": self._turns(trajectories),
             "rollout/truncated_frac": fmean(cut),
             "buffer/groups_submitted": ledger.submitted,
             "buffer/groups_trained": ledger.trained,
@@ -270,7 +271,7 @@ class Journal:
         }
         self._write_samples(step, batch)
         written = [t.num_written for t in trajectories]
-        prompts = [g.trajectories[0].length - g.trajectories[0].num_written for g in batch.groups]
+        prompts = [g.trajectories[0].length - g.trajectories[0].num_new for g in batch.groups]
         self._lengths.write(line_of(step, written, prompts).rstrip("\n"))
         if self._recorder is not None:
             self._recorder.keep(batch, line)
@@ -279,6 +280,11 @@ class Journal:
             self._last_line = line
         else:
             self._write(line)
+
+    def _turns(self, trajectories: list[Trajectory]) -> float | None:
+        """Left out where no answer has more than one."""
+        turns = [trajectory.num_turns for trajectory in trajectories]
+        return fmean(turns) if max(turns) > 1 else None
 
     def _write(self, line: dict[str, float | None]) -> None:
         self.view.step(self.log.write({**line, **self._news}))

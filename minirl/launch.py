@@ -44,6 +44,7 @@ from minirl.shm.weights import WeightStore
 from minirl.tasks import Task
 from minirl.tasks.prompts import PromptStream, encode
 from minirl.tasks.registry import make_task, self_check
+from minirl.tasks.turns import Dialogue, dialogue_of, has_turns
 from minirl.tasks.verifier import VerifierSetup
 from minirl.trace import FOLDER, merge
 from minirl.train import checkpoint
@@ -148,7 +149,11 @@ def _run(
     fleet = Fleet(run_dir / "logs", num_workers, run_dir / FOLDER if config.log.trace else None)
     loggers: Loggers | None = None
     try:
-        ring, store = _spawn(fleet, config, places, source, start, run_dir)
+        dialogue = None
+        if has_turns(task):  # else the tokenizer loads while workers start
+            tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
+            dialogue = dialogue_of(task, config.tasks.kind, tokenizer)
+        ring, store = _spawn(fleet, config, places, source, start, run_dir, dialogue)
         tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
         stream = PromptStream(task, tokenizer, config.seed, start.consumed)
         heldout = heldout_prompts(config, task, tokenizer)
@@ -229,6 +234,7 @@ def _spawn(
     source: Path,
     start: Start,
     run_dir: Path,
+    dialogue: Dialogue | None,
 ) -> tuple[TrajectoryRing, WeightStore]:
     """Trainer ranks first: everybody waits for the first version."""
     engines, ranks = places
@@ -256,11 +262,11 @@ def _spawn(
     for rank, place in enumerate(engines):
         # Engines must not sample alike, nor as they did when the run began.
         seed = (config.seed * 1000 + rank + 1 + 1_000_003 * start.step) % 2**31
-        engine = RolloutSetup(config, str(source), place.kind, seed, ring, store)
+        engine = RolloutSetup(config, str(source), place.kind, seed, ring, store, dialogue)
         own = devices.with_own_temp(place, run_dir / "tmp")
         fleet.spawn(Role.ROLLOUT, rank, BODIES[Role.ROLLOUT], engine, own)
     for rank in range(config.tasks.verifiers):
-        grader = VerifierSetup(config, str(source), ring)
+        grader = VerifierSetup(config, str(source), ring, dialogue)
         place = devices.Placement("cpu", env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
         fleet.spawn(Role.VERIFY, rank, BODIES[Role.VERIFY], grader, place)
     return ring, store

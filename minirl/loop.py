@@ -28,6 +28,7 @@ from dataclasses import asdict, replace
 
 from minirl.buffer import Buffer, Drop, Ticket
 from minirl.config import Config
+from minirl.conversations import Conversations
 from minirl.evaluate import Evaluation, is_evaluation
 from minirl.faults import RANKS, Faults
 from minirl.filters import judge
@@ -38,11 +39,20 @@ from minirl.recipe import to_toml
 from minirl.records import Prompt, Trajectory
 from minirl.recovery import Recovery, Sampling
 from minirl.rollout.dispatch import Dispatcher
-from minirl.rollout.worker import Abort, Finished, Gone, GroupRequest, Pinned, Started, Submit
+from minirl.rollout.worker import (
+    Abort,
+    Finished,
+    Gone,
+    GroupRequest,
+    Pinned,
+    Started,
+    Submit,
+    TurnEnded,
+)
 from minirl.shm.board import Total
 from minirl.tasks.grading import GradingQueue
 from minirl.tasks.prompts import PromptStream
-from minirl.tasks.verifier import Grade, Graded
+from minirl.tasks.verifier import Ask, Grade, Graded, Replied
 from minirl.train.messages import Ready, Save, Saved, Train, Trained
 
 LISTEN_S = 0.2  # how long a turn waits for news at most
@@ -86,6 +96,9 @@ class Loop(Recovery):
         self.dispatcher = Dispatcher(len(self.engines), config.rollout.max_new_tokens)
         self.speedometer = Speedometer(fleet, self.engines)
         self.grading = GradingQueue()
+        self.conversations = Conversations(
+            config, self.dispatcher, self.grading, in_step=config.is_synchronous
+        )
         self.guard = Guard(config)
         self.faults = Faults(config, fleet, journal)
         self.step = self.saved_step = journal.step
@@ -213,6 +226,9 @@ class Loop(Recovery):
                     self.faults.restarts.proved(worker.name)
                     for group_id, place, trajectory in message.trajectories:
                         self.on_trajectory(group_id, place, trajectory)
+                case TurnEnded():
+                    for group_id, place, trajectory in message.trajectories:
+                        self.on_turn(group_id, place, trajectory)
                 case Pinned():
                     if self.evaluation is not None:
                         self.evaluation.pinned(worker.rank, message.version)
@@ -220,12 +236,16 @@ class Loop(Recovery):
                     self.on_gone(message)
                 case Graded():
                     self.on_graded(worker, message)
+                case Replied():
+                    self.on_reply(worker, message)
                 case Trained():
                     self.on_trained(message)
                 case Saved():
                     self.on_saved(message)
                 case Died():
                     self.on_death(worker, message)
+        for engine, replies in self.conversations.outgoing():
+            self.engines[engine].send(replies)
         for name, request in self.grading.assign(self.verifiers):
             self.verifiers[name].send(request)
         self.watch()
@@ -246,23 +266,60 @@ class Loop(Recovery):
             limit = self.config.tasks.max_failures
             self.grading.add(Grade(group_id, group.prompt.example, in_order, limit))
 
+    def on_turn(self, group_id: int, place: int, trajectory: Trajectory) -> None:
+        if is_evaluation(group_id):
+            assert self.evaluation is not None
+            example = self.evaluation.prompt(group_id).example
+        elif self.sampling[group_id].is_aborting:
+            return
+        else:
+            example = self.sampling[group_id].prompt.example
+        self.conversations.ask(group_id, place, example, trajectory)
+
+    def on_reply(self, verifier: Worker, replied: Replied) -> None:
+        self.faults.restarts.proved(verifier.name)
+        request = self.grading.done(verifier.name)
+        assert isinstance(request, Ask) and request.group_id == replied.group_id
+        if replied.error:
+            self.reply_failed(request, Drop.REPLY_ERROR, replied.error)
+        elif self.conversations.is_awaited(request):
+            ended = self.conversations.reply(request, replied.tokens)
+            if ended is not None:
+                self.on_trajectory(request.group_id, request.place, ended)
+
+    def reply_failed(self, request: Ask, reason: Drop, why: str) -> None:
+        """Its group is dropped when the engine has let go of it (`on_gone`)."""
+        group_id, engine = request.group_id, self.dispatcher.worker_of(request.group_id)
+        group = self.sampling.get(group_id)  # none: an evaluation's
+        if not self.conversations.is_awaited(request) or (group and group.is_aborting):
+            return
+        self.journal.note(f"no reply for group {group_id} ({reason}): {why}")
+        self.conversations.forget(group_id)
+        if group is not None:
+            group.is_aborting, group.why = True, reason
+        assert engine is not None
+        self.engines[engine].send(Abort(group_id))
+
     def on_gone(self, gone: Gone) -> None:
         """An engine gave a group up: because it was asked to, or because it would not take it."""
         self.dispatcher.forget(gone.group_id)
+        self.conversations.forget(gone.group_id)
         if is_evaluation(gone.group_id):
             assert self.evaluation is not None
             self.evaluation.failed()
             self.end_evaluation_when_done()
         else:
-            del self.sampling[gone.group_id]
-            self.drop(gone.group_id, Drop.REFUSED if gone.why else Drop.STALE)
+            group = self.sampling.pop(gone.group_id, None)
+            if group is None:
+                return  # a refusal and an abort have crossed: it was told before
+            self.drop(gone.group_id, Drop.REFUSED if gone.why else group.why)
         if gone.why:
             self.journal.note(f"the engine refused group {gone.group_id}: {gone.why}")
 
     def on_graded(self, verifier: Worker, graded: Graded) -> None:
         self.faults.restarts.proved(verifier.name)
         request = self.grading.done(verifier.name)
-        assert request is not None and request.group_id == graded.group_id
+        assert isinstance(request, Grade) and request.group_id == graded.group_id
         if not graded.rewards:
             self.no_reward(request, Drop.REWARD_ERROR, graded.error)
         elif is_evaluation(request.group_id):
@@ -289,8 +346,12 @@ class Loop(Recovery):
         self.journal.keep_texts(request.group_id, prompt, texts)
         self.buffer.finish(group, time.monotonic())
 
-    def reward_failed(self, request: Grade, place: int, reason: Drop, why: str) -> None:
+    def reward_failed(self, request: Grade | Ask, place: int, reason: Drop, why: str) -> None:
         """One reward took its verifier down: the rest is graded again, if one more may fail."""
+        if isinstance(request, Ask):
+            is_late = reason is Drop.REWARD_TIMEOUT
+            self.reply_failed(request, Drop.REPLY_TIMEOUT if is_late else Drop.REPLY_ERROR, why)
+            return
         skip = (*request.skip, place)
         if len(skip) > request.max_failures:
             self.no_reward(request, reason, why)

@@ -5,6 +5,8 @@ Glossary
     trajectory   flat arrays of one length: tokens, mask (1 where the model wrote the token),
                  logprobs (of the sampling distribution), versions (which weights wrote the token,
                  -1 where no model did). It lives in one cell of the shared-memory ring
+    turn         what the model wrote until it ended or met a stop text. A task may *reply*, and the
+                 model goes on: all turns of a conversation are one trajectory
     group        the trajectories of one prompt; it carries its id, never rebuilt from positions
     version      counts published weights: 0 before the first update
     staleness    of a token: the version a training step starts from, minus the token's version
@@ -22,7 +24,7 @@ class StopReason(IntEnum):
     """Why a trajectory ended."""
 
     STOP = 0  # the model ended its answer
-    LENGTH = 1  # cut at rollout.max_new_tokens
+    LENGTH = 1  # cut at rollout.max_new_tokens, or at rollout.max_turns
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,10 @@ class Example:
 class Answer:
     """What a reward sees of one trajectory."""
 
-    text: str  # decoded, special tokens left out
+    text: str  # what the model wrote, in its last turn; decoded, special tokens left out
     stop: StopReason
-    num_tokens: int
+    num_tokens: int  # that the model wrote, in all turns
+    turns: tuple[str, ...] = ()  # the model's texts and the task's replies, in turn
 
 
 @dataclass(frozen=True)
@@ -57,11 +60,18 @@ class Trajectory:
     """The descriptor of one finished trajectory: where it lies and what is known of it."""
 
     cell: int
-    length: int  # prompt and answer
+    length: int  # prompt, written tokens and replies
     num_written: int  # tokens with mask 1
     stop: StopReason
     head_version: int
     tail_version: int
+    num_replied: int = 0  # tokens of a task's replies
+    num_turns: int = 1  # of the model
+
+    @property
+    def num_new(self) -> int:
+        """What rollout.max_new_tokens limits."""
+        return self.num_written + self.num_replied
 
 
 @dataclass(frozen=True)

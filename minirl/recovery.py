@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from minirl.blackbox import Why
 from minirl.buffer import Buffer, Drop, Ticket
 from minirl.config import Config
+from minirl.conversations import Conversations
 from minirl.errors import MinirlError, Stalled, WorkerDied
 from minirl.evaluate import Evaluation, is_evaluation
 from minirl.faults import Faults
@@ -27,7 +28,7 @@ from minirl.rollout.worker import Abort
 from minirl.shm.board import State
 from minirl.tasks.grading import GradingQueue
 from minirl.tasks.prompts import PromptStream
-from minirl.tasks.verifier import Grade
+from minirl.tasks.verifier import Ask, Grade
 
 MAX_LOSSES = 5  # of one prompt with its engine: then the prompt is taken for the cause
 FROM_OUTSIDE = ("SIGKILL", "without a sign of life")  # no reward ends so by itself
@@ -41,6 +42,7 @@ class Sampling:
     prompt: Prompt
     done: dict[int, Trajectory]
     is_aborting: bool = False
+    why: Drop = Drop.STALE  # it is aborted
 
 
 class Recovery:
@@ -54,6 +56,7 @@ class Recovery:
     faults: Faults
     dispatcher: Dispatcher
     grading: GradingQueue
+    conversations: Conversations
     engines: list[Worker]
     ranks: list[Worker]
     verifiers: dict[str, Worker]
@@ -81,7 +84,7 @@ class Recovery:
     def forget(self, ticket: Ticket, is_lost: bool = False) -> None:
         raise NotImplementedError
 
-    def reward_failed(self, request: Grade, place: int, reason: Drop, why: str) -> None:
+    def reward_failed(self, request: Grade | Ask, place: int, reason: Drop, why: str) -> None:
         raise NotImplementedError
 
     def end_evaluation_when_done(self) -> None:
@@ -130,6 +133,7 @@ class Recovery:
             self.reward_failed(request, place, Drop.REWARD_ERROR, why)
 
     def on_engine_death(self, engine: Worker) -> None:
+        self.conversations.lost(engine.rank)
         lost = [id for id in self.dispatcher.lost(engine.rank) if is_evaluation(id)]
         # Not by the dispatcher: it no longer knows of a group that was done but being aborted.
         for group_id, group in list(self.sampling.items()):

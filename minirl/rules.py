@@ -23,7 +23,7 @@ from minirl.config import KEYS, TINY, Config, get
 from minirl.errors import RecipeError, one_line
 
 LOGGERS = ("tensorboard", "wandb", "trackio")
-BUILTIN_TASKS = ("arithmetic", "code", "countdown", "gsm8k", "math")
+BUILTIN_TASKS = ("arithmetic", "calculator", "code", "countdown", "gsm8k", "math")
 FORMATS = ("boxed", "hashes", "think", "think_answer")
 NEEDED = ("model.path", "tasks.kind", "tasks.train_split")
 NAMES = (
@@ -106,6 +106,7 @@ RANGES = {
     "devices.tensor_parallel": Range(1, 1024, "1 unless the model is too large for one GPU"),
     "rollout.group_size": Range(2, 4096, "an advantage compares answers to one prompt; 8 is usual"),
     "rollout.max_new_tokens": Range(1, 10**6, "128 to 8192 are usual"),
+    "rollout.max_turns": Range(1, 10_000, "2 to 16 are usual; one-turn tasks pay nothing"),
     "rollout.temperature": Range(
         0, 10, "1 is usual, and all answers are alike at 0", is_low_open=True
     ),

@@ -3,9 +3,12 @@
 import os
 import time
 from collections.abc import Sequence
+from string import ascii_lowercase
 
 from minirl.config import TasksConfig
 from minirl.records import Answer, Example
+
+AGAIN = " again?"
 
 
 class EvenLength:
@@ -65,3 +68,50 @@ class Talkative(EvenLength):
         if answer.text != "right" and is_training and kind % 5 == 3:
             return 17.0
         return float(kind % 2 == 0 or answer.text == "right")
+
+
+class Again(EvenLength):
+    """Three turns, whatever the model says; a turn ends at a letter, which even a random model
+    writes soon. Right is an even number of tokens in all."""
+
+    turn_stop = tuple(ascii_lowercase)
+
+    def reply(self, example: Example, turns: tuple[str, ...]) -> str | None:
+        assert turns[1::2] == (AGAIN,) * (len(turns) // 2)
+        return AGAIN if len(turns) < 5 else None
+
+    def reward(self, example: Example, answer: Answer) -> float:
+        if answer.text != "right":
+            assert answer.turns[-1] == answer.text and len(answer.turns) <= 5
+        return super().reward(example, answer)
+
+
+class Moody(Again):
+    """A prompt in eight raises at its second reply, one exits at its first and a few hang."""
+
+    def reply(self, example: Example, turns: tuple[str, ...]) -> str | None:
+        number = int(str(example.prompt).split()[2])
+        is_training = str(example.prompt).startswith("Tom")
+        if is_training and number % 8 == 3 and len(turns) == 3:
+            raise ValueError("nothing to say")
+        if is_training and number % 16 == 5:
+            os._exit(7)
+        if is_training and number % 32 == 9:
+            time.sleep(60)
+        return AGAIN if len(turns) < 5 else None
+
+
+class UnsureAgain(Unsure):
+    """The same in two turns; of the replies, too, one in seven raises and a few hang."""
+
+    turn_stop = Again.turn_stop
+
+    def reply(self, example: Example, turns: tuple[str, ...]) -> str | None:
+        kind = sum(turns[-1].encode())
+        if len(turns) == 3:
+            return None
+        if kind % 7 == 6:
+            raise ValueError("nothing to say")
+        if kind % 41 == 9:
+            time.sleep(60)
+        return AGAIN

@@ -32,6 +32,7 @@ class CountingSetup:
     store: WeightStore
     rank: int
     slow_s: float  # of its steps, at most
+    has_turns: bool = False
 
 
 class CountingEngine:
@@ -84,7 +85,7 @@ def engine(setup: CountingSetup, board: BoardWriter, pipe: Connection) -> None:
     counting: Any = CountingEngine(setup)
     counting.reload()
     pipe.send(Started())
-    RolloutWorker(setup.config, counting, setup.ring, board, pipe).loop()
+    RolloutWorker(setup.config, counting, setup.ring, board, pipe, setup.has_turns).loop()
 
 
 def trainer(store: WeightStore, board: BoardWriter, pipe: Connection) -> None:

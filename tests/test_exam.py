@@ -158,8 +158,9 @@ def test_wrong_input_is_one_line(
 
 @pytest.mark.vllm
 def test_a_model_is_examined_and_sampled(tied_folder: Path, tmp_path: Path) -> None:
-    """Two engines; of three answers to each problem a few raise and a few hang."""
-    task = f"{Path(__file__).parent / 'noisy_task.py'}:Unsure"
+    """Two engines, two turns; of three answers to each problem, and of the replies to them, a few
+    raise and a few hang."""
+    task = f"{Path(__file__).parent / 'noisy_task.py'}:UnsureAgain"
     done = minirl(
         *("eval", str(tied_folder), "--task", task, "--k", "3", "--problems", "12"),
         *("--temperature", "1", "--max-new-tokens", "24", "--devices", "2", "--out", "out"),
@@ -178,11 +179,19 @@ def test_a_model_is_examined_and_sampled(tied_folder: Path, tmp_path: Path) -> N
     assert summary["answers_failed"] == len(failed) > 0
     assert all(answer.error and answer.text for answer in failed)
     for answer in answers:
-        kind = sum(answer.text.encode())
-        assert (answer.reward is None) == (kind % 7 == 3 or kind % 41 == 5), answer
+        first, *second = answer.text.split("⟦ again?⟧")
+        kinds = [sum(text.encode()) for text in (first, *second)]
+        if answer.stop == "stop" and not second:  # else it would have gone on
+            assert kinds[0] % 7 == 6 or kinds[0] % 41 == 9, answer
+            assert "nothing to say" in answer.error or "tasks.timeout_s" in answer.error, answer
+        else:
+            assert not second or not (kinds[0] % 7 == 6 or kinds[0] % 41 == 9), answer
+            assert (answer.reward is None) == (kinds[-1] % 7 == 3 or kinds[-1] % 41 == 5), answer
         if answer.reward is not None:
             assert answer.reward == float(answer.length % 2 == 0)
-        assert answer.stop == "stop" or answer.length == 24
+        assert answer.length <= 24
+    assert any("⟦" in answer.text for answer in answers if answer.reward is not None)
+    assert any("nothing to say" in answer.error for answer in failed)
     assert {k: summary[k] for k in summarise(results)} == summarise(results)
     check_samples(tied_folder, tmp_path)
 

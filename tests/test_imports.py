@@ -32,7 +32,7 @@ LEVELS = (
     {"rollout", "train", "blackbox"},
     {"simulate"},
     {"plan"},
-    {"journal", "faults", "recovery", "loop"},
+    {"journal", "conversations", "faults", "recovery", "loop"},
     {"launch", "replay", "console", "dashboard", "doctor", "machine", "report", "sweep"}
     | {"resume", "verify_resume"},
     {"bench", "exam"},

@@ -108,6 +108,12 @@ class Station:
 
         self.inbox.wait_until(is_idle, listen_s=0.01)
 
+    def wait_version(self) -> None:
+        """Until it serves the newest."""
+        row, latest = self.worker.row, self.versions.store.latest
+        board = self.inbox.fleet.board
+        self.inbox.wait_until(lambda: board.row(row).version == latest, listen_s=0.001)
+
     @property
     def num_sampled(self) -> float:
         return self.inbox.fleet.board.total(self.worker.row, Total.TOKENS)

@@ -173,6 +173,43 @@ def test_a_directory_takes_one_run_at_a_time_and_shows_that_it_lives(tmp_path: P
     _hold(tmp_path).close()
 
 
+def test_answers_of_several_turns_are_trained_without_the_replies(
+    tmp_path: Path, tied_folder: Path
+) -> None:
+    run = Run(
+        tmp_path / "run",
+        model__path=tied_folder,
+        train__num_minibatches=2,
+        train__lr=1e-3,
+        train__steps=5,
+        rollout__max_num_seqs=8,  # of 48: some always run, or wait for a reply, at new weights
+        tasks__kind=f'"{Path(__file__).parent / "noisy_task.py"}:Again"',
+    )
+    ended = run.end()
+    assert ended.code == 0, ended
+    lines = run.metrics()
+    assert_accounted(lines, max_staleness=2)
+    assert all(1 < line["rollout/turns_mean"] <= 3 for line in lines)
+    # The trainer's forward over the whole flat record gives what the engine sampled from.
+    assert max(line["train/logprob_gap"] for line in lines) < 1e-4
+    assert max(line.get("train/spliced_gap", 0.0) for line in lines) < 1e-4
+    for line, lengths in zip(lines, read_lengths(run.dir), strict=True):
+        written = line["rollout/length_mean"] * 16
+        masked = line["buffer/masked_frac"] * written
+        assert line["train/tokens"] == pytest.approx(written - masked)  # and not one of a reply
+        assert sum(lengths["written"]) == pytest.approx(written)
+        assert all(len("Tom has 1 apples.") <= n <= 18 for n in lengths["prompts"])
+    samples = [json.loads(line) for line in (run.dir / "samples.jsonl").read_text().splitlines()]
+    assert any(sample["answer"].count("⟦ again?⟧") == 2 for sample in samples)
+    evals = [json.loads(line) for line in (run.dir / "evals.jsonl").read_text().splitlines()]
+    assert len(evals) == 2 and lines[-1]["eval/count"] == 8
+
+
+def read_lengths(run_dir: Path) -> list[dict[str, list[int]]]:
+    text = (run_dir / "lengths.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
 @pytest.mark.slow
 def test_tensor_parallel_engine_trains_and_leaves_nothing(
     tmp_path: Path, tied_folder: Path

@@ -10,7 +10,6 @@ from minirl.filters import judge
 from minirl.records import Group, StopReason, Trajectory
 from minirl.rules import FORMATS
 from minirl.tasks.shaping import is_formed, is_shaped, overlong, shaped
-from minirl.tasks.verifier import Graded, with_forms
 
 
 def config(**tasks: Any) -> Config:
@@ -90,11 +89,3 @@ def test_a_group_keeps_the_verdicts_beside_what_is_trained_on() -> None:
     assert group.own_rewards == (1.0, 0.0) and group.formed == (True, False)
     plain = judge(config(), (0, 0), trajectories, (1.0, 0.0, 0.5))
     assert isinstance(plain, Group) and plain.own_rewards == plain.rewards == (1.0, 0.0, 0.5)
-
-
-def test_the_verifier_says_which_answers_have_the_form_and_leaves_rewards_alone() -> None:
-    graded = Graded(1, (1.0, 0.0), ("\\boxed{1}", "1"))
-    assert with_forms(graded, "") == graded
-    assert with_forms(graded, "boxed") == replace(graded, formed=(True, False))
-    failed = Graded(1, (), (), "no idea")
-    assert with_forms(failed, "boxed") == failed

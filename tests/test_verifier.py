@@ -18,13 +18,15 @@ from minirl.records import Answer, Example, StopReason, Trajectory
 from minirl.shm.board import State, Total
 from minirl.shm.ring import TrajectoryRing
 from minirl.tasks.bounds import RewardCache
-from minirl.tasks.verifier import Grade, Graded, VerifierSetup
+from minirl.tasks.turns import Dialogue
+from minirl.tasks.verifier import Ask, Grade, Graded, Replied, VerifierSetup
 
 WORDS = ["<end>", "question", "right", "wrong", "raise", "nan", "inf", "hang", "exit", "text"]
 WORDS += ["count", "huge", "print"]
 LONG_S = 60.0
 TASK = """
 import os, sys, time
+from types import SimpleNamespace
 
 class Moody:
     num_train = 1
@@ -53,6 +55,19 @@ class Moody:
             return "not a number"
         return answer.text == example.reference
 
+    def reply(self, example, turns):
+        if len(turns) > 1:
+            assert turns[1::2] == ("text right",) * (len(turns) // 2), turns
+        match turns[-1]:
+            case "huge" | "print" | "raise" | "hang" | "exit" as word:
+                return self.reward(example, SimpleNamespace(text=word)) and None
+            case "nan":
+                return ""
+            case "inf":
+                return 3
+            case "wrong":
+                return "text right"
+
 
 class Random(Moody):
     is_random = True
@@ -73,13 +88,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Bench:
     """One verifier and a ring to put answers into."""
 
-    def __init__(self, folder: Path, log_dir: Path, task: str = "Moody"):
-        self.ring = TrajectoryRing(num_cells=8, cell_tokens=8)
+    def __init__(self, folder: Path, log_dir: Path, task: str = "Moody", format: str = ""):
+        self.ring = TrajectoryRing(num_cells=8, cell_tokens=16)
         self.fleet = Fleet(log_dir, num_workers=1)
         config = Config()
         kind = f"{folder / 'moody.py'}:{task}"
         config = replace(config, tasks=replace(config.tasks, kind=kind, memory_gib=0.75))
-        setup = VerifierSetup(config, str(folder), self.ring)
+        config = replace(config, tasks=replace(config.tasks, format=format))
+        setup = VerifierSetup(config, str(folder), self.ring, Dialogue())
         self.worker: Worker = self.fleet.spawn(
             Role.VERIFY, 0, "minirl.tasks.verifier:run", setup, Placement("cpu")
         )
@@ -247,3 +263,71 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last() -> None:
     assert [cache.get(example, a) for a in answers] == [0.0, None, 1.0] and len(cache) == 2
     assert cache.get(example, replace(answers[0], stop=StopReason.LENGTH)) is None
     assert cache.get(replace(example, reference="x"), answers[0]) is None
+
+
+def test_it_says_which_answers_have_the_form_and_leaves_rewards_alone(
+    folder: Path, tmp_path: Path
+) -> None:
+    bench = Bench(folder, tmp_path, format="right.*")
+    try:
+        bench.ask(1, "right wrong", "wrong")
+        texts = ("right wrong", "wrong")
+        assert bench.hear() == Graded(1, (0.0, 0.0), texts, formed=(True, False))
+        bench.ask(2, "raise")
+        assert bench.hear() == Graded(2, (), (), "ValueError: no idea")
+    finally:
+        bench.fleet.kill()
+
+
+# Several turns ------------------------------------------------------------------------------------
+
+
+def ask(bench: Bench, group_id: int, *turns: str) -> None:
+    """The model's texts and the replies, in turn."""
+    trajectory = conversation(bench, group_id, turns)
+    bench.worker.send(Ask(group_id, 0, Example("question", "right"), trajectory))
+
+
+def conversation(bench: Bench, group_id: int, turns: tuple[str, ...]) -> Trajectory:
+    tokens, versions = [], []
+    for number, text in enumerate(turns):
+        ids = [WORDS.index(word) for word in text.split()]
+        tokens += ids
+        versions += [-1 if number % 2 else 3] * len(ids)
+    bench.ring.write(0, group_id, [1, 1], tokens, [-1.0] * len(tokens), versions)
+    written = sum(version >= 0 for version in versions)
+    return Trajectory(0, 2 + len(tokens), written, StopReason.STOP, 3, 3)
+
+
+def test_a_reply_is_given_as_its_own_tokens_and_none_ends_the_conversation(bench: Bench) -> None:
+    reply = (WORDS.index("text"), WORDS.index("right"))
+    ask(bench, 1, "wrong")
+    assert bench.hear() == Replied(1, 0, reply)
+    ask(bench, 1, "wrong <end>", "text right", "right wrong", "text right", "wrong")
+    assert bench.hear() == Replied(1, 0, reply)  # and its task saw its own replies as they were
+    ask(bench, 1, "wrong", "text right", "right <end>")
+    assert bench.hear() == Replied(1, 0, ())
+
+
+def test_a_reply_that_fails_says_why(bench: Bench) -> None:
+    failures = {
+        "raise": "ValueError: no idea",
+        "nan": "ValueError: the reply has no token; None ends the conversation",
+    }
+    for text, error in failures.items():
+        ask(bench, 2, text)
+        assert bench.hear() == Replied(2, 0, (), error)
+    ask(bench, 2, "inf")  # replies 3, which is no text
+    assert bench.hear().error.startswith("TypeError")
+    trajectory = conversation(bench, 3, ("wrong",))
+    bench.worker.send(Ask(2, 0, Example("question", "right"), trajectory))
+    assert "sealed for 3, not for 2" in bench.hear().error  # the group was given up, and it lives
+    ask(bench, 4, "exit")
+    assert bench.hear() == Died("ended with exit code 5", is_final=False)
+    assert bench.fleet.board.row(bench.worker.row).state is State.GRADING
+
+
+def test_a_reward_sees_the_last_turn_and_people_see_all(bench: Bench) -> None:
+    trajectory = conversation(bench, 1, ("wrong", "text right", "right <end>"))
+    bench.worker.send(Grade(1, Example("question", "right"), (trajectory,)))
+    assert bench.hear() == Graded(1, (1.0,), ("wrong⟦text right⟧right",))

@@ -27,7 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tied_folder: Path) -> Path:
         "train.steps": 4,
         "train.lr": "2e-4",
         "eval.every": 1,
-        "tasks.kind": f"{task}:EvenLength",
+        "tasks.kind": f"{task}:Again",  # replies come in any order, from two verifiers
+        "tasks.verifiers": 2,
         "buffer.drop_equal_rewards": "true",  # one group in eight: made up for in rounds
     }
     overrides = [f"{key}={value}" for key, value in changes.items()]
@@ -48,6 +49,7 @@ def test_eta_0_is_synchronous_and_one_seed_gives_one_run_killed_or_not(folder: P
         assert all(line["buffer/staleness_max"] == 0 for line in lines)
         assert all(line["eval/version"] == line["step"] - 1 for line in lines[:-1])
         assert lines[-1]["buffer/dropped_equal_rewards"] >= 1
+        assert all(line["rollout/turns_mean"] > 1 for line in lines)
         assert any(line["train/loss"] != 0 for line in lines), "nothing was learned: no test at all"
     assert "going on from" not in json.dumps(lines)
     logs = (folder / "resumed" / "logs" / "train-0.log").read_text()

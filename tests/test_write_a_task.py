@@ -55,6 +55,7 @@ def test_the_page_has_what_this_file_runs() -> None:
         "minirl data backwards.toml",
         "minirl train backwards.toml --run-dir backwards-run",
         "minirl data capitals.toml",
+        "minirl data guess.toml",
     ]
     code = {name: text for kind, name, text in blocks() if kind == "python"}
     assert len([line for line in code["backwards.py"].splitlines() if line.strip()]) <= 11
@@ -79,6 +80,15 @@ def test_an_option_changes_it(folder: Path) -> None:
     task = make_task(load(folder / "backwards.toml", ["tasks.options.letters=1"]).config)
     example = task.train(0)
     assert task.reward(example, Answer(example.reference[0] + "zz", StopReason.STOP, 2)) == 1.0
+
+
+def test_a_task_of_several_turns_replies(folder: Path) -> None:
+    task = make_task(load(folder / "guess.toml").config)
+    example = task.train(6)
+    assert example.reference == "59!"
+    said = [task.reply(example, (text,)) for text in (" 3!", "99!", " 59!", "what?")]
+    assert said == [" More.", " Less.", None, None]
+    assert task.reward(example, Answer(" 59!", StopReason.STOP, 2, ("3!", " More.", " 59!"))) == 1.0
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("minirl data")])

@@ -4,7 +4,8 @@
     collect   answers to grade, rewards, deaths
 
 An engine that dies is replaced and its problems are asked again; a verifier that hangs or dies
-costs the one answer that it was at. No reward is ever made up (rule 7).
+costs the one answer that it was at, and so does a reply that fails, where a task has several turns.
+No reward is ever made up (rule 7).
 """
 
 import random
@@ -15,15 +16,17 @@ from dataclasses import replace
 from typing import Any
 
 from minirl.config import Config
+from minirl.conversations import Conversations
 from minirl.exam.results import Attempt, Result
 from minirl.exam.session import LISTEN_S, MAX_STARTS, Session, View
 from minirl.fleet import Died, Role, Worker
 from minirl.records import Prompt, Trajectory
 from minirl.rollout.dispatch import Dispatcher
-from minirl.rollout.worker import Finished, Gone, GroupRequest, Submit
+from minirl.rollout.worker import Finished, Gone, GroupRequest, Submit, TurnEnded
 from minirl.shm.board import State
 from minirl.tasks.grading import GradingQueue
-from minirl.tasks.verifier import Grade, Graded
+from minirl.tasks.turns import readable, texts_of
+from minirl.tasks.verifier import Ask, Grade, Graded, Replied
 
 
 class Examiner:
@@ -43,6 +46,7 @@ class Examiner:
         self.tokenizer, self.view, self.keep = tokenizer, view, keep
         self.dispatcher = Dispatcher(len(session.engines), config.rollout.max_new_tokens)
         self.grading = GradingQueue()
+        self.conversations = Conversations(config, self.dispatcher, self.grading, in_step=False)
         self.to_ask = list(range(len(prompts) - 1, -1, -1))  # the next is the last
         self.free = list(range(session.ring.num_cells // k))
         self.slots: dict[int, int] = {}  # by group, while it is asked or graded
@@ -72,7 +76,8 @@ class Examiner:
             self.session.engines[engine].send(Submit(tuple(groups), self.seed(engine)))
 
     def seed(self, engine: int) -> int | None:
-        """Once an engine: where all problems fit at once, one engine and one seed give one exam."""
+        """Once an engine: where all problems fit at once, one engine and one seed give one exam
+        (not where a task has several turns: replies come when they come)."""
         if engine in self.is_seeded:
             return None
         self.is_seeded.add(engine)
@@ -86,12 +91,20 @@ class Examiner:
                 case Finished():
                     for group_id, place, trajectory in message.trajectories:
                         self.on_answer(group_id, place, trajectory)
+                case TurnEnded():
+                    for group_id, place, trajectory in message.trajectories:
+                        example = self.prompts[group_id].example
+                        self.conversations.ask(group_id, place, example, trajectory)
                 case Gone():
                     self.on_refusal(message)
                 case Graded():
                     self.on_graded(worker, message)
+                case Replied():
+                    self.on_reply(worker, message)
                 case Died():
                     self.on_death(worker, message)
+        for engine, replies in self.conversations.outgoing():
+            self.session.engines[engine].send(replies)
         verifiers = self.session.verifiers
         for name, request in self.grading.assign(verifiers):
             verifiers[name].send(request)
@@ -105,17 +118,33 @@ class Examiner:
         if len(done) == self.k:
             in_order = tuple(done[i] for i in range(self.k))
             example = self.prompts[group_id].example
-            self.grading.add(Grade(group_id, example, in_order, max_failures=self.k))
+            skip = tuple(self.errors[group_id])  # those whose reply failed
+            self.grading.add(Grade(group_id, example, in_order, self.k, skip))
+
+    def on_reply(self, verifier: Worker, replied: Replied) -> None:
+        request = self.grading.done(verifier.name)
+        assert isinstance(request, Ask) and request.group_id == replied.group_id
+        if replied.error:
+            self.reward_failed(request, request.place, replied.error)
+        else:
+            self.go_on(request, replied.tokens)
+
+    def go_on(self, request: Ask, tokens: tuple[int, ...]) -> None:
+        if self.conversations.is_awaited(request):
+            ended = self.conversations.reply(request, tokens)
+            if ended is not None:
+                self.on_answer(request.group_id, request.place, ended)
 
     def on_refusal(self, gone: Gone) -> None:
         self.view.note(f"the engine refused problem {gone.group_id}: {gone.why}")
         self.dispatcher.forget(gone.group_id)
+        self.conversations.forget(gone.group_id)
         self.num_refused += 1
         self.end(gone.group_id)
 
     def on_graded(self, verifier: Worker, graded: Graded) -> None:
         request = self.grading.done(verifier.name)
-        assert request is not None and request.group_id == graded.group_id
+        assert isinstance(request, Grade) and request.group_id == graded.group_id
         group_id, errors = request.group_id, self.errors[request.group_id]
         prompt, answers = self.prompts[group_id], []
         for place, trajectory in enumerate(request.trajectories):
@@ -130,7 +159,7 @@ class Examiner:
 
     def text_of(self, trajectory: Trajectory, group_id: int) -> str:
         view = self.session.ring.read(trajectory.cell, group_id)
-        return self.tokenizer.decode(view.tokens[view.mask == 1], skip_special_tokens=True)
+        return readable(texts_of(view, self.tokenizer, self.session.dialogue))
 
     def end(self, group_id: int) -> None:
         self.free.append(self.slots.pop(group_id))
@@ -150,9 +179,11 @@ class Examiner:
             if request is not None:
                 self.reward_failed(request, place, f"its verifier {death.how}")
             return
+        self.conversations.lost(worker.rank)
         for group_id in self.dispatcher.lost(worker.rank):  # cells are its own until it is done
             self.free.append(self.slots.pop(group_id))
             self.done.pop(group_id, None)
+            self.errors.pop(group_id, None)
             self.to_ask.append(group_id)
 
     def end_slow_rewards(self) -> None:
@@ -166,7 +197,13 @@ class Examiner:
                 limit = f"took longer than tasks.timeout_s = {self.config.tasks.timeout_s:g}"
                 self.reward_failed(request, row.running, limit)
 
-    def reward_failed(self, request: Grade, place: int, why: str) -> None:
-        """It took its verifier down: the others are graded again, without it."""
+    def reward_failed(self, request: Grade | Ask, place: int, why: str) -> None:
+        """It took its verifier down: the others are graded again, without it. An answer whose
+        reply failed ends there, and is not graded."""
+        if isinstance(request, Ask):
+            if self.conversations.is_awaited(request):
+                self.errors[request.group_id][request.place] = why
+                self.go_on(request, ())
+            return
         self.errors[request.group_id][place] = why
         self.grading.add(replace(request, skip=(*request.skip, place)))

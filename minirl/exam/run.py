@@ -22,6 +22,7 @@ from minirl.recipe import to_toml
 from minirl.rules import check_model, read_model_config
 from minirl.shm.ring import TrajectoryRing
 from minirl.tasks.registry import make_task, self_check
+from minirl.tasks.turns import dialogue_of
 
 RING_BYTES = 2**30  # what answers in flight may take before problems are asked in turns
 EVALS = Path("evals")
@@ -48,13 +49,14 @@ def examine(target: Target, k: int, num_devices: int | None, out: Path | None) -
         check_model(config, read_model_config(config, source))
         tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
         prompts = heldout_prompts(config, task, tokenizer)
+        dialogue = dialogue_of(task, config.tasks.kind, tokenizer)
         (folder / "recipe.toml").write_text(to_toml(config))
         kept: list[Result] = []
         num_cells = k * num_at_once(config, len(prompts), k)
         started = time.monotonic()
         with (
             (folder / results.RESULTS).open("w", buffering=1, encoding="utf-8") as file,
-            session(config, source, kind, available, folder / "logs", num_cells) as there,
+            session(config, source, kind, available, folder / "logs", num_cells, dialogue) as there,
         ):
             there.wait_for_engines(bar)
             bar.total(len(prompts))

@@ -24,6 +24,7 @@ from minirl.launch import BODIES
 from minirl.rollout.worker import RolloutSetup, Started
 from minirl.shm.board import State
 from minirl.shm.ring import TrajectoryRing
+from minirl.tasks.turns import Dialogue
 from minirl.tasks.verifier import VerifierSetup
 
 LISTEN_S = 0.2
@@ -41,6 +42,7 @@ class Session:
     ring: TrajectoryRing
     engines: list[Worker]
     verifiers: dict[str, Worker]
+    dialogue: Dialogue | None = None  # of a task with several turns
 
     def wait_for_engines(self, view: View) -> None:
         """Raises with the engine's last words where it does not come up."""
@@ -75,19 +77,30 @@ class Session:
 
 @contextmanager
 def session(
-    config: Config, folder: Path, kind: str, available: int, log_dir: Path, num_cells: int
+    config: Config,
+    folder: Path,
+    kind: str,
+    available: int,
+    log_dir: Path,
+    num_cells: int,
+    dialogue: Dialogue | None = None,
 ) -> Iterator[Session]:
     """`tasks.verifiers` of them grade; with none, nothing is graded."""
     check_room(config, num_cells)
-    with _signals(), _processes(config, folder, kind, available, log_dir, num_cells) as there:
+    places = devices.place_engines(config, kind, available)
+    with _signals(), _processes(config, folder, places, log_dir, num_cells, dialogue) as there:
         yield there
 
 
 @contextmanager
 def _processes(
-    config: Config, folder: Path, kind: str, available: int, log_dir: Path, num_cells: int
+    config: Config,
+    folder: Path,
+    places: list[devices.Placement],
+    log_dir: Path,
+    num_cells: int,
+    dialogue: Dialogue | None,
 ) -> Iterator[Session]:
-    places = devices.place_engines(config, kind, available)
     log_dir.mkdir(parents=True, exist_ok=True)
     temp = Path(tempfile.mkdtemp(prefix="minirl-"))
     fleet = Fleet(log_dir, len(places) + config.tasks.verifiers)
@@ -95,16 +108,16 @@ def _processes(
         ring = TrajectoryRing(num_cells, config.max_tokens_per_trajectory)
         for rank, place in enumerate(places):
             seed = config.seed * 1000 + rank + 1  # engines must not sample alike
-            setup = RolloutSetup(config, str(folder), kind, seed, ring, None)
+            setup = RolloutSetup(config, str(folder), place.kind, seed, ring, None, dialogue)
             own = devices.with_own_temp(place, temp)
             fleet.spawn(Role.ROLLOUT, rank, BODIES[Role.ROLLOUT], setup, own)
         for rank in range(config.tasks.verifiers):
             quiet = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-            grader = VerifierSetup(config, str(folder), ring)
+            grader = VerifierSetup(config, str(folder), ring, dialogue)
             own = devices.Placement("cpu", env=quiet)
             fleet.spawn(Role.VERIFY, rank, BODIES[Role.VERIFY], grader, own)
         verifiers = {worker.name: worker for worker in fleet.of(Role.VERIFY)}
-        yield Session(fleet, ring, fleet.of(Role.ROLLOUT), verifiers)
+        yield Session(fleet, ring, fleet.of(Role.ROLLOUT), verifiers, dialogue)
     finally:
         fleet.kill()
         devices.sweep_temp(temp)

@@ -61,6 +61,10 @@ class Dispatcher:
         self._load[worker] += work
         return worker
 
+    def num_left(self, worker: int) -> int:
+        """Trajectories that are still to come from it."""
+        return sum(group.num_left for group in self._groups.values() if group.worker == worker)
+
     def worker_of(self, group_id: int) -> int | None:
         group = self._groups.get(group_id)
         return group.worker if group else None

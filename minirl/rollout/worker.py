@@ -1,9 +1,10 @@
 """The rollout worker: a plain loop in its own process around one engine. It never stops generating.
 
-    consumes      Submit and Abort from the controller, new weights from the store
+    consumes      Submit, Abort and Continue from the controller, new weights from the store
     waits for     prompts, when it has none; nothing else
-    unblocked by  Submit
-    gives         trajectories into the ring, one Finished a step that says which, and Pinned
+    unblocked by  Submit, Continue
+    gives         trajectories into the ring, one Finished a step that says which, and Pinned;
+                  where a task has several turns, TurnEnded
 
 A loop turn is: read the inbox, look at the version, admit, step, emit. The order matters: a group
 that was dispatched after a publication is never begun under the weights before it.
@@ -11,12 +12,18 @@ that was dispatched after a publication is never begun under the weights before 
 Requests wait here, not in vLLM, until a sequence is free: so none waits under a prefix-cache salt
 of another version. While an evaluation runs the version stays pinned and training groups go on
 under it: the evaluation goes first, but takes half of the seats at most while others wait.
+
+Where a task has several turns, a turn that the model ended goes into the ring as if it were the
+last, and is *parked*: it has no seat and no KV, but its group still runs and an evaluation's still
+pins its version. Continue says that it was the last, or gives the reply's tokens: these are put
+after it with mask 0, and all tokens so far are the prompt of the next turn. What the model wrote is
+never tokenised again; the prefix cache has its KV as long as the version is the same.
 """
 
 import heapq
 from array import array
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 
 from minirl.config import Config
@@ -24,8 +31,9 @@ from minirl.records import StopReason, Trajectory
 from minirl.rollout.dispatch import ExpectedLength
 from minirl.rollout.engine import Engine, Sampling
 from minirl.shm.board import BoardWriter, State, Total
-from minirl.shm.ring import TrajectoryRing
+from minirl.shm.ring import NOTHING, TrajectoryRing
 from minirl.shm.weights import WeightStore
+from minirl.tasks.turns import Dialogue
 
 IDLE_POLL_S = 0.02  # how often an idle worker looks for new weights
 EVAL_SHARE = 0.5  # of the seats, while training groups wait
@@ -56,6 +64,13 @@ class Abort:
 
 
 @dataclass(frozen=True)
+class Continue:
+    """To TurnEnded: (group id, place, tokens of the reply); no tokens: that turn was the last."""
+
+    replies: tuple[tuple[int, int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
 class Stop:
     pass
 
@@ -80,6 +95,13 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class TurnEnded:
+    """The same, of trajectories that go on if the task has a reply."""
+
+    trajectories: tuple[tuple[int, int, Trajectory], ...]
+
+
+@dataclass(frozen=True)
 class Gone:
     """A group of which nothing will come, and whose cells are no longer written to."""
 
@@ -96,6 +118,16 @@ class Request:
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     versions: "array[int]" = field(default_factory=lambda: array("i"))
+    num_turns: int = 0
+    num_replied: int = 0
+    turn_start: int = 0  # in `tokens`
+
+    def append_reply(self, tokens: tuple[int, ...]) -> None:
+        self.tokens.extend(tokens)
+        self.logprobs.extend([0.0] * len(tokens))
+        self.versions.extend([NOTHING] * len(tokens))
+        self.num_replied += len(tokens)
+        self.turn_start = len(self.tokens)
 
 
 class RolloutWorker:
@@ -106,9 +138,11 @@ class RolloutWorker:
         ring: TrajectoryRing,
         board: BoardWriter,
         pipe: Connection,
+        has_turns: bool = False,
     ):
         self.config, self.engine, self.ring = config, engine, ring
-        self.board, self.pipe = board, pipe
+        self.board, self.pipe, self.has_turns = board, pipe, has_turns
+        self.parked: dict[tuple[int, int], Request] = {}  # by group and place: wait for a reply
         self.running: dict[int, Request] = {}
         self.waiting: list[tuple[int, int, Request]] = []  # heap of (group id, key, request)
         self.waiting_eval: deque[tuple[int, Request]] = deque()
@@ -138,7 +172,8 @@ class RolloutWorker:
     @property
     def is_pinned(self) -> bool:
         """An evaluation waits or runs."""
-        return bool(self.num_running_eval or self.waiting_eval)
+        is_parked = any(request.group.is_eval for request in self.parked.values())
+        return bool(self.num_running_eval or self.waiting_eval or is_parked)
 
     def read_inbox(self) -> None:
         is_idle = not self.engine.is_busy and not self.waiting and not self.waiting_eval
@@ -151,6 +186,8 @@ class RolloutWorker:
                 self.enqueue(message)
             elif isinstance(message, Abort):
                 self.abort(message.group_id)
+            elif isinstance(message, Continue):
+                self.go_on(message)
             else:
                 self.stopped = True
 
@@ -173,12 +210,25 @@ class RolloutWorker:
             self.pipe.send(Pinned(self.engine.version))
         for group in submit.groups:
             for index in range(len(group.cells)):
-                request = Request(group, index)
-                if group.is_eval:
-                    self.waiting_eval.append((self.next_key, request))
-                else:
-                    heapq.heappush(self.waiting, (group.group_id, self.next_key, request))
-                self.next_key += 1
+                self.queue(Request(group, index))
+
+    def queue(self, request: Request) -> None:
+        if request.group.is_eval:
+            self.waiting_eval.append((self.next_key, request))
+        else:
+            heapq.heappush(self.waiting, (request.group.group_id, self.next_key, request))
+        self.next_key += 1
+
+    def go_on(self, message: Continue) -> None:
+        for group_id, place, tokens in message.replies:
+            request = self.parked.pop((group_id, place), None)
+            if request is None:  # its group was given up in the meantime
+                continue
+            if tokens:
+                request.append_reply(tokens)
+                self.queue(request)
+            else:
+                self.expected.saw(len(request.tokens))
 
     def has_room(self) -> bool:
         """For one more sequence, and for the KV of all at their expected lengths. With less room
@@ -201,7 +251,10 @@ class RolloutWorker:
         while (self.waiting or self.waiting_eval) and self.has_room():
             priority, key, request = self.next_waiting()
             try:
-                self.engine.add(key, request.group.prompt, self.sampling(request), priority)
+                prompt = request.group.prompt
+                if request.tokens:
+                    prompt = (*prompt, *request.tokens)
+                self.engine.add(key, prompt, self.sampling(request), priority)
             except ValueError as refusal:
                 self.forget(request.group.group_id)
                 self.pipe.send(Gone(request.group.group_id, str(refusal).splitlines()[0]))
@@ -233,10 +286,11 @@ class RolloutWorker:
 
     def sampling(self, request: Request) -> Sampling:
         rollout = self.config.rollout
+        room = rollout.max_new_tokens - len(request.tokens)
         if request.group.is_eval:
-            return Sampling(rollout.max_new_tokens, self.config.eval.temperature)
+            return Sampling(room, self.config.eval.temperature)
         return Sampling(
-            rollout.max_new_tokens,
+            room,
             rollout.temperature,
             rollout.top_p,
             rollout.top_k,
@@ -244,12 +298,12 @@ class RolloutWorker:
         )
 
     def step(self) -> None:
-        finished = []
+        finished, ended = [], []
         num_tokens = 0
         version = self.engine.version
         for chunk in self.engine.step():
             request = self.running[chunk.key]
-            if self.board.tracer is not None and not request.tokens:
+            if self.board.tracer is not None and len(request.tokens) == request.turn_start:
                 self.board.tracer.first_token(chunk.key)
             request.tokens.extend(chunk.tokens)
             request.logprobs.extend(chunk.logprobs)
@@ -259,12 +313,19 @@ class RolloutWorker:
                 self.recomputing.discard(chunk.key)
             if chunk.stop is not None:
                 self.leave(chunk.key)
-                self.expected.saw(len(request.tokens))
-                finished.append(self.seal(request, chunk.stop))
+                request.num_turns += 1
+                if self.has_turns and chunk.stop is StopReason.STOP:
+                    self.parked[request.group.group_id, request.index] = request
+                    ended.append(self.seal(request, chunk.stop))
+                else:
+                    self.expected.saw(len(request.tokens))
+                    finished.append(self.seal(request, chunk.stop))
         self.board.add(Total.TOKENS, num_tokens)
         self.board.add(Total.STEPS, 1)
         if finished:
             self.pipe.send(Finished(tuple(finished)))
+        if ended:
+            self.pipe.send(TurnEnded(tuple(ended)))
 
     def seal(self, request: Request, stop: StopReason) -> tuple[int, int, Trajectory]:
         group, cell = request.group, request.group.cells[request.index]
@@ -279,10 +340,12 @@ class RolloutWorker:
         descriptor = Trajectory(
             cell=cell,
             length=len(group.prompt) + len(request.tokens),
-            num_written=len(request.tokens),
+            num_written=len(request.tokens) - request.num_replied,
             stop=stop,
             head_version=request.versions[0],
             tail_version=request.versions[-1],
+            num_replied=request.num_replied,
+            num_turns=request.num_turns,
         )
         return group.group_id, request.index, descriptor
 
@@ -300,6 +363,7 @@ class RolloutWorker:
         heapq.heapify(self.waiting)
         left = [entry for entry in self.waiting_eval if entry[1].group.group_id != group_id]
         self.waiting_eval = deque(left)
+        self.parked = {at: request for at, request in self.parked.items() if at[0] != group_id}
 
 
 def facts_of(request: Request) -> dict[str, object]:
@@ -323,15 +387,21 @@ class RolloutSetup:
     seed: int
     ring: TrajectoryRing
     store: WeightStore | None
+    dialogue: Dialogue | None = None  # of a task with several turns
 
 
 def run(setup: RolloutSetup, board: BoardWriter, pipe: Connection) -> None:
     """The body of a rollout process."""
-    engine = Engine(setup.config, setup.folder, setup.kind, setup.store, setup.seed)
+    config = setup.config
+    if setup.dialogue is not None:  # its stop texts end a turn, the recipe's too
+        stop = (*config.rollout.stop, *setup.dialogue.stop)
+        config = replace(config, rollout=replace(config.rollout, stop=stop))
+    engine = Engine(config, setup.folder, setup.kind, setup.store, setup.seed)
     if setup.store is not None:
         board.enter(State.RELOADING)
         engine.reload()  # waits for the trainer's first version
     pipe.send(Started())
-    worker = RolloutWorker(setup.config, engine, setup.ring, board, pipe)
+    has_turns = setup.dialogue is not None
+    worker = RolloutWorker(config, engine, setup.ring, board, pipe, has_turns)
     worker.loop()
     engine.shutdown()

@@ -76,7 +76,8 @@ class TrajectoryRing:
         logprobs: Column,
         versions: Column,
     ) -> None:
-        """One prompt and one answer. Sealed last: x86 keeps the order of stores.
+        """One prompt and one answer; what no model wrote in it (a task's replies) has the version
+        NOTHING and with it mask 0. Sealed last: x86 keeps the order of stores.
 
         Arrays are copied at the speed of memory; a list of 4,000 numbers takes 30 times as long.
         """
@@ -93,11 +94,11 @@ class TrajectoryRing:
         self._tokens[cell, :start] = prompt
         self._tokens[cell, start:end] = tokens
         self._mask[cell, :start] = 0
-        self._mask[cell, start:end] = 1
         self._logprobs[cell, :start] = 0.0
         self._logprobs[cell, start:end] = logprobs
         self._versions[cell, :start] = NOTHING
         self._versions[cell, start:end] = versions
+        self._mask[cell, start:end] = self._versions[cell, start:end] != NOTHING
         self._lengths[cell] = end
         self._seals[cell] = ticket
 

@@ -39,6 +39,8 @@ class Task:
     prompt_column: str = "prompt"
     reference_column: str = "reference"
     """Columns of that data, where the recipe names none."""
+    turn_stop: tuple[str, ...] = ()
+    """Texts that end a turn of the model, where the task replies; rollout.stop does so too."""
     options: Mapping[str, Any] = {}
     """What [tasks.options] may set, with defaults; on an instance, what holds for this run."""
 
@@ -65,6 +67,12 @@ class Task:
     def reward(self, example: Example, answer: Answer) -> float:
         """1 is right, 0 is wrong. An exception drops the group: it is never a reward of 0."""
         raise NotImplementedError(f"{type(self).__name__} has no reward(self, example, answer)")
+
+    def reply(self, example: Example, turns: tuple[str, ...]) -> str | None:
+        """What the model is told next, or None when the conversation is over. `turns` are the
+        model's texts and the replies so far, in turn; the last one is the model's. A task that
+        has this has several turns (tasks/turns.py). An exception drops the group."""
+        return None
 
     def solution(self, example: Example) -> str:
         """An answer made from the reference that must score 1: the task's self-check uses it."""

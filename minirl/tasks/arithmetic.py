@@ -16,7 +16,7 @@ import hashlib
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from minirl.config import TasksConfig
@@ -216,7 +216,8 @@ class Arithmetic(Task):
         rule = "must be at least max_start + max_amount, so that every step can be taken"
         need(self, "max_total", given["max_total"] >= most, rule)
         need(self, "doubles", 0 <= given["doubles"] <= 1, "must be a share between 0 and 1")
-        self.difficulty = Difficulty(**{**given, "step_weights": tuple(map(float, weights))})
+        known = {field.name: given[field.name] for field in fields(Difficulty)}
+        self.difficulty = Difficulty(**{**known, "step_weights": tuple(map(float, weights))})
 
     def _drawn(self, stream: Stream, index: int) -> Example:
         return _example(draw_problem(self.seed, stream, index, difficulty=self.difficulty))

@@ -1,4 +1,5 @@
 """Which verifier grades what. Takes finished groups, gives each to a free verifier, one at a time.
+A turn that waits for its reply goes first: there a sequence stands still.
 
 A pure structure: the loop sends, hears and looks at the clock.
 """
@@ -6,25 +7,30 @@ A pure structure: the loop sends, hears and looks at the clock.
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from minirl.tasks.verifier import Grade
+from minirl.tasks.verifier import Ask, Grade
 
 
 class GradingQueue:
     def __init__(self) -> None:
         self._waiting: deque[Grade] = deque()
-        self._busy: dict[str, Grade] = {}
+        self._asked: deque[Ask] = deque()
+        self._busy: dict[str, Grade | Ask] = {}
 
-    def add(self, request: Grade) -> None:
-        self._waiting.append(request)
+    def add(self, request: Grade | Ask) -> None:
+        if isinstance(request, Ask):
+            self._asked.append(request)
+        else:
+            self._waiting.append(request)
 
-    def assign(self, verifiers: Iterable[str]) -> Iterator[tuple[str, Grade]]:
-        """Pairs of a free verifier and the group it now grades."""
+    def assign(self, verifiers: Iterable[str]) -> Iterator[tuple[str, Grade | Ask]]:
+        """Pairs of a free verifier and what it now is at."""
         for name in verifiers:
-            if self._waiting and name not in self._busy:
-                self._busy[name] = self._waiting.popleft()
-                yield name, self._busy[name]
+            if name not in self._busy and (self._asked or self._waiting):
+                first = self._asked.popleft() if self._asked else self._waiting.popleft()
+                self._busy[name] = first
+                yield name, first
 
-    def done(self, verifier: str) -> Grade | None:
+    def done(self, verifier: str) -> Grade | Ask | None:
         """What the verifier was at; it is free now."""
         return self._busy.pop(verifier, None)
 
@@ -32,4 +38,4 @@ class GradingQueue:
         return verifier in self._busy
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._busy)
+        return len(self._asked) + len(self._waiting) + len(self._busy)

@@ -15,6 +15,7 @@ from minirl.tasks import Task
 
 BUILT_IN = {
     "arithmetic": "minirl.tasks.arithmetic:Arithmetic",
+    "calculator": "minirl.tasks.calculator:Calculator",
     "countdown": "minirl.tasks.countdown:Countdown",
     "gsm8k": "minirl.tasks.gsm8k:Gsm8k",
     "math": "minirl.tasks.mathematics:Mathematics",
@@ -98,7 +99,8 @@ def _self_check(task: Task, kind: str) -> Checked:
 
 
 def _score(task: Task, asked: Example, answered: Example) -> float:
-    return float(task.reward(asked, Answer(task.solution(answered), StopReason.STOP, 1)))
+    text = task.solution(answered)
+    return float(task.reward(asked, Answer(text, StopReason.STOP, 1, (text,))))
 
 
 def _shown(example: Example) -> str:

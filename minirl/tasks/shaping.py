@@ -53,14 +53,16 @@ def overlong(config: Config, num_tokens: int) -> float:
     return min(1.0, max(0.0, over / zone))
 
 
-def shaped(config: Config, reward: float, num_tokens: int, is_well_formed: bool) -> float:
-    """What is trained on."""
+def shaped(
+    config: Config, reward: float, num_tokens: int, is_well_formed: bool, num_replied: int = 0
+) -> float:
+    """What is trained on. A task's replies count towards the limit, not as the model's length."""
     tasks = config.tasks
     total = tasks.reward_weight * reward
     if tasks.format and is_well_formed:
         total += tasks.format_weight
     total -= tasks.length_weight * num_tokens / config.rollout.max_new_tokens
-    total -= overlong(config, num_tokens)
+    total -= overlong(config, num_tokens + num_replied)
     if tasks.reward_clip:
         low, high = tasks.reward_clip
         total = min(high, max(low, total))

@@ -1,9 +1,11 @@
-"""The verifier: a process that turns trajectories into rewards, and that can be killed.
+"""The verifier: a process that turns trajectories into rewards, and that can be killed. It gives a
+task's replies too, where it has several turns: both are the user's code.
 
-    consumes      Grade: an example and the ring cells of its answers
+    consumes      Grade: an example and the ring cells of its answers; Ask: those of one turn
     waits for     answers
-    unblocked by  Grade
-    gives         Graded: a reward for each, or the reason why there is none
+    unblocked by  Grade, Ask
+    gives         Graded: a reward for each, or the reason why there is none; Replied: the same of a
+                  reply, as tokens
 
 A reward that raises is never a 0 (rule 7): it is None, and one too many fails the whole group. One
 that hangs or crashes is the controller's business: it sees on the board which one this worker has
@@ -12,7 +14,7 @@ One that runs out of memory takes this worker down, which comes to the same. An 
 graded here before is not graded again, unless the task says that its rewards are random.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,12 @@ from minirl.config import Config
 from minirl.guard import reward_problem
 from minirl.records import Answer, Example, Trajectory
 from minirl.shm.board import BEAT_S, BoardWriter, State, Total
-from minirl.shm.ring import TrajectoryRing
+from minirl.shm.ring import TornEntry, TrajectoryRing
 from minirl.tasks import Task
 from minirl.tasks.bounds import RewardCache, bounded_output, limit_memory
 from minirl.tasks.registry import make_task
 from minirl.tasks.shaping import is_formed
+from minirl.tasks.turns import Dialogue, readable, reply_tokens, texts_of
 
 
 @dataclass(frozen=True)
@@ -47,16 +50,35 @@ class Graded:
 
 
 @dataclass(frozen=True)
+class Ask:
+    """For the reply to what a trajectory has so far."""
+
+    group_id: int
+    place: int
+    example: Example
+    trajectory: Trajectory
+
+
+@dataclass(frozen=True)
+class Replied:
+    group_id: int
+    place: int
+    tokens: tuple[int, ...]  # none: the conversation is over
+    error: str = ""  # else: there is no reply, as this says
+
+
+@dataclass(frozen=True)
 class VerifierSetup:
     """What a verifier is spawned with."""
 
     config: Config
     folder: str  # of the tokenizer
     ring: TrajectoryRing
+    dialogue: Dialogue | None = None  # of a task with several turns
 
 
 def run(setup: VerifierSetup, board: BoardWriter, pipe: Connection) -> None:
-    """The body of a verifier process. Ends with anything but a Grade, or with the pipe."""
+    """The body of a verifier process. Ends with anything but a request, or with the pipe."""
     from tokenizers import Tokenizer  # not transformers: this process stays small
 
     tokenizer = Tokenizer.from_file(str(Path(setup.folder) / "tokenizer.json"))
@@ -68,44 +90,39 @@ def run(setup: VerifierSetup, board: BoardWriter, pipe: Connection) -> None:
         while not pipe.poll(BEAT_S):
             board.enter(State.WAITING_FOR_ANSWERS)
         request = pipe.recv()
-        if not isinstance(request, Grade):
+        if isinstance(request, Grade):
+            pipe.send(grade(request, task, setup, tokenizer, board, cache))
+        elif isinstance(request, Ask):
+            pipe.send(reply(request, task, setup, tokenizer, board))
+        else:
             return
-        limits = setup.config.guard.reward_range
-        graded = grade(request, task, setup.ring, tokenizer, board, cache, limits)
-        pipe.send(with_forms(graded, setup.config.tasks.format))
-
-
-def with_forms(graded: Graded, format: str) -> Graded:
-    """Here and not in the controller: a regular expression can take for ever."""
-    if not format or not graded.rewards:
-        return graded
-    return replace(graded, formed=tuple(is_formed(format, text) for text in graded.texts))
 
 
 def grade(
     request: Grade,
     task: Task,
-    ring: TrajectoryRing,
+    setup: VerifierSetup,
     tokenizer: Any,
     board: BoardWriter,
     cache: RewardCache | None = None,
-    limits: tuple[float, ...] = (),
 ) -> Graded:
     rewards: list[float | None] = []
     texts: list[str] = []
+    formed: list[bool] = []
+    format, limits = setup.config.tasks.format, setup.config.guard.reward_range
     error = ""
     for place, trajectory in enumerate(request.trajectories):
         if place in request.skip:
             rewards.append(None)
             texts.append("")
+            formed.append(False)
             continue
         board.serving(-1, place)
         # Anew: tasks.timeout_s counts for each reward.
         board.enter(State.GRADING, anew=True, group=request.group_id, place=place)
-        view = ring.read(trajectory.cell, request.group_id)
-        written = view.tokens[view.mask == 1].tolist()
-        text = tokenizer.decode(written, skip_special_tokens=True)
-        answer = Answer(text, trajectory.stop, len(written))
+        view = setup.ring.read(trajectory.cell, request.group_id)
+        turns = texts_of(view, tokenizer, setup.dialogue)
+        answer = Answer(turns[-1], trajectory.stop, int(view.mask.sum()), turns)
         reward = cache.get(request.example, answer) if cache is not None else None
         if reward is not None:
             board.add(Total.CACHED, 1)
@@ -115,10 +132,13 @@ def grade(
             if cache is not None and reward is not None:
                 cache.put(request.example, answer, reward)
         rewards.append(reward)
-        texts.append(text)
+        texts.append(readable(turns))
+        # Here and not in the controller: a regular expression can take for ever.
+        formed.append(bool(format) and is_formed(format, answer.text))
         if rewards.count(None) > request.max_failures:
             return Graded(request.group_id, (), (), error)
-    return Graded(request.group_id, tuple(rewards), tuple(texts), error)
+    forms = tuple(formed) if format else ()
+    return Graded(request.group_id, tuple(rewards), tuple(texts), error, forms)
 
 
 def compute(
@@ -134,3 +154,33 @@ def compute(
         return None, f"{type(failure).__name__}: {failure}"
     problem = reward_problem(reward, limits)
     return (None, problem) if problem else (reward, "")
+
+
+def reply(
+    request: Ask, task: Task, setup: VerifierSetup, tokenizer: Any, board: BoardWriter
+) -> Replied:
+    board.serving(-1, request.place)
+    board.enter(State.GRADING, anew=True, group=request.group_id, place=request.place, reply=True)
+    assert setup.dialogue is not None
+    try:
+        view = setup.ring.read(request.trajectory.cell, request.group_id)
+    except TornEntry as gone:  # the group was given up, and its cell is another's
+        return Replied(request.group_id, request.place, (), str(gone))
+    last, turns = int(view.tokens[-1]), texts_of(view, tokenizer, setup.dialogue)
+    try:
+        with bounded_output():
+            text = task.reply(request.example, turns)
+        if text is None:
+            return Replied(request.group_id, request.place, ())
+        tokens = reply_tokens(text, request.example, last, tokenizer, setup.dialogue)
+        if not tokens:
+            raise ValueError("the reply has no token; None ends the conversation")
+    except MemoryError:
+        raise
+    except Exception as failure:  # the user's code, as above
+        why = f"{type(failure).__name__}: {failure}"
+        return Replied(request.group_id, request.place, (), why)
+    # As many as max_new_tokens never fit, and more need not be sent.
+    return Replied(
+        request.group_id, request.place, tuple(tokens[: setup.config.rollout.max_new_tokens])
+    )

@@ -1,0 +1,127 @@
+"""Several turns: between the texts that a task sees and the flat tokens of one trajectory.
+
+Takes a trajectory's tokens and mask, gives the texts of its turns: a run of written tokens is a
+turn of the model, a run without mask after it is the reply. The other way only a reply's own text
+is tokenised; what the model wrote never is.
+
+Where a reply stands:
+    after a stop text (Task.turn_stop, rollout.stop), or where the prompt is plain text: right there
+    after the model's own end, where the prompt is chat messages and the model has a template: as a
+    user's message, with all that the template puts between two of the model's answers. That is
+    found once, by rendering a conversation of known words. The end that the model wrote is not
+    written again.
+
+Leaves out: who asks whom, and when (conversations.py).
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minirl.errors import RecipeError
+from minirl.records import Example
+from minirl.shm.ring import TrajectoryView
+from minirl.tasks import Task
+from minirl.tasks.prompts import has_template
+
+ASKED, ANSWERED, REPLIED = "FirstQuestion", "FirstAnswer", "SecondQuestion"
+OPEN, CLOSE = "⟦", "⟧"  # around a reply, where a person reads a whole conversation
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """What engines and verifiers must know of a task with several turns."""
+
+    stop: tuple[str, ...] = ()  # texts that end a turn
+    has_template: bool = False
+    end: str = ""  # what the chat template puts after an answer: its first token
+    before: str = ""  # the rest, up to the user's message
+    after: str = ""  # what it puts after that, up to the model's next answer
+
+
+def has_turns(task: Task) -> bool:
+    reply = getattr(type(task), "reply", None)
+    return reply is not None and reply is not Task.reply
+
+
+def dialogue_of(task: Task, kind: str, tokenizer: Any) -> Dialogue | None:
+    """None: the task has one turn."""
+    if not has_turns(task):
+        return None
+    stop = getattr(task, "turn_stop", ())
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in stop):
+        raise RecipeError(
+            "tasks.kind", kind, f"its turn_stop is {stop!r}", 'texts, such as ("</call>",)'
+        )
+    if not has_template(tokenizer):
+        return Dialogue(stop)
+    before, after = _between(kind, tokenizer)
+    end = tokenizer.decode(tokenizer.encode(before, add_special_tokens=False)[:1])
+    return Dialogue(stop, True, end, before.removeprefix(end), after)
+
+
+def _between(kind: str, tokenizer: Any) -> tuple[str, str]:
+    """What the template writes between an answer and the next message, and after that."""
+    said = (("user", ASKED), ("assistant", ANSWERED), ("user", REPLIED))
+    messages = [{"role": role, "content": text} for role, text in said]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        _, text = text.split(ANSWERED)
+        before, after = text.split(REPLIED)
+    except Exception as error:  # a template is a program of its own
+        rule = f"it replies, and the model's chat template has no second turn ({error})"
+        raise RecipeError("tasks.kind", kind, rule, "take a model whose template has") from None
+    return before, after
+
+
+def runs(mask: NDArray[np.uint8]) -> list[slice]:
+    """After the prompt: the model's tokens, a reply's, the model's, …"""
+    edges = (np.flatnonzero(np.diff(mask)) + 1).tolist()
+    return [slice(a, b) for a, b in pairwise([*edges, len(mask)])]
+
+
+def texts_of(view: TrajectoryView, tokenizer: Any, dialogue: Dialogue | None) -> tuple[str, ...]:
+    """The model's and the task's, in turn. `tokenizer` is one of the library tokenizers."""
+    if dialogue is None:
+        return (tokenizer.decode(view.tokens[view.mask == 1].tolist(), skip_special_tokens=True),)
+    texts = []
+    for number, run in enumerate(runs(view.mask)):
+        is_reply = number % 2 == 1
+        text = tokenizer.decode(view.tokens[run].tolist(), skip_special_tokens=not is_reply)
+        texts.append(_without_template(text, dialogue) if is_reply else text)
+    return tuple(texts)
+
+
+def _without_template(text: str, dialogue: Dialogue) -> str:
+    """The reply as the task gave it. The end before it may be missing: the model wrote that."""
+    framed = text.removeprefix(dialogue.end)
+    if not framed.startswith(dialogue.before) or not framed.endswith(dialogue.after):
+        return text  # it stands in the middle of an answer
+    return framed.removeprefix(dialogue.before).removesuffix(dialogue.after)
+
+
+def reply_tokens(
+    text: str, example: Example, last: int, tokenizer: Any, dialogue: Dialogue
+) -> list[int]:
+    """`last` is the token that the model's turn ends with."""
+    is_chat = dialogue.has_template and not isinstance(example.prompt, str)
+    if not is_chat or last not in special_ids(tokenizer):
+        return tokenizer.encode(text, add_special_tokens=False).ids
+    framed = dialogue.end + dialogue.before + text + dialogue.after
+    tokens = tokenizer.encode(framed, add_special_tokens=False).ids
+    return tokens[1:] if tokens[0] == last else tokens
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    added = tokenizer.get_added_tokens_decoder()
+    return {number for number, token in added.items() if token.special}
+
+
+def readable(turns: tuple[str, ...]) -> str:
+    """A whole conversation as one text for people, replies in ⟦ ⟧."""
+    shown = [f"{OPEN}{text}{CLOSE}" if i % 2 else text for i, text in enumerate(turns)]
+    return "".join(shown)

@@ -1,0 +1,126 @@
+"""Between texts and flat tokens: only a reply's own text is tokenised, and it comes back whole."""
+
+import numpy as np
+import pytest
+from tiny_models import EOS, POSITIONS
+from tiny_models import tokenizer as tiny_tokenizer
+from tokenizers import Tokenizer
+
+from minirl.config import TasksConfig
+from minirl.errors import RecipeError
+from minirl.records import Example
+from minirl.shm.ring import TrajectoryRing
+from minirl.tasks import Task
+from minirl.tasks.arithmetic import Arithmetic
+from minirl.tasks.turns import Dialogue, dialogue_of, readable, reply_tokens, runs, texts_of
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}<eos>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+CHAT, TEXT = Example(({"role": "user", "content": "Hi"},), "!"), Example("Hi", "!")
+
+
+class Chatty(Task):
+    turn_stop = (">>",)
+
+    def reply(self, example: Example, turns: tuple[str, ...]) -> str | None:
+        return "more"
+
+
+def chatty(template: str | None = TEMPLATE) -> tuple[Dialogue, Tokenizer]:
+    tokenizer = tiny_tokenizer(POSITIONS)
+    tokenizer.chat_template = template
+    dialogue = dialogue_of(Chatty(TasksConfig()), "chatty", tokenizer)
+    assert dialogue is not None
+    return dialogue, tokenizer.backend_tokenizer
+
+
+def ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_a_task_without_replies_has_one_turn() -> None:
+    tokenizer = tiny_tokenizer(POSITIONS)
+    assert dialogue_of(Arithmetic(TasksConfig()), "arithmetic", tokenizer) is None
+
+    class NotATask:
+        pass
+
+    assert dialogue_of(NotATask(), "mine", tokenizer) is None  # type: ignore[arg-type]
+
+
+def test_what_a_template_puts_between_two_answers_is_found_by_rendering_one() -> None:
+    dialogue, _ = chatty()
+    assert dialogue == Dialogue((">>",), True, "<eos>", "\n[user]", "\n[assistant]")
+    assert chatty(None)[0] == Dialogue((">>",))
+
+
+@pytest.mark.parametrize(
+    "template, why",
+    [("{{ raise_exception('one question only') }}", "one question only"), ("same", "second turn")],
+)
+def test_a_template_without_a_second_turn_is_one_line(template: str, why: str) -> None:
+    with pytest.raises(RecipeError, match=why):
+        chatty(template)
+
+
+def test_stop_texts_are_texts() -> None:
+    class Wrong(Chatty):
+        turn_stop = ("",)
+
+    class Lone(Chatty):
+        turn_stop = "</call>"  # type: ignore[assignment]
+
+    tokenizer = tiny_tokenizer(POSITIONS)
+    with pytest.raises(RecipeError, match="turn_stop"):
+        dialogue_of(Wrong(TasksConfig()), "wrong", tokenizer)
+    found = dialogue_of(Lone(TasksConfig()), "lone", tokenizer)
+    assert found is not None and found.stop == ("</call>",)
+
+
+def test_after_its_own_end_a_chat_model_is_told_by_a_users_message() -> None:
+    dialogue, tokenizer = chatty()
+    found = reply_tokens("more", CHAT, EOS, tokenizer, dialogue)
+    assert found == ids(tokenizer, "\n[user]more\n[assistant]")  # the end is there already
+    other = tokenizer.token_to_id("<pad>")  # it ended with another special token
+    found = reply_tokens("more", CHAT, other, tokenizer, dialogue)
+    assert found == [EOS, *ids(tokenizer, "\n[user]more\n[assistant]")]
+
+
+@pytest.mark.parametrize("template, example, last", [(TEMPLATE, CHAT, 7), (TEMPLATE, TEXT, EOS)])
+def test_elsewhere_a_reply_is_its_text_alone(template: str, example: Example, last: int) -> None:
+    dialogue, tokenizer = chatty(template)
+    assert reply_tokens("more", example, last, tokenizer, dialogue) == ids(tokenizer, "more")
+    dialogue, tokenizer = chatty(None)
+    assert reply_tokens("more", CHAT, EOS, tokenizer, dialogue) == ids(tokenizer, "more")
+
+
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_turns_come_back_from_the_flat_record_as_they_were_said(is_ended: bool) -> None:
+    dialogue, tokenizer = chatty()
+    texts = ("a é answer", "more 💡\n", "last >>", " = 3", "end")
+    tokens, versions = [], []
+    for number, text in enumerate(texts):
+        if number % 2:
+            found = reply_tokens(text, CHAT, tokens[-1], tokenizer, dialogue)
+        else:
+            found = ids(tokenizer, text) + [EOS] * (is_ended and number == 0)
+        tokens += found
+        versions += [-1 if number % 2 else 2] * len(found)
+    ring = TrajectoryRing(1, 200)
+    logprobs = [0.0 if version < 0 else -1.0 for version in versions]
+    ring.write(0, 1, ids(tokenizer, "Hi"), tokens, logprobs, versions)
+    view = ring.read(0, 1)
+    assert view.mask.tolist() == [0, 0, *(int(version >= 0) for version in versions)]
+    assert texts_of(view, tokenizer, dialogue) == texts
+    assert readable(texts) == "a é answer⟦more 💡\n⟧last >>⟦ = 3⟧end"
+    one_turn = texts_of(view, tokenizer, None)
+    assert len(one_turn) == 1 and "more" not in one_turn[0]
+
+
+def test_runs_follow_the_prompt() -> None:
+    mask = np.array([0, 0, 1, 1, 0, 1, 0, 0, 1], np.uint8)
+    assert runs(mask) == [slice(2, 4), slice(4, 5), slice(5, 6), slice(6, 8), slice(8, 9)]
+    assert runs(mask[:4]) == [slice(2, 4)]

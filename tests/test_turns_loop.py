@@ -1,0 +1,149 @@
+"""The whole flow of replies through real processes, without vLLM: the loop, rollout workers around
+an engine that only counts, verifiers whose task raises, hangs and dies, and an engine that is
+killed while its turns wait for replies."""
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from crew import TRAINER_PLACE
+from noisy_task import AGAIN
+from pinned_crew import TABLE, CountingSetup
+from tiny_models import tokenizer
+
+from minirl.bench.controller import Silent
+from minirl.config import Config
+from minirl.fleet import Fleet, Role
+from minirl.journal import Journal
+from minirl.launch import make_buffer
+from minirl.loop import Loop
+from minirl.records import Prompt, StopReason, Trajectory
+from minirl.shm.ring import TrajectoryRing
+from minirl.shm.weights import WeightStore
+from minirl.tasks.prompts import PromptStream
+from minirl.tasks.registry import make_task
+from minirl.tasks.turns import Dialogue, runs
+from minirl.tasks.verifier import VerifierSetup
+
+NUM_ENGINES, NUM_HELDOUT, STEPS, KILL_AT = 2, 6, 40, 12
+MAX_NEW = 48
+HERE = Path(__file__).parent
+BASE = Config()
+CONFIG = replace(
+    BASE,
+    tasks=replace(BASE.tasks, kind=f"{HERE / 'noisy_task.py'}:Moody", verifiers=2, timeout_s=1.0),
+    devices=replace(BASE.devices, rollout=NUM_ENGINES),
+    rollout=replace(BASE.rollout, group_size=2, max_num_seqs=8, max_new_tokens=MAX_NEW),
+    buffer=replace(BASE.buffer, max_staleness=3, target_staleness=3.0),
+    train=replace(BASE.train, steps=STEPS, batch_size=2),
+    eval=replace(BASE.eval, every=10, num_prompts=NUM_HELDOUT),
+    log=replace(BASE.log, samples=1),
+)
+
+
+class Watched(Loop):
+    """Keeps a copy of each trained trajectory, and kills an engine that waits for a reply."""
+
+    def __init__(self, ring: TrajectoryRing, *parts: Any):
+        super().__init__(*parts)
+        self.ring = ring
+        self.kept: list[Any] = []  # the group's age, a trajectory of it, its columns
+        self.is_killed = False
+
+    def learn(self) -> None:
+        before = self.batch
+        super().learn()
+        if self.batch is None or self.batch is before:
+            return
+        for group in self.batch.groups:
+            for trajectory in group.trajectories:
+                view = self.ring.read(trajectory.cell, group.id)
+                columns = (view.tokens, view.mask, view.logprobs, view.versions)
+                copies = [column.copy() for column in columns]
+                age = self.batch.version - group.newest_version
+                self.kept.append((age, trajectory, *copies))
+
+    def on_turn(self, group_id: int, place: int, trajectory: Trajectory) -> None:
+        super().on_turn(group_id, place, trajectory)
+        if not self.is_killed and self.step >= KILL_AT:
+            self.is_killed = True
+            engine = self.dispatcher.worker_of(group_id)
+            assert engine is not None
+            os.kill(self.engines[engine].pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    """Run to its end."""
+    folder, plain = tmp_path_factory.mktemp("turns"), tokenizer(512)
+    plain.save_pretrained(folder)
+    task = make_task(CONFIG)
+    fleet, store = Fleet(folder, NUM_ENGINES + 3), WeightStore(TABLE, "float32")
+    cells = CONFIG.num_slots * CONFIG.rollout.group_size + NUM_HELDOUT
+    ring = TrajectoryRing(cells, CONFIG.max_tokens_per_trajectory)
+    try:
+        fleet.spawn(Role.TRAIN, 0, "pinned_crew:trainer", store, TRAINER_PLACE)
+        for rank in range(NUM_ENGINES):
+            setup = CountingSetup(CONFIG, ring, store, rank, slow_s=0.004, has_turns=True)
+            fleet.spawn(Role.ROLLOUT, rank, "pinned_crew:engine", setup, TRAINER_PLACE)
+        for rank in range(CONFIG.tasks.verifiers):
+            grader = VerifierSetup(CONFIG, str(folder), ring, Dialogue())
+            fleet.spawn(Role.VERIFY, rank, "minirl.tasks.verifier:run", grader, TRAINER_PLACE)
+        heldout = [Prompt(i, e, (1, 2)) for i, e in enumerate(task.heldout(NUM_HELDOUT))]
+        stream = PromptStream(task, plain, CONFIG.seed)
+        journal = Journal(CONFIG, folder, fleet, Silent())
+        loop = Watched(ring, CONFIG, fleet, stream, heldout, make_buffer(CONFIG), journal)
+        loop.run()
+    finally:
+        fleet.kill()
+    return loop
+
+
+def test_every_trained_answer_is_one_flat_record_of_its_turns(loop: Watched) -> None:
+    reply = tokenizer(512).encode(AGAIN)
+    assert len(loop.kept) == STEPS * 4
+    for group_age, trajectory, tokens, mask, logprobs, versions in loop.kept:
+        spans = runs(mask)
+        assert (trajectory.num_turns, len(spans)) == (3, 5)
+        assert trajectory.stop is StopReason.STOP
+        assert trajectory.length == len(tokens)
+        assert trajectory.num_written == mask.sum()
+        assert trajectory.num_replied == 2 * len(reply)
+        assert ((mask == 1) == (versions >= 0)).all() and (logprobs[mask == 0] == 0).all()
+        assert all(tokens[span].tolist() == reply for span in spans[1::2])
+        assert trajectory.head_version == versions[spans[0]][0]
+        assert trajectory.tail_version == versions[-1]
+        assert (np.diff(versions[mask == 1]) >= 0).all()
+        assert group_age <= CONFIG.buffer.max_staleness  # of its newest token: it can be trained
+    spread = [t.tail_version - t.head_version for _, t, *_ in loop.kept]
+    assert max(spread) > 0, "weights changed between turns"
+
+
+def test_a_reply_that_fails_hangs_or_dies_drops_its_group_with_a_count(loop: Watched) -> None:
+    last = loop.journal.log.lines[-1]
+    assert last["buffer/dropped_reply_error"] >= 2
+    assert last["buffer/dropped_reply_timeout"] >= 1
+    assert "buffer/dropped_reward_error" not in last
+    for line in loop.journal.log.lines:
+        done = line["buffer/groups_trained"] + line["buffer/groups_dropped"]
+        assert line["buffer/groups_submitted"] == done + line["buffer/groups_in_flight"]
+        assert line["rollout/turns_mean"] == 3
+
+
+def test_an_engine_that_dies_while_turns_wait_loses_nothing_but_them(loop: Watched) -> None:
+    assert loop.is_killed and loop.step == STEPS
+    assert loop.journal.log.lines[-1]["buffer/dropped_worker_died"] >= 1
+    assert loop.buffer.ledger.is_balanced
+
+
+def test_evaluations_talk_too(loop: Watched) -> None:
+    evaluated = [line for line in loop.journal.log.lines if "eval/version" in line]
+    assert evaluated and all(line["eval/failures"] == 0 for line in evaluated)
+    assert all(line["eval/count"] == NUM_HELDOUT for line in evaluated)
+    said = (loop.journal.run_dir / "evals.jsonl").read_text()
+    assert said.count("\\u27e6 again?\\u27e7") >= 2 * len(evaluated)
+    assert (loop.journal.run_dir / "samples.jsonl").read_text().count("again?") >= 2 * STEPS
