@@ -24,7 +24,7 @@ GOALS = {
 }
 
 
-LONG = ("weights", "rewards")
+LONG = ("weights", "rollout", "rewards")
 
 
 @pytest.mark.vllm

@@ -7,6 +7,7 @@ from minirl.bench import BENCHES, Options
 QUICKLY = Options(is_quick=True)
 
 
+@pytest.mark.slow
 def test_the_controller_bench_has_its_figure() -> None:
     figures = {f.name: f for f in BENCHES["controller"].measure(QUICKLY)}
     assert figures["efficiency"].goal == 0.97

@@ -35,6 +35,7 @@ def test_killed_engine_and_verifier_are_replaced_and_every_group_is_accounted_fo
     assert run.summary()["drops"]["worker_died"] >= 1
 
 
+@pytest.mark.slow
 def test_killed_trainer_goes_back_to_its_checkpoint_and_other_devices_may_go_on(
     tmp_path: Path, tied_folder: Path
 ) -> None:
@@ -140,7 +141,7 @@ def test_stalled_worker_ends_the_run_with_stacks_and_exit_code_3(
 @pytest.mark.parametrize(
     "how",
     [
-        "not_applied",
+        pytest.param("not_applied", marks=pytest.mark.slow),
         pytest.param("one_missing", marks=pytest.mark.slow),  # test_engine.py has these too
         pytest.param("torn", marks=pytest.mark.slow),
     ],
@@ -186,6 +187,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_full_disk_costs_checkpoints_but_neither_the_run_nor_the_last_good_one(
     small_disk: Path, tied_folder: Path
 ) -> None:

@@ -173,6 +173,7 @@ def test_a_directory_takes_one_run_at_a_time_and_shows_that_it_lives(tmp_path: P
     _hold(tmp_path).close()
 
 
+@pytest.mark.slow
 def test_answers_of_several_turns_are_trained_without_the_replies(
     tmp_path: Path, tied_folder: Path
 ) -> None:
@@ -227,6 +228,7 @@ def test_tensor_parallel_engine_trains_and_leaves_nothing(
     assert_accounted(run.metrics(), max_staleness=2)
 
 
+@pytest.mark.slow
 def test_ppo_with_adapters_trains_and_what_kept_kv_makes_inexact_is_reported(
     tmp_path: Path, tied_folder: Path
 ) -> None:
@@ -252,6 +254,7 @@ def test_ppo_with_adapters_trains_and_what_kept_kv_makes_inexact_is_reported(
     assert max(line.get("train/spliced_gap", 0.0) for line in lines) > 1e-4
 
 
+@pytest.mark.slow
 def test_some_rewards_of_a_group_may_fail_and_every_filter_counts(
     tmp_path: Path, tied_folder: Path
 ) -> None:

@@ -66,6 +66,8 @@ class Result:
 
 
 def summarise(results: Sequence[Result]) -> dict[str, Any]:
+    """The same whatever order the problems were done in: draws and sums depend on it."""
+    results = sorted(results, key=lambda result: result.problem)
     answers = [answer for result in results for answer in result.answers]
     found = interval_of([result.rewards for result in results])
     most = max((len(result.answers) for result in results), default=0)
