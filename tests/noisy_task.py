@@ -87,14 +87,14 @@ class Again(EvenLength):
 
 
 class Moody(Again):
-    """A prompt in eight raises at its second reply, one exits at its first and a few hang."""
+    """A prompt in eight raises at its second reply, a few exit or hang at their first."""
 
     def reply(self, example: Example, turns: tuple[str, ...]) -> str | None:
         number = int(str(example.prompt).split()[2])
         is_training = str(example.prompt).startswith("Tom")
         if is_training and number % 8 == 3 and len(turns) == 3:
             raise ValueError("nothing to say")
-        if is_training and number % 16 == 5:
+        if is_training and number % 32 == 5:
             os._exit(7)
         if is_training and number % 32 == 9:
             time.sleep(60)

@@ -29,7 +29,7 @@ from minirl.tasks.registry import make_task
 from minirl.tasks.turns import Dialogue, runs
 from minirl.tasks.verifier import VerifierSetup
 
-NUM_ENGINES, NUM_HELDOUT, STEPS, KILL_AT = 2, 6, 40, 12
+NUM_ENGINES, NUM_HELDOUT, STEPS, KILL_AT = 2, 6, 24, 8
 MAX_NEW = 48
 HERE = Path(__file__).parent
 BASE = Config()
