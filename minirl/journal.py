@@ -24,7 +24,6 @@ Leaves out: how it looks on a terminal (console.py, behind `View`).
 
 import contextlib
 import json
-import os
 import time
 from collections import deque
 from pathlib import Path
@@ -38,7 +37,7 @@ from minirl.evaluate import Evaluation
 from minirl.filters import penalty
 from minirl.fleet import Fleet, Role
 from minirl.guard import Action, Breach, GuardStop
-from minirl.lines import Lines, read_lines
+from minirl.lines import Lines, read_lines, replace_text
 from minirl.metrics import DROPPED, MetricsLog, cut, rewrite
 from minirl.record import Recorder
 from minirl.records import Batch, Prompt, StopReason, Trajectory
@@ -434,13 +433,9 @@ class Journal:
             "logprob_gap_max": max(gaps, default=None),
             **extra,
         }
-        path = self.run_dir / "summary.json"
-        aside = path.with_suffix(".tmp")
         try:
-            aside.write_text(json.dumps(summary, indent=2) + "\n")
-            os.replace(aside, path)
+            replace_text(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
         except OSError as error:
-            aside.unlink(missing_ok=True)
             self.problems.append(f"summary.json could not be written ({error.strerror})")
         return summary
 

@@ -75,3 +75,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         if isinstance(value, dict):
             found.append(value)
     return found
+
+
+def replace_text(path: Path, text: str) -> None:
+    """A whole file, or the one that was there: written aside and renamed."""
+    aside = path.with_suffix(".tmp")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise

@@ -10,7 +10,6 @@ step, save, end; twice: now.
 """
 
 import json
-import os
 import signal
 import time
 from collections import deque
@@ -28,6 +27,7 @@ from minirl.doctor import find_devices
 from minirl.errors import MinirlError, Stalled, WorkerDied
 from minirl.fleet import Died, Fleet, Role, Worker
 from minirl.launch import BODIES, INTERRUPTED, model_folder
+from minirl.lines import replace_text
 from minirl.metrics import MetricsLog
 from minirl.recipe import to_toml
 from minirl.rollout.worker import Stop
@@ -182,10 +182,7 @@ class School:
             "heldout_loss_after": self.losses[-1][1] if self.losses else None,
             "examples_too_long": num_too_long,
         }
-        path = self.run_dir / "summary.json"
-        aside = path.with_suffix(".tmp")
-        aside.write_text(json.dumps(summary, indent=2) + "\n")
-        os.replace(aside, path)
+        replace_text(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
 @contextmanager

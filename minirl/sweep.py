@@ -12,7 +12,6 @@ other would measure each other.
 import itertools
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from minirl.errors import MinirlError, RecipeError
+from minirl.lines import replace_text
 from minirl.metrics import read
 from minirl.recipe import load
 
@@ -191,13 +191,14 @@ class Sweep:
         return [head, *body]
 
     def write(self) -> None:
-        """Whole files only, after every run."""
+        """After every run."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         rows = [
             {k: vars(v) if isinstance(v, Estimate) else v for k, v in row.items()}
             for row in self.rows()
         ]
-        _replace(self.folder / f"{TABLE}.json", json.dumps(rows, indent=1) + "\n")
-        _replace(self.folder / f"{TABLE}.md", markdown(self.table()))
+        replace_text(self.folder / f"{TABLE}.json", json.dumps(rows, indent=1) + "\n")
+        replace_text(self.folder / f"{TABLE}.md", markdown(self.table()))
 
 
 def train(recipe: Path, run_dir: Path, settings: Sequence[str]) -> None:
@@ -282,10 +283,3 @@ def markdown(table: Sequence[tuple[str, ...]]) -> str:
 def _plain(value: str) -> str:
     """For a folder's name."""
     return "".join(c if c.isalnum() or c in ".+-_" else "_" for c in value.strip('"')) or "_"
-
-
-def _replace(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    aside.write_text(text)
-    os.replace(aside, path)

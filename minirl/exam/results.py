@@ -9,7 +9,6 @@ are 0 or 1.
 """
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 from minirl.errors import RecipeError
 from minirl.estimates import interval_of, pass_at, usual_ks
+from minirl.lines import replace_text
 
 RESULTS, SUMMARY = "results.jsonl", "summary.json"
 
@@ -96,16 +96,14 @@ def line_of(result: Result) -> str:
 
 
 def write(folder: Path, results: Sequence[Result], summary: dict[str, Any]) -> None:
-    """In the problems' order, aside and renamed."""
+    """In the problems' order."""
     in_order = sorted(results, key=lambda result: result.problem)
     texts = {
         RESULTS: "".join(map(line_of, in_order)),
         SUMMARY: json.dumps(summary, indent=2, ensure_ascii=False) + "\n",
     }
     for name, text in texts.items():
-        aside = folder / f"{name}.tmp"
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, folder / name)
+        replace_text(folder / name, text)
 
 
 def read(path: Path) -> list[Result]:
