@@ -53,13 +53,15 @@ class Task(EvenLength):
 class Notes:
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self.at_step: dict[int, Callable[[], None]] = {}
 
     def note(self, text: str) -> None:
         self.texts.append(text)
 
     def evaluated(self, version: int, accuracy: float) -> None: ...
 
-    def step(self, line: dict[str, Any]) -> None: ...
+    def step(self, line: dict[str, Any]) -> None:
+        self.at_step.get(line["step"], lambda: None)()
 
 
 class Stage:
@@ -84,15 +86,9 @@ class Stage:
     def pid(self, role: Role) -> int:
         return self.fleet.of(role)[0].pid
 
-    def at_step(self, step: int, act: Callable[[], None]) -> threading.Thread:
-        def wait() -> None:
-            while self.loop.step < step:
-                time.sleep(0.005)
-            act()
-
-        thread = threading.Thread(target=wait, daemon=True)
-        thread.start()
-        return thread
+    def signal_at(self, step: int, role: Role, number: int) -> None:
+        """In the loop's own thread, right after the step: no later one can come first."""
+        self.notes.at_step[step] = lambda: os.kill(self.pid(role), number)
 
     @property
     def updates(self) -> float:
@@ -195,11 +191,11 @@ def test_a_rank_that_does_not_fit_says_what_to_change_and_is_not_tried_again(
 
 
 def test_killed_and_frozen_engines_and_verifiers_are_replaced(tmp_path: Path) -> None:
-    with stage(tmp_path, stall_s=3.0) as run:
-        run.at_step(1, lambda: os.kill(run.pid(Role.VERIFY), signal.SIGKILL))
-        run.at_step(2, lambda: os.kill(run.pid(Role.ROLLOUT), signal.SIGKILL))
-        run.at_step(4, lambda: os.kill(run.pid(Role.VERIFY), signal.SIGSTOP))
-        run.at_step(6, lambda: os.kill(run.pid(Role.ROLLOUT), signal.SIGSTOP))
+    with stage(tmp_path, eta=0, stall_s=3.0) as run:  # at η = 0 each step needs all of them
+        run.signal_at(1, Role.VERIFY, signal.SIGKILL)
+        run.signal_at(2, Role.ROLLOUT, signal.SIGKILL)
+        run.signal_at(4, Role.VERIFY, signal.SIGSTOP)
+        run.signal_at(6, Role.ROLLOUT, signal.SIGSTOP)
         run.loop.run()
         run.check()
         assert run.journal.num_replaced == 4
