@@ -123,7 +123,7 @@ class Journal:
         self.recent_samples: deque[dict[str, Any]] = deque(maxlen=NUM_SHOWN_SAMPLES)
         self.recent_ages: deque[tuple[int, ...]] = deque(maxlen=NUM_SHOWN_STEPS)
         self._num_per_step = config.train.batch_size * config.rollout.group_size
-        self._began = time.monotonic()
+        self.began = time.monotonic()
         self.accuracies: list[tuple[int, float]] = []
         self._given_up: list[tuple[int, int]] = []  # versions between these: see `rolled_back`
         self.num_replaced = self.num_redone = 0  # workers, steps: see metrics.py
@@ -197,7 +197,7 @@ class Journal:
 
     @property
     def seconds(self) -> float:
-        return self._seconds_before + time.monotonic() - self._began
+        return self._seconds_before + time.monotonic() - self.began
 
     @property
     def wants_first_evaluation(self) -> bool:
@@ -205,7 +205,7 @@ class Journal:
         return not self.accuracies or self._is_evaluation_due
 
     def begin(self) -> None:
-        self._began = time.monotonic()
+        self.began = time.monotonic()
         self._meter = Meter(self._fleet)
 
     def note(self, text: str) -> None:
@@ -257,6 +257,8 @@ class Journal:
             "rollout/length_mean": fmean(t.num_written for t in trajectories),
             "rollout/turns_mean": self._turns(trajectories),
             "rollout/truncated_frac": fmean(cut),
+            "rollout/devices": self.config.devices.rollout,
+            "train/devices": self.config.devices.train,
             "buffer/groups_submitted": ledger.submitted,
             "buffer/groups_trained": ledger.trained,
             "buffer/groups_dropped": ledger.dropped,

@@ -10,13 +10,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Protocol
 
-from minirl import devices, machine, model, secrets
+from minirl import devices, machine, model, resplit, secrets
 from minirl.blackbox import BlackBox
 from minirl.buffer import Buffer, History, OnStale
 from minirl.config import TINY, Config
@@ -25,15 +25,13 @@ from minirl.doctor import find_devices, free_memory_bytes
 from minirl.errors import MinirlError, RecipeError
 from minirl.fleet import Died, Fleet, Role
 from minirl.journal import LOCK, Journal
+from minirl.lines import replace_text
 from minirl.loggers import Loggers
 from minirl.loop import Loop
-from minirl.metrics import read
 from minirl.pace import Pace
 from minirl.plan.balance import balance
-from minirl.plan.gpus import recognise
-from minirl.plan.shapes import shape_of
-from minirl.plan.split import recommended, splits, usual_lengths, with_split
-from minirl.recipe import Loaded, load, to_toml
+from minirl.plan.split import with_split
+from minirl.recipe import Loaded, to_toml
 from minirl.record import Recorder, most_bytes
 from minirl.records import Prompt
 from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
@@ -71,7 +69,7 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: b
     config = loaded.config
     kind, available = find_devices(config.devices.kind)
     if config.devices.split == "auto":
-        config = _split(config, kind, run_dir if resume else None)
+        config = resplit.begin(config, kind, run_dir if resume else None)
     check_devices(config, kind, available)
     if (free := free_memory_bytes()) is not None:
         check_memory(config, free)
@@ -83,24 +81,27 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: b
     if resume and is_finished(run_dir, config):
         print(f"all {config.train.steps} steps are done; raise train.steps to go on")
         return 0
+    job = Job(task, run_dir, recipe, kind, available)
     with _ends_on_sigterm():
-        return _prepare(config, task, run_dir, recipe, changes, resume, is_plain, kind, available)
+        return _prepare(config, job, changes, resume, is_plain)
 
 
-def _prepare(
-    config: Config,
-    task: Task,
-    run_dir: Path,
-    recipe: Path,
-    changes: list[str],
-    resume: bool,
-    is_plain: bool,
-    kind: str,
-    available: int,
-) -> int:
+@dataclass(frozen=True)
+class Job:
+    """What stays the same however its devices are shared out."""
+
+    task: Task
+    run_dir: Path
+    recipe: Path  # as the user named it
+    kind: str
+    available: int
+
+
+def _prepare(config: Config, job: Job, changes: list[str], resume: bool, is_plain: bool) -> int:
+    run_dir = job.run_dir
     start = find_start(Path(), run_dir, resume)  # before the recipe of the run is touched
     check_steps(config, start)
-    logs, lock = _make_run_dir(config, run_dir, kind)
+    logs, lock = _make_run_dir(config, run_dir, job.kind)
     view = ConsoleView(config.train.steps, is_plain=is_plain)
     try:
         for note in (*(f"changed since it began: {c}" for c in changes), *start.notes):
@@ -111,7 +112,16 @@ def _prepare(
         check_model(config, read_model_config(config, source))
         model.check_folder(source)
         start = start if start.state else replace(start, folder=source)
-        return _run(config, task, source, start, kind, available, run_dir, recipe, view)
+        may_correct = config.devices.split == "auto"
+        while True:
+            corrector = resplit.Corrector(config, job.kind, start.step) if may_correct else None
+            code = _run(config, job, source, start, view, corrector)
+            if code is not None or corrector is None or corrector.better is None:
+                return code or 0
+            may_correct = False  # once: what is measured is noisy
+            config = with_split(config, *corrector.better)
+            start = find_start(source, run_dir, is_resumed=True)
+            replace_text(run_dir / "recipe.toml", to_toml(config))
     finally:
         view.close()
         lock.close()
@@ -135,16 +145,16 @@ def _hold(run_dir: Path) -> IO[str]:
 
 def _run(
     config: Config,
-    task: Task,
+    job: Job,
     source: Path,
     start: Start,
-    kind: str,
-    available: int,
-    run_dir: Path,
-    recipe: Path,
     view: ConsoleView,
-) -> int:
-    places = devices.place(config, kind, available)
+    corrector: resplit.Corrector | None,
+) -> int | None:
+    """An exit code; None where the run is to go on with the split that the corrector found."""
+    run_dir, kind, task = job.run_dir, job.kind, job.task
+    began = time.monotonic()
+    places = devices.place(config, kind, job.available)
     num_workers = len(places[0]) + len(places[1]) + config.tasks.verifiers
     fleet = Fleet(run_dir / "logs", num_workers, run_dir / FOLDER if config.log.trace else None)
     loggers: Loggers | None = None
@@ -164,9 +174,11 @@ def _run(
         recorder = _recorder(config, run_dir, ring, places[1], start.step, view)
         journal = Journal(config, run_dir, fleet, view, start.step, journal_state, box, recorder)
         loop = Loop(config, fleet, stream, heldout, buffer, journal)
+        if corrector is not None:
+            loop.after_step = lambda: corrector.look(journal.log.lines, journal.began - began)
         loggers = Loggers(config, run_dir, start.step, view.note)
         try:
-            with _signals(loop, view), view.watching(loop, run_dir, loggers.check):
+            with _signals(loop, view) as came, view.watching(loop, run_dir, loggers.check):
                 loop.run()
         except BaseException:
             journal.close()  # what was recorded until now is kept
@@ -174,6 +186,10 @@ def _run(
         if loop.has_finished:  # else they have not all started, and would not listen
             fleet.stop(Stop())
         loggers.close()
+        if corrector is not None and corrector.better and not came and not loop.unsaved:
+            journal.close()
+            view.note(corrector.why)
+            return None
         if config.log.trace:
             with suppress(OSError):  # a full disk: `minirl trace` can do it later
                 merge(run_dir)
@@ -185,7 +201,7 @@ def _run(
         extra["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         summary = journal.summarise(is_whole, {**extra, **machine.describe(kind)})
         journal.close()
-        view.finished(summary, _try_next(recipe, run_dir, is_whole))
+        view.finished(summary, _try_next(job.recipe, run_dir, is_whole))
         if loop.unsaved:
             kept = journal.last_checkpoint
             journal.problems.append(f"no checkpoint of the last step: {loop.unsaved}; {kept}")
@@ -193,30 +209,13 @@ def _run(
             raise MinirlError(f"not all could be written: {'; '.join(journal.problems)}")
         return 0 if is_whole else INTERRUPTED
     finally:
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # what is left takes a moment, and must be done
-        if loggers is not None:
-            loggers.kill()
-        fleet.kill()
-        devices.sweep_temp(run_dir / "tmp")
-        checkpoint.sweep(run_dir)
-        (run_dir / "rendezvous").unlink(missing_ok=True)
-
-
-def _split(config: Config, kind: str, resumed: Path | None) -> Config:
-    """devices.split = "auto": as a resumed run's own steps say, else as planned for this GPU."""
-    given = config.devices.rollout + config.devices.train
-    if resumed is not None:
-        before = load(resumed / "recipe.toml").config.devices
-        found = balance(read(resumed / "metrics.jsonl"), before.rollout, before.train)
-        if found is not None and before.rollout + before.train == given:
-            return with_split(config, *found.best(config.devices.tensor_parallel))
-    gpu = recognise(*devices.gpu_name_and_bytes()) if kind == "cuda" else None
-    if gpu is None:  # nothing is known of this device: as the recipe says
-        return config
-    found_splits = splits(config, gpu, shape_of(config), usual_lengths(config), given)
-    best = recommended(found_splits)
-    return with_split(config, best.rollout, best.train)
+        with _deaf():  # what is left takes a moment, and must be done
+            if loggers is not None:
+                loggers.kill()
+            fleet.kill()
+            devices.sweep_temp(run_dir / "tmp")
+            checkpoint.sweep(run_dir)
+            (run_dir / "rendezvous").unlink(missing_ok=True)
 
 
 def make_buffer(config: Config, history: History | None = None) -> Buffer:
@@ -283,13 +282,9 @@ def _make_run_dir(config: Config, run_dir: Path, kind: str) -> tuple[Path, IO[st
         lock = _hold(run_dir)
         devices.sweep_temp(run_dir / "tmp")  # a controller that was killed could not
         (run_dir / "tmp").mkdir()
-        aside = run_dir / "recipe.tmp"
-        aside.write_text(to_toml(config))
-        os.replace(aside, run_dir / "recipe.toml")
+        replace_text(run_dir / "recipe.toml", to_toml(config))
         machine.write(run_dir, machine.describe(kind))
     except OSError as error:
-        with suppress(OSError):
-            (run_dir / "recipe.tmp").unlink(missing_ok=True)
         rule = f"cannot be written to ({error.strerror})"
         raise RecipeError("--run-dir", str(run_dir), rule, "name another, or make room") from None
     return logs, lock
@@ -365,16 +360,28 @@ def _check_prompt_lengths(config: Config, task: Task, tokenizer: Any) -> None:
 
 
 @contextmanager
-def _signals(loop: Loop, view: ConsoleView) -> Iterator[None]:
-    """Ctrl-C or SIGTERM once: finish the step, save, end. Twice: now."""
+def _signals(loop: Loop, view: ConsoleView) -> Iterator[list[int]]:
+    """Ctrl-C or SIGTERM once: finish the step, save, end. Twice: now. Gives those that came."""
+    came: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if loop.is_interrupted:
+        if came:
             raise KeyboardInterrupt
+        came.append(number)
         loop.is_interrupted = True
         view.note(f"{signal.Signals(number).name}: finishing the step and saving; again to end now")
 
     before = {number: signal.signal(number, handle) for number in SIGNALS}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     try:
         yield
     finally:

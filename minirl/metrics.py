@@ -63,6 +63,7 @@ TABLE = (
     Metric("rollout/truncated_frac", "share of them that was cut at rollout.max_new_tokens"),
     Metric("rollout/batch_mean", "tokens sampled in this step / engine steps: sequences at once"),
     Metric("rollout/idle_frac", "mean over engines: time without a sequence to sample / seconds"),
+    Metric("rollout/devices", "devices that generated in this step"),
     Metric("buffer/staleness_mean", "mean over trained tokens: version - 1 - the token's version"),
     Metric("buffer/staleness_max", "largest of the same; never above buffer.max_staleness"),
     Metric("buffer/masked_frac", "share of written tokens masked because they were too stale"),
@@ -104,6 +105,7 @@ TABLE = (
     Metric("train/tokens_per_s", "tokens trained on (prompts too) / seconds the ranks were at it"),
     Metric("train/tokens", "trained tokens of this step"),
     Metric("train/idle_frac", "time rank 0 waited for a batch in this step / its seconds"),
+    Metric("train/devices", "devices that trained in this step"),
     Metric("train/lr", "learning rate of this step"),
     Metric("guard/warnings", "rules of [guard] that this step broke, told of or not"),
 )

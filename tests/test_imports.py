@@ -32,7 +32,7 @@ LEVELS = (
     {"rollout", "train", "blackbox"},
     {"simulate"},
     {"plan"},
-    {"journal", "conversations", "faults", "recovery", "loop"},
+    {"journal", "conversations", "faults", "recovery", "loop", "resplit"},
     {"launch", "replay", "console", "dashboard", "doctor", "machine", "report", "sweep"}
     | {"resume", "verify_resume"},
     {"bench", "exam"},

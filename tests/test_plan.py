@@ -178,7 +178,8 @@ def test_the_balance_names_the_bottleneck_and_what_would_help() -> None:
         "training-bound: engines idle 60%, one process more for training would give +100%"
     )
     assert Balance(2, 2, 0.01, 0.02).sentence() == "balanced: engines idle 1%, trainers 2%"
-    assert Balance(2, 6, 0.5, 0.0).best(width=2) == (2, 6)
+    assert Balance(2, 6, 0.5, 0.0).best([(2, 6), (4, 4)]) == (2, 6)
+    assert Balance(4, 4, 0.0, 0.6).best([(2, 6), (4, 4)]) == (4, 4)
 
 
 def test_the_balance_of_a_run_weighs_steps_by_their_time_and_leaves_the_first_out() -> None:
@@ -189,18 +190,5 @@ def test_the_balance_of_a_run_weighs_steps_by_their_time_and_leaves_the_first_ou
     ]
     assert balance(lines, 1, 1) == Balance(1, 1, 0.0, pytest.approx(0.5))
     assert balance(lines[:1], 1, 1) is None
-
-
-def test_auto_split_of_a_resumed_run_is_what_its_steps_recommend(tmp_path: Path) -> None:
-    from minirl.launch import _split
-    from minirl.recipe import to_toml
-
-    wanted = with_split(config(), 4, 4)
-    auto = replace(wanted, devices=replace(wanted.devices, split="auto"))
-    assert _split(auto, "cpu", None) == auto  # nothing is known of this device
-    (tmp_path / "recipe.toml").write_text(to_toml(auto))
-    assert _split(auto, "cpu", tmp_path) == auto  # nor of this run yet
-    line = {"rollout/idle_frac": 0.0, "train/idle_frac": 0.41}
-    lines = [json.dumps({"step": i, "seconds": float(i), **line}) for i in (1, 2, 3)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert _split(auto, "cpu", tmp_path) == with_split(auto, 5, 3)
+    before = {**lines[1], "rollout/devices": 2, "train/devices": 1}  # before it was split anew
+    assert balance([before, before, *lines], 1, 1) == balance(lines, 1, 1)

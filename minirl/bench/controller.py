@@ -118,7 +118,7 @@ def play(
     train_s: float,
     folder: Path,
     view: View | None = None,
-    around: Sequence[Callable[[Loop], AbstractContextManager[None]]] = (),
+    around: Sequence[Callable[[Loop], AbstractContextManager[object]]] = (),
 ) -> Outcome:
     """`around`: what is entered before the loop runs and left when it has."""
     config, cpu = (

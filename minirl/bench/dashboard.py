@@ -43,10 +43,10 @@ def main(folder: Path, steps: int, engines: int, ranks: int, step_s: float) -> N
     wanted = shape(steps, engines, ranks)
     view = ConsoleView(wanted.num_steps)
 
-    def watching(loop: Loop) -> AbstractContextManager[None]:
+    def watching(loop: Loop) -> AbstractContextManager[object]:
         return view.watching(loop, folder)
 
-    def signals(loop: Loop) -> AbstractContextManager[None]:
+    def signals(loop: Loop) -> AbstractContextManager[object]:
         return _signals(loop, view)
 
     play(wanted, step_s, folder, view, (signals, watching))

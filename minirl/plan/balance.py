@@ -33,13 +33,13 @@ class Balance:
         now = min(1 / max(1e-3, 1 - self.rollout_idle), 1 / max(1e-3, 1 - self.train_idle))
         return min(generation, training) / now
 
-    def best(self, width: int = 1) -> tuple[int, int]:
-        """The same devices, shared out anew; `width` of them to an engine."""
-        total = self.rollout + self.train
-        pairs = [(n, total - n) for n in range(width, total, width)]
-        if (self.rollout, self.train) in pairs:  # a tie leaves it as it is
-            pairs.insert(0, (self.rollout, self.train))
-        return max(pairs, key=lambda pair: round(self.throughput(*pair), 3))
+    def best(self, pairs: Sequence[tuple[int, int]] = ()) -> tuple[int, int]:
+        """The same devices, shared out anew: one of `pairs`, or any."""
+        total, now = self.rollout + self.train, (self.rollout, self.train)
+        among = [*(pairs or ((n, total - n) for n in range(1, total)))]
+        if now in among or not among:  # a tie leaves it as it is
+            among.insert(0, now)
+        return max(among, key=lambda pair: round(self.throughput(*pair), 3))
 
     def sentence(self, word: str = "GPU") -> str:
         if self.verdict == "balanced":
@@ -61,7 +61,13 @@ class Balance:
 
 
 def balance(lines: Sequence[dict[str, Any]], rollout: int, train: int) -> Balance | None:
-    """None where there are too few steps to tell."""
+    """None where there are too few steps with these devices to tell."""
+    now = (rollout, train)
+    lines = [
+        line
+        for line in lines
+        if (line.get("rollout/devices", rollout), line.get("train/devices", train)) == now
+    ]
     counted = lines[NUM_FIRST:]
     if not counted:
         return None
