@@ -9,6 +9,7 @@ stage.py      the processes that a bench plays on, each pinned to its own cores
 models.py     the models: random weights, no download, and a publisher that plays the trainer
 line.py       a real rollout worker and the prompts that keep it busy
 scripted.py   workers that only sleep
+table.py      figures as Markdown, for the docs
 terminal.py   a program in a terminal of its own
 weights.py, queue.py, rollout.py, controller.py, simulator.py, dashboard.py   the benches
 rewards.py    a whole run with slow rewards; slow_task.py is its task
@@ -136,7 +137,7 @@ class Report:
         for f in self.figures:
             goal = "" if f.goal is None else f"{f.bound} {f.goal:g}"
             verdict = "" if f.goal is None else "ok" if f.ok else "MISSED"
-            rows.append((f.name, _shown(f.value), goal, verdict, f.note))
+            rows.append((f.name, shown(f.value), goal, verdict, f.note))
         return rows
 
 
@@ -197,5 +198,5 @@ def _version(*distributions: str) -> str | None:
     return None
 
 
-def _shown(value: float) -> str:
+def shown(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -133,6 +133,7 @@ class HeadLogprobs(torch.autograd.Function):
             logprobs_N[at] = target_C - lse_N[at]
             probs_CV = (logits_CV - lse_N[at, None]).exp_()
             entropy_N[at] = lse_N[at] - torch.linalg.vecdot(probs_CV, logits_CV)
+            del logits_CV, probs_CV  # or they would lie beside the next chunk's
         ctx.save_for_backward(hidden_NE, weight_VE, targets_N, lse_N)
         ctx.temperature, ctx.chunk, ctx.dtype = temperature, chunk, dtype
         ctx.mark_non_differentiable(entropy_N)
@@ -156,6 +157,7 @@ class HeadLogprobs(torch.autograd.Function):
             d_hidden_NE[at] = d_product_CV @ product_VE
             if d_weight_VE is not None:
                 d_weight_VE += d_product_CV.T @ hidden_CE
+            del logits_CV, probs_CV, d_logits_CV, d_product_CV
         return d_hidden_NE, d_weight_VE, None, None, None, None
 
 
