@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minirl.bench.batches import Size, draw
-from minirl.bench.clock import now
+from minirl.bench.clock import steady
 from minirl.devices import Placement
 from minirl.model import weight_table
 from minirl.shm.board import Board
@@ -115,24 +115,24 @@ def tight_fixed(desk: Desk) -> float:
 
 
 def _step(trainer: Trainer, desk: Desk) -> float:
-    started = now()
+    started = steady()
     trainer.train(desk.drawn.batch)
     trainer.publish(trainer.setup.store.latest + 1)
-    return now() - started
+    return steady() - started
 
 
 def with_prox(desk: Desk) -> float:
     """A step that asks for π_prox although it has one minibatch."""
-    started = now()
+    started = steady()
     for micro in desk.packed:
         logprobs_of(desk.dynamic.policy, micro, desk.dynamic.config)
-    return now() - started + step(desk)
+    return steady() - started + step(desk)
 
 
 def bare(desk: Desk) -> float:
     """transformers' own forward with its logits, over tensors that are packed already."""
     model, optimizer = desk.bare
-    started = now()
+    started = steady()
     optimizer.zero_grad()
     for micro in desk.packed:
         logits_TV = model(
@@ -145,13 +145,13 @@ def bare(desk: Desk) -> float:
         losses_T = F.cross_entropy(logits_TV[:-1], micro.tokens_T[1:], reduction="none")
         (losses_T * micro.trainable_T[1:]).sum().backward()
     optimizer.step()
-    return now() - started
+    return steady() - started
 
 
 def padded(desk: Desk) -> float:
     """Sequences in the order they came, as many at once as fit when padded to the longest."""
     model, optimizer = desk.padded
-    started = now()
+    started = steady()
     optimizer.zero_grad()
     sequences = [torch.tensor(tokens) for tokens in desk.drawn.sequences]
     longest = max(map(len, sequences))
@@ -159,7 +159,7 @@ def padded(desk: Desk) -> float:
     for start in range(0, len(sequences), count):
         _padded_loss(model, sequences[start : start + count]).backward()
     optimizer.step()
-    return now() - started
+    return steady() - started
 
 
 def _padded_loss(model: Any, sequences: list[Tensor]) -> Tensor:

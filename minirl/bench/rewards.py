@@ -7,7 +7,7 @@ A real run, but for its trainer, which only sleeps and publishes: the real loop,
 model, real verifier processes. Within it the rewards are instant and slow by turns (I S I S … I), a
 few steps each; each slow turn is compared with the two around it. The engine has its core for
 itself, all others share the rest. Time that the engine waits for prompts counts, and time in which
-other programs kept it from its core does not.
+other programs or a hypervisor kept it from its core does not.
 """
 
 import os
@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import Any
 
 from minirl.bench import Figure, Options, at_most, median
-from minirl.bench.clock import now
+from minirl.bench.clock import now, stolen
 from minirl.bench.line import SEED, random_prompt
 from minirl.bench.models import SHAPES, Publisher
 from minirl.bench.slow_task import HANGS, SLOW_S, Phase, Switch, Work
@@ -70,7 +70,7 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(8, 4, 32, 192, 16, turns=12, steps_per_turn=3, steps_between=2),
+    "tiny": Size(8, 4, 32, 192, 16, turns=24, steps_per_turn=3, steps_between=2),
     "135m": Size(4, 4, 16, 48, 8, turns=2, steps_per_turn=2, steps_between=1),
 }
 QUICK = Size(2, 2, 4, 8, 2, turns=1, steps_per_turn=1, steps_between=1, timeout_s=0.5)
@@ -83,7 +83,7 @@ def measure(options: Options) -> list[Figure]:
         folder = shape.write(here.folder / "model")
         _write_tokenizer(Path(folder), shape.vocab)
         switch = Switch(Segment(Switch.NUM_BYTES))
-        conductor = Conductor(switch, size)
+        conductor = Conductor(switch, size, here.rollout_place.cores)
         store = WeightStore(shape.table, "float32")
         with _on_cores(here.train_place.cores):
             buffer = _play(here, size, conductor, folder, store)
@@ -157,10 +157,10 @@ def _recipe(size: Size, switch: str) -> Config:
 class Conductor:
     """A view of the run for nobody, that turns the switch between steps and notes the rates."""
 
-    def __init__(self, switch: Switch, size: Size):
-        self.switch, self.size = switch, size
+    def __init__(self, switch: Switch, size: Size, cores: tuple[int, ...]):
+        self.switch, self.size, self._cores = switch, size, cores
         self.turns: dict[Phase, list[Work]] = {phase: [] for phase in Phase}
-        self._before = Work(0.0, 0.0, 0.0)
+        self._before, self._stolen_before = Work(0.0, 0.0, 0.0), 0.0
 
     def note(self, text: str) -> None: ...
 
@@ -174,9 +174,11 @@ class Conductor:
         if turn > 2 * size.turns + 1:
             return
         if place == size.steps_between:
-            self._before = total
+            self._before, self._stolen_before = total, stolen(self._cores)
         elif place == 0:
-            self.turns[phase].append(total - self._before)
+            done = total - self._before
+            lost = stolen(self._cores) - self._stolen_before
+            self.turns[phase].append(replace(done, seconds=done.seconds - lost))
             self.switch.phase = Phase.SLOW if phase is Phase.INSTANT else Phase.INSTANT
             if turn == 2 * size.turns + 1:
                 self.switch.phase = Phase.INSTANT

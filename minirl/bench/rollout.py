@@ -17,7 +17,7 @@ from typing import Any
 
 from minirl import devices
 from minirl.bench import Figure, Options, at_least, median
-from minirl.bench.clock import now
+from minirl.bench.clock import steady
 from minirl.bench.line import Line, Waiting, config_of, random_prompt
 from minirl.bench.models import SHAPES, Publisher, publish, publish_every
 from minirl.bench.stage import Stage, stage
@@ -122,20 +122,20 @@ def run_bare(rivals: Rivals, name: str, logprobs: int | None) -> float:
     prompts = [
         {"prompt_token_ids": prompt} for prompt in rivals.prompts() for _ in range(size.group_size)
     ]
-    start = now()
+    start = steady()
     outputs = rivals.bare[name].generate(prompts, params, use_tqdm=False)
-    spent = now() - start
+    spent = steady() - start
     return sum(len(output.outputs[0].token_ids) for output in outputs) / spent
 
 
 def run_worker(rivals: Rivals) -> float:
     line, size = rivals.line, rivals.size
     before, prompts = line.num_tokens, rivals.prompts()
-    start = now()
+    start = steady()
     for prompt in prompts:
         line.submit(prompt, size.new_tokens, size.group_size)
     line.run_until(lambda: line.is_idle)
-    return (line.num_tokens - before) / (now() - start)
+    return (line.num_tokens - before) / (steady() - start)
 
 
 def _against_bare(here: Stage, rivals: Worker, publisher: Worker, size: Size) -> list[Figure]:
@@ -192,9 +192,9 @@ def run_long_tail(rivals: Rivals, name: str) -> tuple[float, float, float]:
         line.submit(prompt, max(2, min(length, size.tail_tokens)))
 
     tokens, reloads = line.num_tokens, line.num_reloads
-    start = now()
+    start = steady()
     line.run_until(lambda: line.num_reloads - reloads >= size.num_updates, feed)
-    spent = now() - start
+    spent = steady() - start
     sampled = line.num_tokens - tokens
     line.clear()
     return sampled, spent, line.num_reloads - reloads

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from minirl.bench import Figure, Options, at_most, median
-from minirl.bench.clock import now
+from minirl.bench.clock import now, steady
 from minirl.bench.line import Line, config_of, random_prompt
 from minirl.bench.models import SHAPES, Publisher, publish, publish_every
 from minirl.bench.stage import Stage, stage
@@ -264,9 +264,11 @@ def generate(lines: Lines, mode: str, seconds: float) -> Window:
         line.submit(lines.prompt(), lines.rng.randrange(size.new_tokens // 4, size.new_tokens + 1))
 
     before_tokens, before_reloads = line.num_tokens, line.num_reloads
-    start, end = now(), time.monotonic() + seconds
+    start, end = steady(), time.monotonic() + seconds
     line.run_until(lambda: time.monotonic() >= end, feed)
-    return Window(line.num_tokens - before_tokens, line.num_reloads - before_reloads, now() - start)
+    return Window(
+        line.num_tokens - before_tokens, line.num_reloads - before_reloads, steady() - start
+    )
 
 
 def clear(lines: Lines, mode: str) -> None:
