@@ -173,6 +173,5 @@ def _padded_loss(model: Any, sequences: list[Tensor]) -> Tensor:
 
 
 LOOPS = {
-    loop.__name__: loop
-    for loop in (step, bare, padded, fixed, tight_dynamic, tight_fixed, with_prox)
+    loop.__name__: loop for loop in (step, padded, fixed, tight_dynamic, tight_fixed, with_prox)
 }
