@@ -1,10 +1,11 @@
-"""A run's own costs, and the simulator against other runs.
+"""The simulator against real runs.
 
     python -m minirl.plan.measured CALIBRATION_RUN OTHER_RUN...
 
-Takes the speeds of the engines and the trainer from the first run's metrics, predicts the
-throughput of the others from their recipes and those speeds, and compares it with what they
-measured. Answers are as long as the other run's own: lengths are its model's business.
+Takes how fast engines and trainer were while they worked, predicts from these and the recipe how
+many tokens a second the run trained, waits and all, and compares it with what it measured: once
+with the first run's speeds, and once with the run's own, which leaves out how much the machine
+changed in between. Answers are as long as the run's own: lengths are its model's business.
 """
 
 import sys
@@ -30,13 +31,12 @@ FIXED_SEQS = 17  # an engine step costs this much before its first sequence, cou
 
 @dataclass(frozen=True)
 class Comparison:
-    name: str
-    predicted: float  # tokens/s, of written tokens
-    measured: float
+    """In tokens/s, of written tokens."""
 
-    @property
-    def error(self) -> float:
-        return self.predicted / self.measured - 1
+    name: str
+    by_first: float  # with the speeds of the first run
+    by_own: float
+    measured: float
 
 
 def costs_of(run_dir: Path) -> Costs:
@@ -95,11 +95,16 @@ def _steps(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def compare(calibration: Path, others: Sequence[Path]) -> list[Comparison]:
-    costs = costs_of(calibration)
-    return [Comparison(run.name, predict(run, costs), measure(run)) for run in others]
+    first = costs_of(calibration)
+    return [
+        Comparison(run.name, predict(run, first), predict(run, costs_of(run)), measure(run))
+        for run in others
+    ]
 
 
 if __name__ == "__main__":
+    print("| run | measured tokens/s | by its own speeds | | by the first run's | |")
+    print("|---|---|---|---|---|---|")
     for row in compare(Path(sys.argv[1]), [Path(name) for name in sys.argv[1:]]):
-        rates = f"predicted {row.predicted:,.0f} tokens/s, measured {row.measured:,.0f}"
-        print(f"{row.name:<24} {rates}: {row.error:+.1%}")
+        guesses = [f"{p:,.0f} | {p / row.measured - 1:+.1%}" for p in (row.by_own, row.by_first)]
+        print(f"| {row.name} | {row.measured:,.0f} | {guesses[0]} | {guesses[1]} |")
