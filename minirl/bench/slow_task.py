@@ -26,11 +26,18 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class Work:
-    """What the engine did."""
+    """What the engine did, and how fast its core was meanwhile: how long the same small piece of
+    work took there, and how often it was done."""
 
     tokens: float
     seconds: float
     steps: float
+    gauge_s: float = 0.0
+    num_gauges: float = 0.0
+
+    @property
+    def tokens_per_gauge(self) -> float:
+        return self.tokens / self.seconds * self.gauge_s / self.num_gauges
 
     def __sub__(self, other: "Work") -> "Work":
         pairs = zip(astuple(self), astuple(other), strict=True)
@@ -41,12 +48,12 @@ class Switch:
     """Shared by the bench, the engine and the verifiers: which phase it is, and what the engine did
     in each. The bench writes the phase, the engine all else."""
 
-    NUM_BYTES = 8 * 8
+    NUM_BYTES = 12 * 8
 
     def __init__(self, segment: Segment):
         self.segment = segment
-        self._cells = segment.array(np.float64, (8,))
-        self._work = self._cells[2:].reshape(2, 3)  # a row for each phase
+        self._cells = segment.array(np.float64, (12,))
+        self._work = self._cells[2:].reshape(2, 5)  # a row for each phase
 
     @property
     def phase(self) -> Phase:
@@ -56,8 +63,8 @@ class Switch:
     def phase(self, phase: Phase) -> None:
         self._cells[0] = phase
 
-    def add(self, phase: Phase, tokens: float, seconds: float, steps: float) -> None:
-        self._work[phase] += (tokens, seconds, steps)
+    def add(self, phase: Phase, work: Work) -> None:
+        self._work[phase] += astuple(work)
 
     # Pickled as an argument of a process that is being spawned.
     def __getstate__(self) -> Segment:
