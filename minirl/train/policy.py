@@ -132,7 +132,7 @@ class HeadLogprobs(torch.autograd.Function):
             target_C = logits_CV.gather(1, targets_N[at, None])[:, 0]
             logprobs_N[at] = target_C - lse_N[at]
             probs_CV = (logits_CV - lse_N[at, None]).exp_()
-            entropy_N[at] = lse_N[at] - torch.linalg.vecdot(probs_CV, logits_CV)
+            entropy_N[at] = lse_N[at] - torch.einsum("cv,cv->c", probs_CV, logits_CV)
             del logits_CV, probs_CV  # or they would lie beside the next chunk's
         ctx.save_for_backward(hidden_NE, weight_VE, targets_N, lse_N)
         ctx.temperature, ctx.chunk, ctx.dtype = temperature, chunk, dtype
