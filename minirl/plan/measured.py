@@ -50,6 +50,7 @@ def costs_of(run_dir: Path) -> Costs:
         / line["rollout/tokens_per_s"]
         / (FIXED_SEQS + line["rollout/batch_mean"])
         for line in lines
+        if "rollout/batch_mean" in line  # else no engine stepped in it
     )
     return Costs(
         step_s=FIXED_SEQS * each,
