@@ -15,7 +15,6 @@ for the time that this takes: what slows both alike is the machine's, and cancel
 are reported beside it.
 """
 
-import math
 import os
 import random
 import time
@@ -283,7 +282,7 @@ class Watched(RolloutWorker):
 
     switch: Switch
     dice: random.Random
-    num_turns, least_s = 0, math.inf
+    num_turns = 0
 
     def sampling(self, request: Request) -> Sampling:
         whole = super().sampling(request)
@@ -297,10 +296,7 @@ class Watched(RolloutWorker):
         work = Work(after[0] - tokens, seconds, after[1] - steps)
         self.num_turns += 1
         if self.num_turns % GAUGE_EVERY == 0:
-            took_s = gauge()
-            self.least_s = min(self.least_s, took_s)
-            if took_s < 2 * self.least_s:  # else it was stopped in the middle
-                work = replace(work, gauge_s=took_s, num_gauges=1.0)
+            work = replace(work, gauge_s=gauge(), num_gauges=1.0)
         self.switch.add(phase, work)
 
     @property
@@ -310,14 +306,14 @@ class Watched(RolloutWorker):
 
 
 def gauge() -> float:
-    """Seconds for a piece of work like the engine's own."""
+    """CPU seconds for a piece of work like the engine's own."""
     import torch
 
-    started = now()
+    started = time.thread_time()
     hidden, weight = torch.ones(32, 128), torch.ones(128, 384)
     for _ in range(GAUGE_TIMES):
         (hidden @ weight).log_softmax(-1)
-    return now() - started
+    return time.thread_time() - started
 
 
 def engine(script: EngineScript, board: BoardWriter, pipe: Connection) -> None:

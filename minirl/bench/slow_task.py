@@ -37,7 +37,8 @@ class Work:
 
     @property
     def tokens_per_gauge(self) -> float:
-        return self.tokens / self.seconds * self.gauge_s / self.num_gauges
+        gauge_s = self.gauge_s / self.num_gauges if self.num_gauges else 1.0  # too short a turn
+        return self.tokens / self.seconds * gauge_s
 
     def __sub__(self, other: "Work") -> "Work":
         pairs = zip(astuple(self), astuple(other), strict=True)
