@@ -235,6 +235,7 @@ def valid_configs(draw: st.DrawFn) -> Config:
     values["train.dual_clip"] = values.get("train.dual_clip", 0.0) and 3.0
     for key in ("model.path", "tasks.kind", "tasks.train_split"):
         values[key] = f"x{values.get(key, '')}"
+    values["log.to"] = draw(st.sampled_from([(), ("wandb",), ("trackio", "tensorboard")]))
     values["tasks.format"] = draw(st.sampled_from(["", "boxed", "a+b", r"\d\s.*"]))
     options = values.pop(c.TABLE, {})
     return recipe._build(values | {f"{c.TABLE}.{name}": value for name, value in options.items()})
