@@ -29,7 +29,7 @@ class ExpectedLength:
         self._is_guess = False
 
 
-@dataclass
+@dataclass(slots=True)
 class Outstanding:
     """A group at a worker: trajectories to come, and the work that each was taken for."""
 
@@ -43,6 +43,7 @@ class Dispatcher:
         self._groups: dict[int, Outstanding] = {}
         self._load = [0] * num_workers  # in whole tokens: what is added can be taken away again
         self._speed: list[float | None] = [None] * num_workers  # None: nothing known yet
+        self._rates = [1.0] * num_workers  # the same, with what is usual where nothing is known
         self.expected = ExpectedLength(max_new_tokens)
 
     def assign(
@@ -51,12 +52,8 @@ class Dispatcher:
         """`among`: the workers that may have it; default all."""
         tokens = max(1, round(self.expected.tokens))
         work = num_trajectories * tokens
-        usual = self._usual_speed
-        through = [
-            (load + work) / (speed or usual)
-            for load, speed in zip(self._load, self._speed, strict=True)
-        ]
-        worker = min(among or range(len(through)), key=through.__getitem__)
+        through = [(load + work) / speed for load, speed in zip(self._load, self._rates)]  # noqa: B905
+        worker = min(among, key=through.__getitem__) if among else through.index(min(through))
         self._groups[group_id] = Outstanding(worker, num_trajectories, tokens)
         self._load[worker] += work
         return worker
@@ -93,9 +90,13 @@ class Dispatcher:
         groups = [group_id for group_id, group in self._groups.items() if group.worker == worker]
         for group_id in groups:
             self.forget(group_id)
-        self._speed[worker] = UNPROVEN * self._usual_speed
+        self._set_speed(worker, UNPROVEN * self._usual_speed)
         return groups
 
     def measured(self, worker: int, tokens_per_s: float) -> None:
         """What a worker has shown while it was busy."""
+        self._set_speed(worker, tokens_per_s)
+
+    def _set_speed(self, worker: int, tokens_per_s: float) -> None:
         self._speed[worker] = tokens_per_s
+        self._rates = [speed or self._usual_speed for speed in self._speed]

@@ -21,6 +21,7 @@ from minirl.simulate.engine import Engine, Sequence
 from minirl.simulate.lengths import Lengths
 
 TRAINED = -1  # the event that is no engine's
+CUT, ENDED = StopReason.LENGTH, StopReason.STOP
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Simulation:
             Engine(setup.costs, setup.max_running, buffer.version, setup.recomputes)
             for _ in range(setup.num_engines)
         ]
-        self.dice = random.Random(setup.seed)
+        self.dice, self.longest = random.Random(setup.seed), setup.lengths.longest
         self.now = 0.0
         self.events: list[tuple[float, int, int]] = []  # time, engine or TRAINED, stamp
         self.sampling: dict[int, Sampling] = {}
@@ -133,20 +134,15 @@ class Simulation:
                 return
 
     def on_sequence(self, sequence: Sequence) -> None:
-        group_id, setup = sequence.group_id, self.setup
-        self.dispatcher.trajectory_done(group_id, sequence.length)
+        group_id, setup, length = sequence.group_id, self.setup, sequence.length
+        self.dispatcher.trajectory_done(group_id, length)
         group = self.sampling[group_id]
-        is_cut = sequence.length >= setup.lengths.longest
+        stop = CUT if length >= self.longest else ENDED
         group.done[sequence.place] = Trajectory(
-            0,
-            sequence.prompt + sequence.length,
-            sequence.length,
-            StopReason.LENGTH if is_cut else StopReason.STOP,
-            sequence.head_version,
-            sequence.tail_version,
+            0, sequence.prompt + length, length, stop, sequence.head_version, sequence.tail_version
         )
-        group.num_tokens += sequence.length
-        group.versions += sequence.length * sequence.mean_version
+        group.num_tokens += length
+        group.versions += length * sequence.mean_version
         if len(group.done) < setup.group_size:
             return
         del self.sampling[group_id]
