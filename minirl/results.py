@@ -75,19 +75,21 @@ def made_by(command: str, machine: dict[str, Any]) -> str:
 def async_table(data: dict[str, Any], _: Sequence[str]) -> str:
     values = {figure["figure"]: figure["value"] for figure in data["figures"]}
     etas = sorted(int(name.split("_")[1]) for name in values if name.endswith("_tokens_per_s"))
-    head = ("η", "trained tokens/s", "to η = 0", "engine idle", "trainer idle")
-    head += ("mean staleness", "seconds to 80 %", "accuracy at the end")
-    table: Table = [head]
+    table: Table = [ETA_HEAD]
     for eta in etas:
         of = {name.removeprefix(f"eta_{eta}_"): v for name, v in values.items()}
         reached = of.get("seconds_to_80")
-        row = (str(eta), f"{of['tokens_per_s']:,.0f}", f"{of['over_sync']:.2f}")
-        row += (f"{of['rollout_idle']:.1%}", f"{of['train_idle']:.1%}", f"{of['staleness']:.2f}")
-        row += ("never" if reached is None else f"{reached:.1f}", f"{of['accuracy']:.1%}")
-        table.append(row)
+        rates = (f"{of['tokens_per_s']:,.0f}", f"{of['over_sync']:.2f}")
+        idle = (f"{of['rollout_idle']:.1%}", f"{of['train_idle']:.1%}")
+        learned = ("never" if reached is None else f"{reached:.1f}", f"{of['accuracy']:.1%}")
+        table.append((str(eta), *rates, *idle, f"{of['staleness']:.2f}", *learned))
     return bench(data, GOALS) + "\n" + markdown(table)
 
 
+ETA_HEAD = (
+    *("η", "trained tokens/s", "to η = 0", "engine idle", "trainer idle"),
+    *("mean staleness", "seconds to 80 %", "accuracy at the end"),
+)
 GOALS = ("async_over_sync", "share_of_bound", "bound_over_sync", "accuracy_gap", "sooner_by")
 
 

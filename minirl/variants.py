@@ -51,7 +51,7 @@ def fixed_trainer(setup: "TrainerSetup", board: "BoardWriter", pipe: Connection)
             count = max(1, self.config.train.max_tokens // self.config.max_tokens_per_trajectory)
             self.preparer = FixedCount(**vars(self.preparer), count=count)
 
-    trainer.Trainer = Fixed  # type: ignore[misc]
+    trainer.Trainer = Fixed  # type: ignore[misc, assignment]
     trainer.run(setup, board, pipe)
 
 
@@ -70,7 +70,7 @@ def keeping_trainer(setup: "TrainerSetup", board: "BoardWriter", pipe: Connectio
             save_file(own, folder / f"{version:06d}.safetensors")
             return seconds
 
-    trainer.Trainer = Keeping  # type: ignore[misc]
+    trainer.Trainer = Keeping  # type: ignore[misc, assignment]
     trainer.run(setup, board, pipe)
 
 

@@ -144,7 +144,7 @@ def test_a_run_that_never_gets_there_is_counted_and_left_out(tmp_path: Path) -> 
 def test_a_curve_has_an_area_and_a_first_time() -> None:
     curve = [(0, 0.2), (10, 0.6), (20, 1.0), (30, 0.7)]
     assert area(curve) == pytest.approx((4 + 8 + 8.5) / 30)
-    assert first_at(curve, 0.8) == 15 and first_at(curve, 0.1) == 0
+    assert first_at(curve, 0.8) == pytest.approx(15) and first_at(curve, 0.1) == 0
     assert first_at(curve[:2], 0.8) is None and area(curve[:1]) is None
 
 
