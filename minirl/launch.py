@@ -197,7 +197,7 @@ def _run(
         extra = {"run_dir": str(run_dir), "seed": config.seed, "drops": dict(buffer.drops)}
         found = balance(journal.log.lines, config.devices.rollout, config.devices.train)
         word = "GPU" if kind == "cuda" else "process"
-        extra["balance"] = found.sentence(word) if found else None
+        extra["balance"] = found.sentence(word, config.is_synchronous) if found else None
         extra["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         summary = journal.summarise(is_whole, {**extra, **machine.describe(kind)})
         journal.close()

@@ -235,6 +235,7 @@ def valid_configs(draw: st.DrawFn) -> Config:
     values["train.dual_clip"] = values.get("train.dual_clip", 0.0) and 3.0
     for key in ("model.path", "tasks.kind", "tasks.train_split"):
         values[key] = f"x{values.get(key, '')}"
+    values["log.to"] = draw(st.sampled_from([(), ("wandb",), ("trackio", "tensorboard")]))
     values["tasks.format"] = draw(st.sampled_from(["", "boxed", "a+b", r"\d\s.*"]))
     options = values.pop(c.TABLE, {})
     return recipe._build(values | {f"{c.TABLE}.{name}": value for name, value in options.items()})
@@ -323,7 +324,14 @@ def test_recipes_load_and_are_short(path: Path) -> None:
 
 
 def test_gsm8k_is_the_published_setting() -> None:
-    assert {p.stem for p in RECIPES} == {"gsm8k", "gsm8k-2gpu", "smoke"}
+    assert {p.stem for p in RECIPES} == {
+        "async",
+        "gsm8k",
+        "gsm8k-2gpu",
+        "smoke",
+        "smollm2",
+        "staleness",
+    }
     gsm8k = load(ROOT / "recipes/gsm8k.toml").config
     assert (gsm8k.rollout.group_size, gsm8k.train.batch_size) == (4, 256)
     assert (gsm8k.train.lr, gsm8k.train.clip_high) == (1.7e-5, 0.4)

@@ -120,6 +120,7 @@ def test_reward_that_fails_or_hangs_is_a_dropped_group_never_a_zero(
     assert drops["reward_error"] >= 1 and drops["reward_timeout"] >= 1
 
 
+@pytest.mark.slow
 def test_stalled_worker_ends_the_run_with_stacks_and_exit_code_3(
     tmp_path: Path, tied_folder: Path
 ) -> None:

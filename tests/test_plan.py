@@ -178,6 +178,8 @@ def test_the_balance_names_the_bottleneck_and_what_would_help() -> None:
         "training-bound: engines idle 60%, one process more for training would give +100%"
     )
     assert Balance(2, 2, 0.01, 0.02).sentence() == "balanced: engines idle 1%, trainers 2%"
+    waits = Balance(1, 1, 0.3, 0.7).sentence("process", is_synchronous=True)
+    assert waits.startswith("synchronous: engines idle 30%, trainers 70%; buffer.max_staleness = 1")
     assert Balance(2, 6, 0.5, 0.0).best([(2, 6), (4, 4)]) == (2, 6)
     assert Balance(4, 4, 0.0, 0.6).best([(2, 6), (4, 4)]) == (4, 4)
 

@@ -39,7 +39,7 @@ def test_before_there_is_a_loop_sigterm_ends_a_run_like_ctrl_c() -> None:
 @pytest.mark.parametrize("eta", [0, 2])
 def test_an_interrupted_run_finishes_its_step_and_saves_it(eta: int, tmp_path: Path) -> None:
     with stage(tmp_path, eta, every=0) as run:
-        run.at_step(3, lambda: setattr(run.loop, "is_interrupted", True))
+        run.notes.at_step[3] = lambda: setattr(run.loop, "is_interrupted", True)
         run.loop.run()
         assert 3 <= run.loop.step == run.loop.saved_step < STEPS
         assert len(read(tmp_path / "metrics.jsonl")) == run.loop.step

@@ -54,12 +54,7 @@ def verdict(
 ) -> str:
     """What holds the run back, in one sentence; empty where it is too early to tell."""
     found = balance(recent, rollout, train)
-    if found is None:
-        return ""
-    if is_synchronous:
-        shares = f"engines idle {found.rollout_idle:.0%}, trainers {found.train_idle:.0%}"
-        return f"synchronous: {shares}; buffer.max_staleness = 1 or more would let both work"
-    return found.sentence(word)
+    return found.sentence(word, is_synchronous) if found else ""
 
 
 def sample_of(line: dict[str, Any]) -> Sample:

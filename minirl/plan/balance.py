@@ -41,7 +41,10 @@ class Balance:
             among.insert(0, now)
         return max(among, key=lambda pair: round(self.throughput(*pair), 3))
 
-    def sentence(self, word: str = "GPU") -> str:
+    def sentence(self, word: str = "GPU", is_synchronous: bool = False) -> str:
+        if is_synchronous:
+            shares = f"engines idle {self.rollout_idle:.0%}, trainers {self.train_idle:.0%}"
+            return f"synchronous: {shares}; buffer.max_staleness = 1 or more would let both work"
         if self.verdict == "balanced":
             return f"balanced: engines idle {self.rollout_idle:.0%}, trainers {self.train_idle:.0%}"
         is_generation = self.verdict == "generation-bound"

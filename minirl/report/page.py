@@ -67,6 +67,7 @@ def result_rows(run: RunDir) -> list[tuple[str, str]]:
     accuracies = summary.get("accuracies") or []
     devices = run.recipe.get("devices.rollout", 1), run.recipe.get("devices.train", 1)
     verdict = balance([line for line in lines if "seconds" in line], *devices)
+    is_synchronous = run.recipe.get("buffer.max_staleness") == 0
     rows = [
         ("state", str(run.state)),
         ("seed", shown(run.recipe.get("seed"))),
@@ -84,7 +85,7 @@ def result_rows(run: RunDir) -> list[tuple[str, str]]:
         ("engines idle, last 5", _of(_tail(run, "rollout/idle_frac"), ".0%")),
         ("trainers idle, last 5", _of(_tail(run, "train/idle_frac"), ".0%")),
         ("groups dropped", _of(run.last("buffer/groups_dropped"), ".0f")),
-        ("balance", verdict.sentence("device") if verdict else "—"),
+        ("balance", verdict.sentence("device", is_synchronous) if verdict else "—"),
     ]
     return rows
 
