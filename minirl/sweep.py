@@ -11,24 +11,27 @@ other would measure each other.
 
 import itertools
 import json
-import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 from minirl.errors import MinirlError, RecipeError
 from minirl.lines import replace_text
-from minirl.metrics import read
+from minirl.machine import FILE as MACHINE
+from minirl.outcome import COLUMNS, Estimate, cell_text, estimate, is_finished, mean_curve, result
 from minirl.recipe import load
 
-# Two-sided 95 % quantiles of Student's t by degrees of freedom; beyond them the normal's.
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-NORMAL95 = 1.96
 TABLE = "table"  # .md for people, .json for programs
+PROGRAM = ("minirl.cli",)
+VARIANT = "variant"  # no key of a recipe: minirl with a part replaced (variants.py)
+VARIANTS = {
+    "none": PROGRAM,
+    **{name: ("minirl.variants", name) for name in ("waiting", "fixed", "keeping", "behind")},
+}
 
 
 @dataclass(frozen=True)
@@ -48,43 +51,6 @@ class Cell:
         if not self.settings:
             return "as-is"
         return ",".join(f"{key.rpartition('.')[2]}={_plain(v)}" for key, v in self.settings)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over seeds and half the width of its 95 % interval; None: one seed says nothing."""
-
-    mean: float
-    half: float | None
-    count: int
-
-    def shown(self, form: Callable[[float], str]) -> str:
-        return form(self.mean) + (f" ± {form(self.half)}" if self.half is not None else "")
-
-
-def percent(value: float) -> str:
-    return f"{100 * value:.1f} %"
-
-
-def count(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def decimal(value: float) -> str:
-    return f"{value:.2f}"
-
-
-COLUMNS: dict[str, Callable[[float], str]] = {
-    "accuracy_before": percent,
-    "accuracy_after": percent,
-    "reward_last": decimal,
-    "tokens_per_s": count,
-    "seconds": count,
-    "staleness_mean": decimal,
-    "staleness_max": decimal,
-    "rollout_idle": percent,
-    "train_idle": percent,
-}
 
 
 def parse_vary(texts: Sequence[str]) -> list[Vary]:
@@ -135,11 +101,18 @@ class Sweep:
 
     def check(self) -> None:
         """Every combination is read before the first is run."""
+        for name in (v for vary in self.varied if vary.key == VARIANT for v in vary.values):
+            if name not in VARIANTS:
+                rule = "no such variant"
+                raise RecipeError("--vary variant", name, rule, f"one of {', '.join(VARIANTS)}")
         for cell in cells(self.varied):
             load(self.recipe, [*self.overrides, *self.settings(cell), f"seed={self.seeds[0]}"])
 
     def settings(self, cell: Cell) -> list[str]:
-        return [f"{key}={value}" for key, value in cell.settings]
+        return [f"{key}={value}" for key, value in cell.settings if key != VARIANT]
+
+    def program(self, cell: Cell) -> Sequence[str]:
+        return VARIANTS[dict(cell.settings).get(VARIANT, "none")]
 
     def run_dir(self, cell: Cell, seed: int) -> Path:
         return self.folder / cell.name / f"seed-{seed}"
@@ -157,7 +130,8 @@ class Sweep:
                 say(f"{done}/{len(todo)}  {cell.name} seed {seed}: done before")
                 continue
             say(f"{done}/{len(todo)}  {cell.name} seed {seed}")
-            train(self.recipe, run_dir, [*self.overrides, *self.settings(cell), f"seed={seed}"])
+            settings = [*self.overrides, *self.settings(cell), f"seed={seed}"]
+            train(self.recipe, run_dir, settings, self.program(cell))
             self.write()
 
     def rows(self) -> list[dict[str, Any]]:
@@ -175,6 +149,7 @@ class Sweep:
                     values = [v for r in results if (v := r[column]) is not None]
                     row[column] = estimate(values) if values else None
                 row["runs"] = len(results)
+                row["curve"] = mean_curve([r["accuracies"] for r in results])
                 found.append(row)
         return found
 
@@ -184,11 +159,25 @@ class Sweep:
             (
                 *(row["settings"][vary.key] for vary in self.varied),
                 str(row["runs"]),
-                *(row[c].shown(form) if row[c] else "" for c, form in COLUMNS.items()),
+                *(cell_text(row[c], form, row["runs"]) for c, form in COLUMNS.items()),
             )
             for row in self.rows()
         ]
         return [head, *body]
+
+    @property
+    def command(self) -> str:
+        """What makes the same table."""
+        options = [f"--vary {v.key}={','.join(v.values)}" for v in self.varied]
+        options += [f"--seeds {len(self.seeds)}", *(f"--set {text}" for text in self.overrides)]
+        return " ".join(["minirl sweep", str(self.recipe), *options])
+
+    def machine(self) -> dict[str, Any]:
+        """What the first run ran on."""
+        for _, _, run_dir in self.runs():
+            with suppress(OSError, ValueError):
+                return json.loads((run_dir / MACHINE).read_text())
+        return {}
 
     def write(self) -> None:
         """After every run."""
@@ -197,15 +186,18 @@ class Sweep:
             {k: vars(v) if isinstance(v, Estimate) else v for k, v in row.items()}
             for row in self.rows()
         ]
-        replace_text(self.folder / f"{TABLE}.json", json.dumps(rows, indent=1) + "\n")
+        whole = {"command": self.command, "machine": self.machine(), "rows": rows}
+        replace_text(self.folder / f"{TABLE}.json", json.dumps(whole, indent=1) + "\n")
         replace_text(self.folder / f"{TABLE}.md", markdown(self.table()))
 
 
-def train(recipe: Path, run_dir: Path, settings: Sequence[str]) -> None:
-    """One run, in a process of its own; what it prints goes into its run directory."""
+def train(
+    recipe: Path, run_dir: Path, settings: Sequence[str], program: Sequence[str] = PROGRAM
+) -> None:
+    """One run, in a process of its own; what it prints goes into a log beside its directory."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     begun = (run_dir / "recipe.toml").is_file()
-    command = [sys.executable, "-m", "minirl.cli", "train", str(recipe), "--run-dir", str(run_dir)]
+    command = [sys.executable, "-m", *program, "train", str(recipe), "--run-dir", str(run_dir)]
     command += ["--resume"] if begun else []
     command += [f"--set={setting}" for setting in settings]
     log = run_dir.with_suffix(".log")
@@ -231,47 +223,6 @@ def _wait(process: "subprocess.Popen[bytes]") -> int:
     if is_interrupted:
         raise KeyboardInterrupt
     return code
-
-
-def is_finished(run_dir: Path) -> bool:
-    try:
-        return bool(json.loads((run_dir / "summary.json").read_text())["finished"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def result(run_dir: Path) -> dict[str, float | None]:
-    """What a finished run came to. The first step is left out of rates: it waits for all."""
-    summary = json.loads((run_dir / "summary.json").read_text())
-    lines = read(run_dir / "metrics.jsonl")
-    seconds = lines[-1]["seconds"] - lines[0]["seconds"]
-    last = lines[-max(1, len(lines) // 10) :]
-    spans = [b["seconds"] - a["seconds"] for a, b in itertools.pairwise(lines)]
-
-    def mean(name: str) -> float | None:
-        pairs = [(x[name], s) for x, s in zip(lines[1:], spans, strict=True) if name in x]
-        total = sum(s for _, s in pairs)
-        return sum(value * s for value, s in pairs) / total if total else None
-
-    return {
-        "accuracy_before": summary["accuracy_before"],
-        "accuracy_after": summary["accuracy_after"],
-        "reward_last": fmean(line["reward/mean"] for line in last),
-        "tokens_per_s": sum(x["train/tokens"] for x in lines[1:]) / seconds if seconds else None,
-        "seconds": lines[-1]["seconds"],
-        "staleness_mean": fmean(line["buffer/staleness_mean"] for line in lines),
-        "staleness_max": summary["staleness_max"],
-        "rollout_idle": mean("rollout/idle_frac"),
-        "train_idle": mean("train/idle_frac"),
-    }
-
-
-def estimate(values: Sequence[float]) -> Estimate:
-    num = len(values)
-    if num < 2:
-        return Estimate(values[0], None, num)
-    quantile = T95[num - 2] if num - 2 < len(T95) else NORMAL95
-    return Estimate(fmean(values), quantile * stdev(values) / math.sqrt(num), num)
 
 
 def markdown(table: Sequence[tuple[str, ...]]) -> str:

@@ -128,12 +128,32 @@ def loss_of(policy, groups: list[list[Written]], config) -> Tensor:
     return OBJECTIVES[config.train.objective](tokens, settings_of(config)).sum / mask_T.sum()
 
 
+def update(policy, optimizer, groups: list[list[Written]], config, step: int) -> float:
+    """One step of training, counted from 0. Gives the loss before it."""
+    train = config.train
+    loss = loss_of(policy, groups, config)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(policy.parameters(), train.grad_clip)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, train.lr, train.warmup_steps)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.item()
+
+
+@dataclass(frozen=True)
+class Learned:
+    before: float  # held-out accuracy
+    after: float
+    rewards: list[float]  # mean of each step
+
+
 def accuracy(sampler: Sampler, examples: list[Example]) -> float:
     return sum(answer.reward for answer in sampler.write(examples)) / len(examples)
 
 
-def run(steps: int | None = None, seed: int = 0, say=print) -> tuple[float, float]:
-    """Held-out accuracy before and after."""
+def run(steps: int | None = None, seed: int = 0, folder: Path | None = None, say=print) -> Learned:
+    """`folder`: of a model; without it, the tiny one of this seed, built the first time."""
     overrides = [f"seed={seed}"] + ([f"train.steps={steps}"] if steps else [])
     config = load(RECIPE, overrides).config
     train, size = config.train, config.rollout.group_size
@@ -142,32 +162,26 @@ def run(steps: int | None = None, seed: int = 0, say=print) -> tuple[float, floa
     dice = random.Random(seed)
     task = make_task(config)
     self_check(task, config.tasks.kind)
-    folder = ensure_tiny_model(seed, say)
+    folder = folder or ensure_tiny_model(seed, say)
     policy = load_policy(str(folder), config.model.dtype)
     optimizer = build_optimizer(policy, train.lr, train.weight_decay)
     sampler = Sampler(folder, task, config)
     heldout = list(task.heldout(config.eval.num_prompts))
     before = accuracy(sampler, heldout)
     say(f"held-out accuracy {before:.1%}")
-    started = time.perf_counter()
+    started, rewards = time.perf_counter(), []
     for step in range(train.steps):
         examples = [task.train(dice.randrange(task.num_train)) for _ in range(train.batch_size)]
         answers = sampler.write([example for example in examples for _ in range(size)])
         groups = [answers[i : i + size] for i in range(0, len(answers), size)]
-        loss = loss_of(policy, groups, config)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), train.grad_clip)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, train.lr, train.warmup_steps)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        update(policy, optimizer, groups, config, step)
         sampler.take(policy)
-        reward = sum(answer.reward for answer in answers) / len(answers)
+        rewards.append(sum(answer.reward for answer in answers) / len(answers))
         seconds = time.perf_counter() - started
-        say(f"{seconds:6.1f} s  step {step + 1}/{train.steps}  reward {reward:.3f}")
+        say(f"{seconds:6.1f} s  step {step + 1}/{train.steps}  reward {rewards[-1]:.3f}")
     after = accuracy(sampler, heldout)
     say(f"held-out accuracy {before:.1%} before, {after:.1%} after")
-    return before, after
+    return Learned(before, after, rewards)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,11 @@ GOALS = {
     "queue": {"ring_over_mp_queue": 10},
     "rollout": {"worker_over_bare_vllm": 0.95, "interruptible_over_waiting": 1.1},
     "rewards": {"generation_cost": 0.02},
+    "async": {"async_over_sync": 1.7, "share_of_bound": 0.9},
 }
 
 
-LONG = ("weights", "rollout", "rewards")
+LONG = ("weights", "rollout", "rewards", "async")
 
 
 @pytest.mark.vllm

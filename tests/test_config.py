@@ -324,7 +324,14 @@ def test_recipes_load_and_are_short(path: Path) -> None:
 
 
 def test_gsm8k_is_the_published_setting() -> None:
-    assert {p.stem for p in RECIPES} == {"gsm8k", "gsm8k-2gpu", "smoke", "smollm2"}
+    assert {p.stem for p in RECIPES} == {
+        "async",
+        "gsm8k",
+        "gsm8k-2gpu",
+        "smoke",
+        "smollm2",
+        "staleness",
+    }
     gsm8k = load(ROOT / "recipes/gsm8k.toml").config
     assert (gsm8k.rollout.group_size, gsm8k.train.batch_size) == (4, 256)
     assert (gsm8k.train.lr, gsm8k.train.clip_high) == (1.7e-5, 0.4)

@@ -34,10 +34,11 @@ LEVELS = (
     {"plan"},
     {"journal", "conversations", "faults", "recovery", "loop", "resplit"},
     {"launch", "replay", "console", "dashboard", "doctor", "machine", "report", "sweep"}
-    | {"resume", "verify_resume"},
+    | {"resume", "verify_resume", "outcome", "results", "weight"},
     {"bench", "exam"},
     {"sft"},
     {"cli"},
+    {"variants"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 FOREIGN = {

@@ -2,13 +2,16 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from minirl import sweep
+from minirl import sweep, variants
 from minirl.errors import MinirlError, RecipeError
-from minirl.sweep import Sweep, cells, estimate, parse_vary
+from minirl.metrics import read
+from minirl.outcome import area, estimate, first_at
+from minirl.sweep import Sweep, cells, parse_vary
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "smoke.toml"
 
@@ -33,6 +36,7 @@ def written(run_dir: Path, accuracy: float, finished: bool = True) -> None:
         "finished": finished,
         "accuracy_before": 0.2,
         "accuracy_after": accuracy,
+        "accuracies": [(0, 0.2), (3, accuracy)],
         "staleness_max": 1,
     }
     (run_dir / "summary.json").write_text(json.dumps(summary))
@@ -79,7 +83,7 @@ def test_what_is_finished_is_not_run_again(tmp_path: Path, monkeypatch: pytest.M
     written(runs[1][2], 0.5, finished=False)
     trained = []
 
-    def train(recipe: Path, run_dir: Path, settings: list[str]) -> None:
+    def train(recipe: Path, run_dir: Path, settings: list[str], program: Sequence[str]) -> None:
         trained.append((run_dir, settings))
         if run_dir == runs[6][2]:
             raise MinirlError("it died")
@@ -100,7 +104,7 @@ def test_what_is_finished_is_not_run_again(tmp_path: Path, monkeypatch: pytest.M
         "seed=0",
     ]
     assert "done before" in said[0]
-    rows = json.loads((tmp_path / "table.json").read_text())
+    rows = json.loads((tmp_path / "table.json").read_text())["rows"]
     assert [row["runs"] for row in rows] == [2, 2, 1, 1], "the table is of what there is"
 
 
@@ -115,9 +119,62 @@ def test_the_table_has_means_and_intervals(tmp_path: Path) -> None:
     assert row["accuracy_after"] == "85.0 % ± 63.5 %"  # t of one degree of freedom is 12.7
     assert row["tokens_per_s"] == "500 ± 0"  # of steps 2 and 3: 2,000 tokens in 4 seconds
     assert row["rollout_idle"] == "25.0 % ± 0.0 %"
+    assert row["accuracy_mean"] == "52.5 % ± 31.8 %"
+    # Straight from 0.2 to 0.8 and 0.9 at version 3.
+    assert row["steps_to_80"] == "2.8 ± 2.7"
     here.write()
+    whole = json.loads((tmp_path / "table.json").read_text())
+    assert whole["command"] == (
+        f"minirl sweep {RECIPE} --vary buffer.max_staleness=0,4 "
+        "--vary train.objective=decoupled,naive --seeds 2 --set train.steps=3"
+    )
+    assert [point["version"] for point in whole["rows"][0]["curve"]] == [0, 3]
     lines = (tmp_path / "table.md").read_text().splitlines()
     assert len(lines) == 6 and lines[1].startswith("| --- |")
+
+
+def test_a_run_that_never_gets_there_is_counted_and_left_out(tmp_path: Path) -> None:
+    here = a_sweep(tmp_path)
+    for _, seed, run_dir in here.runs():
+        written(run_dir, 0.9 if seed else 0.7)
+    head, first, *_ = here.table()
+    assert dict(zip(head, first, strict=True))["steps_to_80"] == "2.6 (1 of 2 runs)"
+
+
+def test_a_curve_has_an_area_and_a_first_time() -> None:
+    curve = [(0, 0.2), (10, 0.6), (20, 1.0), (30, 0.7)]
+    assert area(curve) == pytest.approx((4 + 8 + 8.5) / 30)
+    assert first_at(curve, 0.8) == pytest.approx(15) and first_at(curve, 0.1) == 0
+    assert first_at(curve[:2], 0.8) is None and area(curve[:1]) is None
+
+
+def test_variants_are_runs_of_another_program(tmp_path: Path) -> None:
+    here = Sweep(RECIPE, tmp_path, tuple(parse_vary(["variant=none,waiting"])), (0,))
+    here.check()
+    plain, waiting = cells(here.varied)
+    assert here.program(plain) == ("minirl.cli",)
+    assert here.program(waiting) == ("minirl.variants", "waiting")
+    assert here.settings(waiting) == [] and waiting.name == "variant=waiting"
+    assert {*sweep.VARIANTS} == {"none", *variants.VARIANTS}
+    with pytest.raises(RecipeError, match="one of none, waiting"):
+        Sweep(RECIPE, tmp_path, tuple(parse_vary(["variant=nothing"])), (0,)).check()
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_sweep_over_variants_trains(tmp_path: Path) -> None:
+    """With an evaluation at every step, which pins weights while others wait for them."""
+    varied = parse_vary(["variant=waiting,fixed,keeping,behind"])
+    overrides = ["train.steps=6", "train.batch_size=8", "eval.every=1", "eval.num_prompts=16"]
+    overrides += ["buffer.target_staleness=2", "rollout.max_new_tokens=48"]
+    here = Sweep(RECIPE, tmp_path, tuple(varied), (0,), tuple(overrides))
+    here.go(print)
+    assert [row["runs"] for row in here.rows()] == [1, 1, 1, 1]
+    *_, keeping, behind = (here.run_dir(cell, 0) for cell in cells(varied))
+    kept = sorted((keeping / variants.KEPT).iterdir())
+    assert [path.stem for path in kept] == [f"{v:06d}" for v in range(7)]
+    ages = [line["buffer/staleness_mean"] for line in read(behind / "metrics.jsonl")]
+    assert ages == [0, 1, 2, 2, 2, 2], "every batch is as old as it may be"
 
 
 def test_an_interval_is_students() -> None:

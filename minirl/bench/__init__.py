@@ -13,6 +13,7 @@ table.py      figures as Markdown, for the docs
 terminal.py   a program in a terminal of its own
 weights.py, queue.py, rollout.py, controller.py, simulator.py, dashboard.py   the benches
 rewards.py    a whole run with slow rewards; slow_task.py is its task
+asynchronous.py   whole runs at several η; judge.py says what their weights know
 train.py      the trainer's bench; batches.py, desk.py, memory.py, two_ranks.py are its parts
 
 A new bench is a function of Options that gives figures, and a line in BENCHES.
@@ -98,6 +99,10 @@ BENCHES = {
     "controller": Bench(
         "the real loop with workers that only sleep, against what the slower pool could do alone",
         "minirl.bench.controller:measure",
+    ),
+    "async": Bench(
+        "a whole run, synchronous and asynchronous, against perfect overlap of its two pools",
+        "minirl.bench.asynchronous:measure",
     ),
     "simulator": Bench(
         "what the controller's decisions cost a group, and that more groups cost no more",

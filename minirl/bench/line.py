@@ -44,17 +44,21 @@ class LongTailed(RolloutWorker):
         return replace(super().sampling(request), max_new_tokens=length)
 
 
-class Waiting(LongTailed):
+class Waits(RolloutWorker):
     """What minirl does not do: new weights wait until every running answer is finished, and no
-    answer is begun meanwhile."""
+    answer is begun meanwhile, but those of an evaluation that has pinned the weights."""
 
     def look_at_version(self) -> None:
         if not self.running:
             super().look_at_version()
 
     def admit(self) -> None:
-        if not self.engine.is_behind:
+        if not self.engine.is_behind or self.is_pinned:
             super().admit()
+
+
+class Waiting(Waits, LongTailed):
+    """The same, with lengths of the bench's own."""
 
 
 class Line:
