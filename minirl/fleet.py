@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -42,6 +43,7 @@ LAST_WORDS_LINES = 12
 STOP_GRACE_S = 10.0
 CAUSE_GRACE_S = 1.0  # a rank that is killed takes the others with it, and theirs may be heard first
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+IGNORED = (signal.SIGINT, signal.SIGTERM)
 
 
 class Role(StrEnum):
@@ -156,8 +158,15 @@ class Fleet:
         )
         # A reward may ask a service, and a logger is one: only these are given keys.
         hidden = [] if worker.role in (Role.VERIFY, Role.LOG) else secret_names()
-        with _environment(worker.placement.env, hidden):
-            worker.process.start()
+        # Blocked, as a new process inherits it, until it can say that it takes no notice of them.
+        if self._context.get_start_method() == "spawn":
+            resource_tracker.ensure_running()  # here, since the first time it unblocks them
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+        try:
+            with _environment(worker.placement.env, hidden):
+                worker.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
     def hear(self, timeout_s: float) -> Iterator[tuple[Worker, object]]:
@@ -331,8 +340,9 @@ def _child(
     libc.prctl(PR_SET_NAME, f"rl-{log.stem}".encode())  # what top shows, at most 15 letters
     if os.getppid() != parent:  # it died before we could ask to die with it
         os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # both may come to the whole process group:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the controller decides what they mean
+    for number in IGNORED:  # they may come to the whole process group: the controller decides
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)  # a reward's own children may want them
     _write_to(log)
     tqdm.set_lock(threading.RLock())  # its own lock is a named semaphore, which a kill would leave
     devices.bind(placement)

@@ -449,7 +449,7 @@ class Loop(Recovery):
             "history": asdict(self.buffer.history),
             "consumed_below": self.stream.consumed.below,
             "consumed_above": sorted(self.stream.consumed.above),
-            "in_flight": sorted(prompt.index for prompt in self.prompts.values()),
+            "in_flight": sorted([p.index for p in self.prompts.values()] + self.stream.waiting),
             "evaluating": self.evaluated_version if self.evaluation else None,
             "journal": self.journal.state(is_evaluating=self.evaluation is not None),
             "recipe": to_toml(self.config),

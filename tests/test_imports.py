@@ -36,7 +36,7 @@ LEVELS = (
     {"launch", "replay", "console", "dashboard", "doctor", "machine", "report", "sweep"}
     | {"resume", "verify_resume"},
     {"bench", "exam"},
-    {"sft"},
+    {"sft", "chaos"},
     {"cli"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

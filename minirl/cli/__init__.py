@@ -27,6 +27,7 @@ SUBJECTS = (
     "sample",
     "sft",
     "verify_resume",
+    "chaos",
 )
 for subject in SUBJECTS:
     import_module(f"minirl.cli.{subject}")
