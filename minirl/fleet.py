@@ -144,7 +144,7 @@ class Fleet:
         self.board.reset(worker.row)
         log = self.log_dir / f"{worker.name}.log"
         trace = self.trace_dir / f"{worker.name}.jsonl" if self.trace_dir else None
-        worker.process = self._context.Process(
+        process = self._context.Process(
             target=_child,
             args=(worker.body, worker.setup, worker.placement, self.board, worker.row),
             kwargs={
@@ -164,7 +164,8 @@ class Fleet:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
         try:
             with _environment(worker.placement.env, hidden):
-                worker.process.start()
+                process.start()  # type: ignore[attr-defined]
+            worker.process = process
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()

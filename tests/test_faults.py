@@ -92,6 +92,9 @@ def test_sigterm_while_workers_start_ends_at_once_and_leaves_a_run_to_go_on_with
     os.killpg(run.process.pid, signal.SIGTERM)
     ended = run.end(limit_s=30)
     assert ended.code == 130 and ended.err == "", ended
+    assert ended.out == "stopped before anything was saved\n" or (
+        "SIGTERM: ending, while workers start" in ended.out and "killed by" not in ended.out
+    )
     assert (run.dir / "recipe.toml").is_file() and not (run.dir / "tmp").exists()
 
 

@@ -222,8 +222,10 @@ def test_workers_die_with_a_killed_controller(tmp_path: Path) -> None:
 def test_ctrl_c_and_sigterm_are_the_controllers_business(
     fleet: Fleet, number: signal.Signals
 ) -> None:
+    """From a worker's first moment on: a signal to the whole group may come at any."""
     worker = start(fleet, "echo")
-    hear(fleet, 1)
+    os.kill(worker.pid, number)
+    assert messages(fleet, 1) == [(None, worker.pid, None)]
     os.kill(worker.pid, number)
     worker.send("still there?")
     assert messages(fleet, 1) == ["still there?"]

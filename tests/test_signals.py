@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +18,7 @@ from minirl.train.intact import newest_whole
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_once_asks_and_twice_ends(number: signal.Signals) -> None:
-    loop, notes = SimpleNamespace(is_interrupted=False), []
+    loop, notes = SimpleNamespace(is_interrupted=False, has_begun=True), []
     view = cast(Any, SimpleNamespace(note=notes.append))
     before = signal.getsignal(number)
     with _signals(cast(Any, loop), view):
@@ -36,10 +38,26 @@ def test_before_there_is_a_loop_sigterm_ends_a_run_like_ctrl_c() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_the_exit_code_is_ours_also_where_modules_are_being_imported() -> None:
+    """A plain KeyboardInterrupt out of an exec would end Python 3.11 by SIGINT."""
+    program = """
+import os, signal, sys
+from minirl.launch import INTERRUPTED, _ends_on_sigterm
+try:
+    with _ends_on_sigterm():
+        exec("os.kill(os.getpid(), signal.SIGTERM)")
+except KeyboardInterrupt:
+    sys.exit(INTERRUPTED)
+"""
+    root = str(Path(__file__).parent.parent)
+    env = {**os.environ, "PYTHONPATH": root}
+    assert subprocess.run([sys.executable, "-c", program], env=env).returncode == 130
+
+
 @pytest.mark.parametrize("eta", [0, 2])
 def test_an_interrupted_run_finishes_its_step_and_saves_it(eta: int, tmp_path: Path) -> None:
     with stage(tmp_path, eta, every=0) as run:
-        run.at_step(3, lambda: setattr(run.loop, "is_interrupted", True))
+        run.notes.at_step[3] = lambda: setattr(run.loop, "is_interrupted", True)
         run.loop.run()
         assert 3 <= run.loop.step == run.loop.saved_step < STEPS
         assert len(read(tmp_path / "metrics.jsonl")) == run.loop.step

@@ -249,8 +249,8 @@ def staleness(books: Books) -> str:
 def versions(books: Books) -> str:
     given = [line["version"] for line in books.metrics]
     need(all(a < b for a, b in pairwise(given)), "a version is not above the one before it")
-    after = zip(given, books.trained[1:], strict=False)
-    early = [line["step"] for before, line in after if line["version"] < before]
+    before = {line["step"] + 1: line["version"] for line in books.metrics}
+    early = [t["step"] for t in books.trained if t["version"] < before.get(t["step"], 0)]
     need(not early, f"step {named(early)} began before the one before it was published")
     need(books.state["history"]["version"] >= given[-1], "the checkpoint has an older version")
     return f"{given[0]} to {given[-1]} in {len(given)} steps"

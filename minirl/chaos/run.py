@@ -16,7 +16,7 @@ from minirl.lines import read_lines
 from minirl.metrics import read
 from minirl.recipe import to_toml
 
-POLL_S = 0.02
+POLL_S, SHARP_S = 0.05, 0.002  # a checkpoint of a tiny model takes 50 ms
 RECOVER_S = 600.0  # an engine of a large model takes its time to come up
 
 
@@ -73,13 +73,15 @@ class Run:
 
     # -- waiting
 
-    def wait(self, is_so: Callable[[], bool], limit_s: float = RECOVER_S) -> bool:
+    def wait(
+        self, is_so: Callable[[], bool], limit_s: float = RECOVER_S, poll_s: float = POLL_S
+    ) -> bool:
         """False: the controller ended first, or it took too long."""
         deadline = time.monotonic() + limit_s
         while not is_so():
             if self.life.code is not None or time.monotonic() > deadline:
                 return is_so()
-            time.sleep(POLL_S)
+            time.sleep(poll_s)
         return True
 
     def trains(self) -> bool:

@@ -1,11 +1,11 @@
 """How each fault is done, and when the run has survived it. Takes a Draw, gives Events.
 
-    a worker        is killed, frozen or held up. Survived: it was replaced (or goes on), it is up,
-                    and the run trains. Ranks: further than ever, or they have saved; then they are
-                    forgiven, and the next death is the first again
-    the disk        is full for seconds. Survived: then a checkpoint is saved and a step trained
-    the controller  is ended. As it should be: with the exit code that belongs to it, all its
-                    processes and shared memory gone within seconds. Survived: the next one trains
+a worker        is killed, frozen or held up. Survived: it was replaced (or goes on), it is up,
+                and the run trains. Ranks: further than ever, or they have saved; then they are
+                forgiven, and the next death is the first again
+the disk        is full for seconds. Survived: then a checkpoint is saved and a step trained
+the controller  is ended. As it should be: with the exit code that belongs to it, all its
+                processes and shared memory gone within seconds. Survived: the next one trains
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from minirl.chaos.deck import TEAR, Draw
 from minirl.chaos.events import Event
 from minirl.chaos.files import tear
-from minirl.chaos.run import Run
+from minirl.chaos.run import SHARP_S, Run
 from minirl.train.intact import newest_whole
 
 ROLES = {"engine": "rollout-", "verifier": "verify-", "rank": "train-"}
@@ -176,7 +176,7 @@ def end_controller(run: Run, draw: Draw) -> Iterator[Event]:
         run.wait(lambda: bool(run.life.workers()), END_S)
         run.wait(lambda: not run.is_new, draw.moment * START_S)
     elif draw.fault == "kill-at-save":
-        run.wait(lambda: run.is_saving, END_S)
+        run.wait(lambda: run.is_saving, END_S, SHARP_S)
     elif draw.fault == "kill-at-eval":
         wait_for_evaluation(run, draw)
     event = begun(run, draw, "controller")
