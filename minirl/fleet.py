@@ -158,16 +158,11 @@ class Fleet:
         )
         # A reward may ask a service, and a logger is one: only these are given keys.
         hidden = [] if worker.role in (Role.VERIFY, Role.LOG) else secret_names()
-        # Blocked, as a new process inherits it, until it can say that it takes no notice of them.
         if self._context.get_start_method() == "spawn":
-            resource_tracker.ensure_running()  # here, since the first time it unblocks them
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
-        try:
-            with _environment(worker.placement.env, hidden):
-                process.start()  # type: ignore[attr-defined]
+            resource_tracker.ensure_running()  # here, since the first time it unblocks signals
+        with _environment(worker.placement.env, hidden), _undisturbed():
+            process.start()  # type: ignore[attr-defined]
             worker.process = process
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
     def hear(self, timeout_s: float) -> Iterator[tuple[Worker, object]]:
@@ -320,6 +315,27 @@ def _environment(extra: dict[str, str], hidden: list[str]) -> Iterator[None]:
                 os.environ.pop(key, None)
             else:
                 os.environ[key] = value
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """While a process is started: one that is half started could neither be heard nor ended. What
+    comes meanwhile comes afterwards. And blocked, as the new process inherits it, until that can
+    say that it takes no notice."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's business
+        return
+    came: list[int] = []
+    before = {n: signal.signal(n, lambda number, frame: came.append(number)) for n in IGNORED}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for late in came:
+            signal.raise_signal(late)
 
 
 def _child(

@@ -231,6 +231,23 @@ def test_ctrl_c_and_sigterm_are_the_controllers_business(
     assert messages(fleet, 1) == ["still there?"]
 
 
+def test_a_signal_that_comes_while_a_worker_starts_waits_until_it_has(fleet: Fleet) -> None:
+    class Stopped(Exception):
+        pass
+
+    def handle(number: int, frame: object) -> None:
+        raise Stopped
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        with pytest.raises(Stopped):
+            start(fleet, "echo", fleet_bodies.Late())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    (worker,) = fleet.workers
+    assert messages(fleet, 1)[0][1] == worker.pid, "it is there, and can be ended"
+
+
 def test_last_words_are_the_end_of_the_workers_log(fleet: Fleet) -> None:
     worker = start(fleet, "print_lines", 30)
     assert messages(fleet, 1) == ["printed"]
