@@ -31,11 +31,12 @@ FAULTS = (
     Fault("pause-engine", "SIGSTOP to a rollout worker, SIGCONT soon", "it goes on"),
     Fault("pause-verifier", "SIGSTOP to a verifier, SIGCONT soon", "it goes on"),
     Fault("pause-rank", "SIGSTOP to a trainer rank, SIGCONT soon", "it goes on"),
-    Fault("fill-disk", "no room on the disk for seconds", "it saves again when there is", 2),
+    Fault("fill-disk", "no room on the disk when it saves", "it saves when there is", 2),
     Fault("kill-controller", "SIGKILL to the controller", "workers end too; resumed"),
     Fault("kill-at-start", "the same while its workers start", "workers end too; resumed"),
     Fault("kill-at-save", "the same while a checkpoint is written", "workers end too; resumed"),
     Fault("kill-at-eval", "the same while it evaluates", "workers end too; resumed"),
+    Fault("kill-at-full", "the same while the disk is full", "workers end too; resumed"),
     Fault("term-controller", "SIGTERM to the controller", "it saves, code 130; resumed"),
     Fault("term-at-start", "SIGTERM to all its processes as they start", "code 130; resumed"),
 )

@@ -13,7 +13,7 @@ class Event:
     target: str
     at_s: float  # since the soak began
     step: int
-    moment: str = ""  # what a controller was at: "start", "save", "evaluation", "running"
+    moment: str = ""  # what a controller was at when it was killed: see Run.moment
     survived: bool | None = None  # None: the controller has ended as it should, and must come back
     recovered_s: float | None = None
     gone_s: float | None = None  # from the controller's end until nothing was left of its workers

@@ -14,7 +14,7 @@ from typing import Any
 from minirl.chaos.deck import BY_NAME, TEAR
 from minirl.chaos.events import Event, Outcome
 
-MOMENTS = ("start", "save", "evaluation", "running")
+MOMENTS = ("start", "save", "evaluation", "full disk", "other times")
 
 
 def figures(outcome: Outcome, setting: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
@@ -80,8 +80,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     if any(kills.values()):
         at = ", ".join(f"{kills[moment]} at {moment}" for moment in MOMENTS)
         yield (
-            f"The controller was killed {sum(kills.values())} times ({at}, by what it left); "
-            f"nothing of it was left after {found['gone_s_max']:g} s at most."
+            f"The controller was killed {sum(kills.values())} times: {at}, by what it left. "
+            f"Nothing of it was left after {found['gone_s_max']:g} s at most."
         )
         yield ""
     yield from ("| property | holds | seen |", "|---|---|---|")

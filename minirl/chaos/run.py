@@ -126,4 +126,4 @@ class Run:
         lines = read(self.run_dir / "metrics.jsonl")
         due = [line["version"] for line in lines if every and line["step"] % every == 0]
         told = [line.get("version") for line in read_lines(self.run_dir / "evals.jsonl")]
-        return "evaluation" if due and due[-1] not in told else "running"
+        return "evaluation" if due and due[-1] not in told else "other times"

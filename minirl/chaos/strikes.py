@@ -3,7 +3,8 @@
 a worker        is killed, frozen or held up. Survived: it was replaced (or goes on), it is up,
                 and the run trains. Ranks: further than ever, or they have saved; then they are
                 forgiven, and the next death is the first again
-the disk        is full for seconds. Survived: then a checkpoint is saved and a step trained
+the disk        is full until a checkpoint could not be written. Survived: then one is, and a step
+                is trained
 the controller  is ended. As it should be: with the exit code that belongs to it, all its
                 processes and shared memory gone within seconds. Survived: the next one trains
 """
@@ -24,7 +25,7 @@ from minirl.train.intact import newest_whole
 ROLES = {"engine": "rollout-", "verifier": "verify-", "rank": "train-"}
 INTERRUPTED, STALLED = 130, 3
 PAUSE_S = (0.3, 2.5)
-FULL_S = (2.0, 8.0)
+FULL_S = (1.0, 6.0)  # at least
 START_S = 5.0  # in which a start is struck, once its first worker is there
 EVAL_S = 0.5
 REFUSED = "no checkpoint of step"  # as the run tells it
@@ -150,18 +151,27 @@ def failure(run: Run) -> str:
 
 def fill_disk(run: Run, draw: Draw) -> Event:
     event = begun(run, draw, "disk")
-    num_before = run.life.count(REFUSED)
-    seconds = FULL_S[0] + draw.moment * (FULL_S[1] - FULL_S[0])
-    deadline = time.monotonic() + seconds
+    num_before, began = run.life.count(REFUSED), time.monotonic()
     try:
-        while time.monotonic() < deadline:
-            run.disk.fill(run.pids())  # again: what the run takes away makes room
-            time.sleep(0.1)
+        keep_full(run, FULL_S[0] + draw.moment * (FULL_S[1] - FULL_S[0]))
     finally:
         run.disk.free(run.pids())
     saved, num_refused = run.checkpoints(), run.life.count(REFUSED) - num_before
+    seconds = time.monotonic() - began
     event.detail = f"for {seconds:.1f} s, {num_refused} checkpoints not written"
     return recovered(run, event, lambda: bool(run.checkpoints() - saved))
+
+
+def keep_full(run: Run, seconds: float) -> None:
+    """So long, and until a checkpoint could not be written."""
+    num_before, began = run.life.count(REFUSED), time.monotonic()
+
+    def is_enough() -> bool:
+        run.disk.fill(run.pids())  # again and again: what the run takes away makes room
+        is_long = time.monotonic() > began + seconds
+        return is_long and run.life.count(REFUSED) > num_before
+
+    run.wait(is_enough, END_S)
 
 
 # -- the controller
@@ -176,9 +186,11 @@ def end_controller(run: Run, draw: Draw) -> Iterator[Event]:
         run.wait(lambda: bool(run.life.workers()), END_S)
         run.wait(lambda: not run.is_new, draw.moment * START_S)
     elif draw.fault == "kill-at-save":
-        run.wait(lambda: run.is_saving, END_S, SHARP_S)
+        wait_for_save(run)
     elif draw.fault == "kill-at-eval":
         wait_for_evaluation(run, draw)
+    elif draw.fault == "kill-at-full":
+        keep_full(run, 0.0)
     event = begun(run, draw, "controller")
     code = INTERRUPTED if is_term else -signal.SIGKILL
     yield from ended(run, event, draw, code, to_all=is_term and is_at_start)
@@ -186,6 +198,19 @@ def end_controller(run: Run, draw: Draw) -> Iterator[Event]:
 
 def _now(run: Run) -> tuple[float, int]:
     return round(run.seconds, 1), run.witness.last_step
+
+
+def wait_for_save(run: Run) -> None:
+    """Holds the ranks up in the middle of it: a tiny checkpoint is written in no time."""
+    deadline = time.monotonic() + END_S
+    while time.monotonic() < deadline and run.wait(lambda: run.is_saving, END_S, SHARP_S):
+        ranks = [pid for name, pid in run.life.workers().items() if name.startswith(ROLES["rank"])]
+        for pid in ranks:
+            send(pid, signal.SIGSTOP)
+        if run.is_saving:
+            return
+        for pid in ranks:
+            send(pid, signal.SIGCONT)
 
 
 def wait_for_evaluation(run: Run, draw: Draw) -> None:
@@ -229,8 +254,9 @@ def as_it_should(run: Run, event: Event, code: int) -> Event:
     event.gone_s = round(event.gone_s, 2)
     words = run.life.last_line()
     if code == -signal.SIGKILL:
-        event.moment = run.moment()
+        event.moment = "full disk" if event.fault == "kill-at-full" else run.moment()
     run.over()
+    run.disk.free([])
     if found != code:
         return event.lost(f"code {found}, not {code}: {words}")
     if left:
