@@ -25,7 +25,7 @@ from minirl.doctor import find_devices, free_memory_bytes
 from minirl.errors import Interrupted, MinirlError, RecipeError
 from minirl.fleet import Died, Fleet, Role
 from minirl.journal import LOCK, Journal
-from minirl.lines import replace_text
+from minirl.lines import Patient, replace_text
 from minirl.loggers import Loggers
 from minirl.loop import Loop
 from minirl.pace import Pace
@@ -70,7 +70,7 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: b
         with _ends_on_sigterm():
             return _train(loaded, recipe, run_dir, resume, is_plain)
     except KeyboardInterrupt:
-        print(_stopped(recipe, run_dir))
+        print(_stopped(recipe, run_dir), file=Patient(sys.stdout))
         return INTERRUPTED
 
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from minirl.errors import MinirlError
 
@@ -57,6 +57,29 @@ class Lines:
         """Tries once more; `error` says whether anything is missing."""
         self._try()
         os.close(self._fd)
+
+
+class Patient:
+    """A stream that may go to such a disk: what it does not take is lost, and nobody fails."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def writelines(self, lines: list[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -25,14 +25,20 @@ class Life:
         self.began = time.monotonic()
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # its id is the controller's: so all of it can be found
-                preexec_fn=_die_with_parent,
+            # Through a pipe: what it prints comes here, whatever becomes of its files.
+            self._pump = subprocess.Popen(
+                ["cat"], stdin=subprocess.PIPE, stdout=file, start_new_session=True
             )
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._pump.stdin,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # its id is the controller's: so all of it can be found
+            preexec_fn=_die_with_parent,
+        )
+        assert self._pump.stdin is not None
+        self._pump.stdin.close()
 
     @property
     def pid(self) -> int:
@@ -64,9 +70,12 @@ class Life:
     def ends(self, limit_s: float) -> int | None:
         """Its exit code; None: it has not ended in that time."""
         try:
-            return self.process.wait(limit_s)
+            code = self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
             return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._pump.wait(1.0)  # it ends with the last of its processes
+        return code
 
     def traces(self) -> list[str]:
         """Living processes of it, and shared memory that nobody holds."""
@@ -86,6 +95,7 @@ class Life:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+        self._pump.wait()
 
     def last_line(self) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines()
