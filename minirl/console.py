@@ -13,13 +13,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from io import TextIOBase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from minirl.dashboard.lines import step_text
+from minirl.lines import Patient
 from minirl.secrets import scrub
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class ConsoleView:
         console: Console | None = None,
         is_plain: bool = False,
     ):
-        self.console = console or Console(file=sys.stdout, soft_wrap=True, highlight=False)
+        stream = cast(TextIO, Patient(sys.stdout))  # a run does not end with the disk of its log
+        self.console = console or Console(file=stream, soft_wrap=True, highlight=False)
         self.steps, self.is_plain = steps, is_plain
         self._began = time.monotonic()
         self._notes: deque[tuple[float, str]] = deque(maxlen=NUM_PANEL_NOTES)

@@ -6,6 +6,7 @@ an exit code and shows no traceback.
     ├── WorkerDied         exit 1: a process ended that nothing can replace; carries its last words
     ├── StaleWeights       exit 1: the engine does not run the weights it was told to (rule 6)
     └── Stalled            exit 3: nothing moved for too long; stacks are in the run directory
+    Interrupted            exit 130: Ctrl-C or SIGTERM, where nothing is waited for any more
 
 Leaves out: a failed rollout or reward. Those are data: a dropped group with a reason and a count.
 """
@@ -44,6 +45,11 @@ class StaleWeights(MinirlError):
 
 class Stalled(MinirlError):
     exit_code = 3
+
+
+class Interrupted(KeyboardInterrupt):
+    """Not a KeyboardInterrupt itself: one that passes through an exec (as in any dataclass that is
+    just being imported) makes Python 3.11 end by SIGINT, whatever exit code is asked for later."""
 
 
 def one_line(text: str, limit: int = 200) -> str:

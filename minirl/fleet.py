@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -42,6 +43,7 @@ LAST_WORDS_LINES = 12
 STOP_GRACE_S = 10.0
 CAUSE_GRACE_S = 1.0  # a rank that is killed takes the others with it, and theirs may be heard first
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+IGNORED = (signal.SIGINT, signal.SIGTERM)
 
 
 class Role(StrEnum):
@@ -142,7 +144,7 @@ class Fleet:
         self.board.reset(worker.row)
         log = self.log_dir / f"{worker.name}.log"
         trace = self.trace_dir / f"{worker.name}.jsonl" if self.trace_dir else None
-        worker.process = self._context.Process(
+        process = self._context.Process(
             target=_child,
             args=(worker.body, worker.setup, worker.placement, self.board, worker.row),
             kwargs={
@@ -156,8 +158,11 @@ class Fleet:
         )
         # A reward may ask a service, and a logger is one: only these are given keys.
         hidden = [] if worker.role in (Role.VERIFY, Role.LOG) else secret_names()
-        with _environment(worker.placement.env, hidden):
-            worker.process.start()
+        if self._context.get_start_method() == "spawn":
+            resource_tracker.ensure_running()  # here, since the first time it unblocks signals
+        with _environment(worker.placement.env, hidden), _undisturbed():
+            process.start()  # type: ignore[attr-defined]
+            worker.process = process
         theirs.close()
 
     def hear(self, timeout_s: float) -> Iterator[tuple[Worker, object]]:
@@ -312,6 +317,27 @@ def _environment(extra: dict[str, str], hidden: list[str]) -> Iterator[None]:
                 os.environ[key] = value
 
 
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """While a process is started: one that is half started could neither be heard nor ended. What
+    comes meanwhile comes afterwards. And blocked, as the new process inherits it, until that can
+    say that it takes no notice."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's business
+        return
+    came: list[int] = []
+    before = {n: signal.signal(n, lambda number, frame: came.append(number)) for n in IGNORED}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for late in came:
+            signal.raise_signal(late)
+
+
 def _child(
     body: str,
     setup: Any,
@@ -331,8 +357,9 @@ def _child(
     libc.prctl(PR_SET_NAME, f"rl-{log.stem}".encode())  # what top shows, at most 15 letters
     if os.getppid() != parent:  # it died before we could ask to die with it
         os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # both may come to the whole process group:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the controller decides what they mean
+    for number in IGNORED:  # they may come to the whole process group: the controller decides
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)  # a reward's own children may want them
     _write_to(log)
     tqdm.set_lock(threading.RLock())  # its own lock is a named semaphore, which a kill would leave
     devices.bind(placement)

@@ -37,8 +37,8 @@ from minirl.evaluate import Evaluation
 from minirl.filters import penalty
 from minirl.fleet import Fleet, Role
 from minirl.guard import Action, Breach, GuardStop
-from minirl.lines import Lines, read_lines, replace_text
-from minirl.metrics import DROPPED, MetricsLog, cut, rewrite
+from minirl.lines import Lines, keep_lines, replace_text
+from minirl.metrics import DROPPED, MetricsLog, cut
 from minirl.record import Recorder
 from minirl.records import Batch, Prompt, StopReason, Trajectory
 from minirl.secrets import scrub
@@ -148,8 +148,8 @@ class Journal:
                 cut(self.run_dir / name, step)
         evals = self.run_dir / "evals.jsonl"
         if evals.is_file():
-            told = {version for version, _ in state.get("accuracies", [])}
-            rewrite(evals, [line for line in read_lines(evals) if line.get("version") in told])
+            told = [version for version, _ in state.get("accuracies", [])]
+            keep_lines(evals, lambda line: line.get("version") in told)
         self._samples = Lines(self.run_dir / "samples.jsonl")
         self._lengths = Lines(self.run_dir / "lengths.jsonl")
         self._evals = Lines(evals)

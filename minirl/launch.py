@@ -22,10 +22,10 @@ from minirl.buffer import Buffer, History, OnStale
 from minirl.config import TINY, Config
 from minirl.console import ConsoleView
 from minirl.doctor import find_devices, free_memory_bytes
-from minirl.errors import MinirlError, RecipeError
+from minirl.errors import Interrupted, MinirlError, RecipeError
 from minirl.fleet import Died, Fleet, Role
 from minirl.journal import LOCK, Journal
-from minirl.lines import replace_text
+from minirl.lines import Patient, replace_text
 from minirl.loggers import Loggers
 from minirl.loop import Loop
 from minirl.pace import Pace
@@ -66,6 +66,15 @@ class Notes(Protocol):
 
 def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: bool = False) -> int:
     """`resume`: the run directory holds a run to go on with."""
+    try:
+        with _ends_on_sigterm():
+            return _train(loaded, recipe, run_dir, resume, is_plain)
+    except KeyboardInterrupt:
+        print(_stopped(recipe, run_dir), file=Patient(sys.stdout))
+        return INTERRUPTED
+
+
+def _train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: bool) -> int:
     config = loaded.config
     kind, available = find_devices(config.devices.kind)
     if config.devices.split == "auto":
@@ -82,8 +91,7 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: b
         print(f"all {config.train.steps} steps are done; raise train.steps to go on")
         return 0
     job = Job(task, run_dir, recipe, kind, available)
-    with _ends_on_sigterm():
-        return _prepare(config, job, changes, resume, is_plain)
+    return _prepare(config, job, changes, resume, is_plain)
 
 
 @dataclass(frozen=True)
@@ -123,6 +131,7 @@ def _prepare(config: Config, job: Job, changes: list[str], resume: bool, is_plai
             start = find_start(source, run_dir, is_resumed=True)
             replace_text(run_dir / "recipe.toml", to_toml(config))
     finally:
+        devices.sweep_temp(run_dir / "tmp")
         view.close()
         lock.close()
 
@@ -366,10 +375,11 @@ def _signals(loop: Loop, view: ConsoleView) -> Iterator[list[int]]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         if came:
-            raise KeyboardInterrupt
+            raise Interrupted
         came.append(number)
         loop.is_interrupted = True
-        view.note(f"{signal.Signals(number).name}: finishing the step and saving; again to end now")
+        what = "finishing the step and saving" if loop.has_begun else "ending, while workers start"
+        view.note(f"{signal.Signals(number).name}: {what}; again to end now")
 
     before = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
@@ -394,7 +404,7 @@ def _ends_on_sigterm() -> Iterator[None]:
     """While there is nothing to save yet, SIGTERM ends a run as Ctrl-C does, and as cleanly."""
 
     def handle(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        raise Interrupted
 
     before = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
@@ -402,6 +412,14 @@ def _ends_on_sigterm() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _stopped(recipe: Path, run_dir: Path) -> str:
+    """Of a run that was ended at once."""
+    found = checkpoint.found(run_dir)
+    if not found:
+        return "stopped before anything was saved"
+    return f"stopped; to go on from {found[-1]}: minirl train {recipe} --resume --run-dir {run_dir}"
 
 
 def _try_next(recipe: Path, run_dir: Path, is_whole: bool) -> str:

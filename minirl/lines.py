@@ -7,9 +7,10 @@ reader, and the next line begins a new one.
 
 import json
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from minirl.errors import MinirlError
 
@@ -58,30 +59,79 @@ class Lines:
         os.close(self._fd)
 
 
+class Patient:
+    """A stream that may go to such a disk: what it does not take is lost, and nobody fails."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def writelines(self, lines: list[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Every whole line that is a JSON object. No file is no lines."""
+    return [value for _, value in _read_raw(path)]
+
+
+def _read_raw(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     if not path.is_file():
         return []
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        data = path.read_bytes()
     except OSError as error:
         raise MinirlError(f"{path} cannot be read ({error.strerror})") from None
     found = []
-    for line in text.split("\n"):
+    for raw in data.split(b"\n"):
         try:
-            value = json.loads(line)
+            value = json.loads(raw.decode("utf-8", errors="replace"))
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
-            found.append(value)
+            found.append((raw, value))
     return found
+
+
+def keep_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Takes all other lines away, and what was torn. Gives those that are left, as they were.
+    Whole or not at all; on a full disk in place, since what is less needs no room."""
+    kept = [(raw, value) for raw, value in _read_raw(path) if is_kept(value)]
+    data = b"".join(raw + b"\n" for raw, _ in kept)
+    if path.is_file() and data != path.read_bytes():
+        try:
+            _replace(path, data)
+        except OSError:
+            with path.open("r+b") as file:
+                file.write(data)
+                file.truncate()
+    return [value for _, value in kept]
 
 
 def replace_text(path: Path, text: str) -> None:
     """A whole file, or the one that was there: written aside and renamed."""
+    _replace(path, text.encode())
+
+
+def _replace(path: Path, data: bytes) -> None:
     aside = path.with_suffix(".tmp")
     try:
-        aside.write_text(text, encoding="utf-8")
+        with aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(aside, path)
     except OSError:
         aside.unlink(missing_ok=True)

@@ -102,6 +102,7 @@ class Loop(Recovery):
         self.guard = Guard(config)
         self.faults = Faults(config, fleet, journal)
         self.step = self.saved_step = journal.step
+        self.has_begun = False  # all workers are up
         self.is_interrupted = False  # set from outside: finish the step, save, end
         self.after_step: Callable[[], bool] = lambda: False  # whether to end as if interrupted
         self.wants_save = False  # set from outside: save a checkpoint when the trainer is free
@@ -123,6 +124,7 @@ class Loop(Recovery):
         self.wait_for("workers to start", lambda: len(self.up) == num_all or self.is_interrupted)
         if len(self.up) < num_all:
             return  # interrupted: there is nothing to save
+        self.has_begun = True
         self.journal.begin()
         if self.journal.wants_first_evaluation:
             self.start_evaluation()
@@ -449,7 +451,7 @@ class Loop(Recovery):
             "history": asdict(self.buffer.history),
             "consumed_below": self.stream.consumed.below,
             "consumed_above": sorted(self.stream.consumed.above),
-            "in_flight": sorted(prompt.index for prompt in self.prompts.values()),
+            "in_flight": sorted([p.index for p in self.prompts.values()] + self.stream.waiting),
             "evaluating": self.evaluated_version if self.evaluation else None,
             "journal": self.journal.state(is_evaluating=self.evaluation is not None),
             "recipe": to_toml(self.config),

@@ -8,13 +8,12 @@ version) is left out of its line. `docs/metrics.md` is printed from the table:
 
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from minirl.buffer import Drop
-from minirl.lines import BROKEN, Lines, read_lines
+from minirl.lines import Lines, keep_lines, read_lines, replace_text
 
 
 @dataclass(frozen=True)
@@ -118,38 +117,13 @@ def is_timed(name: str) -> bool:
     return name.endswith(TIMED)
 
 
-def rewrite(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Whole or not at all."""
-    aside = path.with_suffix(".tmp")
-    try:
-        with aside.open("w") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
-
-
 def cut(path: Path, last_step: int) -> list[dict[str, Any]]:
     """Takes the lines after a step away, and a line that was torn. Gives those that are left."""
-    kept = [line for line in read(path) if line["step"] <= last_step] if last_step else []
-    rewrite(path, kept)
-    return kept
+    return keep_lines(path, lambda line: has_step(line) and line["step"] <= last_step)
 
 
-def _cut_in_place(path: Path, last_step: int) -> None:
-    end = 0
-    for raw in path.read_bytes().splitlines(keepends=True):
-        try:
-            is_after = json.loads(raw)["step"] > last_step
-        except BROKEN:
-            is_after = True
-        if is_after:
-            break
-        end += len(raw)
-    os.truncate(path, end)
+def has_step(line: dict[str, Any]) -> bool:
+    return type(line.get("step")) is int
 
 
 class MetricsLog:
@@ -165,9 +139,9 @@ class MetricsLog:
         self.lines = [line for line in self.lines if line["step"] <= last_step]
         self.file.close()
         try:
-            rewrite(self.path, self.lines)
+            replace_text(self.path, "".join(json.dumps(line) + "\n" for line in self.lines))
         except OSError:  # a full disk: cutting needs no room
-            _cut_in_place(self.path, last_step)
+            cut(self.path, last_step)
         self.file = Lines(self.path)
 
     def write(self, values: dict[str, float | None]) -> dict[str, Any]:
@@ -188,7 +162,7 @@ class MetricsLog:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics file. One that was cut, by a crash or a full disk, is left out."""
-    return [line for line in read_lines(path) if type(line.get("step")) is int]
+    return [line for line in read_lines(path) if has_step(line)]
 
 
 def as_markdown() -> str:

@@ -9,11 +9,11 @@ is refused, since the saved recipe must stay what was run.
 import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
-from typing import Any, TextIO
+from typing import Any
 
 from minirl.config import KEYS, Config, get
 from minirl.errors import RecipeError
+from minirl.lines import Patient
 
 NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(^|_)KEY$|APIKEY|PRIVATE_KEY", re.I)
 OPTIONS = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY)$", re.I)
@@ -63,24 +63,9 @@ def _holds_secret(value: Any, name: str = "") -> bool:
     return isinstance(value, (tuple, list)) and any(_holds_secret(v, name) for v in value)
 
 
-class Scrubbed:
+class Scrubbed(Patient):
     """A worker's stdout or stderr, without secrets, a line at a time."""
 
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
     def write(self, text: str) -> int:
-        with suppress(OSError):  # a log that cannot be written harms nobody
-            self._stream.write(scrub(text))
+        super().write(scrub(text))
         return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            self._stream.flush()
-
-    def writelines(self, lines: list[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

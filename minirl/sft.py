@@ -24,7 +24,7 @@ from minirl import devices
 from minirl.config import Config
 from minirl.console import Bar
 from minirl.doctor import find_devices
-from minirl.errors import MinirlError, Stalled, WorkerDied
+from minirl.errors import Interrupted, MinirlError, Stalled, WorkerDied
 from minirl.fleet import Died, Fleet, Role, Worker
 from minirl.launch import BODIES, INTERRUPTED, model_folder
 from minirl.lines import replace_text
@@ -189,7 +189,7 @@ class School:
 def _signals(school: School, bar: Bar) -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         if school.is_interrupted:
-            raise KeyboardInterrupt
+            raise Interrupted
         school.is_interrupted = True
         bar.note(f"{signal.Signals(number).name}: finishing the step and saving; again to end now")
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from minirl.records import StopReason, Trajectory
+from minirl.chaos.task import Fated
+from minirl.records import Batch, StopReason, Trajectory
 from minirl.rollout.worker import Abort, Finished, Gone, GroupRequest, Started, Submit
 from minirl.shm.board import BEAT_S, BoardWriter, State, Total
 from minirl.shm.weights import CANARY_TOKENS, WeightStore
@@ -33,6 +34,7 @@ class Script:
     version: int = 0
     eta: int = 0
     seconds: float = 0.03  # an answer, a step
+    start_s: float = 0.0
     save_s: float = 0.0
     bad: dict[str, int] = field(default_factory=dict)
     """What goes wrong, and when: "die_at_step", "die_in_save", "die_after_publishing", "unsaved"
@@ -40,6 +42,7 @@ class Script:
 
 
 def engine(script: Script, board: BoardWriter, pipe: Connection) -> None:
+    time.sleep(script.start_s)
     pipe.send(Started())
     running: list[tuple[float, GroupRequest, int, int]] = []
     while True:
@@ -80,7 +83,10 @@ def verifier(script: Script, board: BoardWriter, pipe: Connection) -> None:
         board.enter(State.GRADING, anew=True)
         time.sleep(script.seconds / 10)
         count = len(request.trajectories)
-        pipe.send(Graded(request.group_id, (1.0,) * count, ("text",) * count))
+        if isinstance(request.example, Fated):
+            pipe.send(Graded(request.group_id, (), (), "no verdict"))
+        else:
+            pipe.send(Graded(request.group_id, (1.0,) * count, ("text",) * count))
 
 
 def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
@@ -105,6 +111,8 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
                 died.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             updates += 1
+            path = Path(script.rendezvous).with_name("trajectories.jsonl")
+            log_trained(path, request.batch, script.eta)
             publish(script.store, version + 1, updates)
             if is_due and step == script.bad.get("die_after_publishing"):
                 died.touch()
@@ -118,7 +126,6 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
             pipe.send(Trained(version + 1, values))
         elif isinstance(request, Save):
             board.enter(State.SAVING)
-            time.sleep(script.save_s)
             step = request.state["step"]
             if step == script.bad.get("die_in_save") and not died.exists():
                 died.touch()
@@ -127,7 +134,7 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
             if step == script.bad.get("unsaved"):
                 pipe.send(Saved(request.folder, "No space left on device"))
                 continue
-            write_checkpoint(Path(request.folder), request.state, updates)
+            write_checkpoint(Path(request.folder), request.state, updates, script.save_s)
             pipe.send(Saved(request.folder))
         else:
             return
@@ -138,9 +145,25 @@ def publish(store: WeightStore, version: int, updates: int) -> None:
     store.publish(version, [torch.tensor([float(updates)])], canary)
 
 
-def write_checkpoint(folder: Path, state: dict[str, object], updates: int) -> None:
+def log_trained(path: Path, batch: Batch, eta: int) -> None:
+    """As a real rank does, of the first answer of each group."""
+    groups, tokens = [], []
+    for group in batch.groups:
+        versions = [[t.head_version, t.tail_version] for t in group.trajectories]
+        groups.append({"group": group.id, "prompt": group.prompt_index, "versions": versions})
+        trained = [int(version >= batch.version - eta) for version in versions[0]]
+        tokens.append({"group": group.id, "versions": versions[0], "trained": trained})
+    line = {"step": batch.step, "version": batch.version, "groups": groups, "tokens": tokens}
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def write_checkpoint(
+    folder: Path, state: dict[str, object], updates: int, seconds: float = 0.0
+) -> None:
     aside = folder.with_name(f".{folder.name}.tmp")
     (aside / "trainer").mkdir(parents=True)
+    time.sleep(seconds)
     header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     tensors = struct.pack("<Q", len(header)) + header + struct.pack("<f", updates)
     (aside / "model.safetensors").write_bytes(tensors)

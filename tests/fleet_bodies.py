@@ -26,6 +26,15 @@ def place(**env: str) -> Placement:
     return Placement("cpu", env={"PYTHONPATH": path, **env})
 
 
+class Late:
+    """A set-up during whose pickling, which is when a worker is started, a signal comes."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+        return Late, ()
+
+
 def echo(setup: Any, board: BoardWriter, pipe: Connection) -> None:
     """Says its set-up and its process, then repeats what it hears until it hears None."""
     board.enter(State.GENERATING)

@@ -32,6 +32,10 @@ class EvenLength:
         return "right"
 
 
+class Endless(EvenLength):
+    num_train = 10**8  # in order
+
+
 class Broken(EvenLength):
     """Right always, but for one prompt in five that raises and one in ten that hangs."""
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from minirl.chaos.life import children, living, orphaned_memory
+
 RECIPES = Path(__file__).parent.parent / "recipes"
 SMALL = {
     "train.steps": 4,
@@ -53,7 +55,7 @@ class Run:
     def workers(self) -> dict[str, int]:
         """Process ids by worker name."""
         found = {}
-        for pid in _children(self.process.pid):
+        for pid in children(self.process.pid):
             name = Path(f"/proc/{pid}/comm").read_text().strip()
             if name.startswith("rl-"):
                 found[name.removeprefix("rl-")] = pid
@@ -86,7 +88,7 @@ class Run:
     def traces(self) -> list[str]:
         """Living processes of the run, and shared memory that nobody holds."""
         memory = sorted(orphaned_memory() - self.before)
-        return [f"process {pid}" for pid in leftovers(self.process.pid)] + memory
+        return [f"process {pid}" for pid in living(self.process.pid)] + memory
 
     def metrics(self) -> list[dict[str, Any]]:
         path = self.dir / "metrics.jsonl"
@@ -115,19 +117,6 @@ def assert_accounted(lines: list[dict[str, Any]], max_staleness: int) -> None:
         assert line["buffer/staleness_max"] <= max_staleness
 
 
-def leftovers(session: int) -> list[int]:
-    """Living processes of the session that a run was started in."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(path.parent.name))
-    return found
-
-
 def listening_addresses(session: int) -> set[str]:
     """Addresses, as the kernel writes them, at which processes of a run take connections."""
     listening = {}
@@ -137,28 +126,12 @@ def listening_addresses(session: int) -> set[str]:
             if fields[3] == "0A":
                 listening[f"socket:[{fields[9]}]"] = fields[1].partition(":")[0]
     found = set()
-    for pid in leftovers(session):
+    for pid in living(session):
         with contextlib.suppress(OSError):
             for fd in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
                     found.add(listening.get(os.readlink(fd), ""))
     return found - {""}
-
-
-def orphaned_memory() -> set[str]:
-    """Names in /dev/shm that no living process has mapped: other tests' are not ours to judge."""
-    mapped = ""
-    for path in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            mapped += path.read_text()
-    return {name for name in os.listdir("/dev/shm") if f"/dev/shm/{name}" not in mapped}
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
 
 
 def _dotted(changes: dict[str, object]) -> dict[str, object]:

@@ -181,6 +181,27 @@ minirl.cli.main()
         assert (done.returncode, done.stderr) == (exit_code, stderr)
 
 
+def test_output_to_a_full_disk_fails_no_run_and_changes_no_exit_code() -> None:
+    code = """
+import sys, minirl.cli
+from minirl.console import ConsoleView
+def train(**_):
+    view = ConsoleView(10)
+    for step in range(1, 11):
+        view.note("x" * 9000)
+        view.step({"step": step, "seconds": 1.0, "reward/mean": 0.5})
+    view.close()
+    sys.exit(7)
+minirl.cli.app = train
+minirl.cli.main()
+"""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, cwd=ROOT
+        )
+    assert (done.returncode, done.stderr) == (7, b"")
+
+
 def test_doctor() -> None:
     done = minirl("doctor")
     assert done.returncode in (0, 1)

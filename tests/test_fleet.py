@@ -222,11 +222,30 @@ def test_workers_die_with_a_killed_controller(tmp_path: Path) -> None:
 def test_ctrl_c_and_sigterm_are_the_controllers_business(
     fleet: Fleet, number: signal.Signals
 ) -> None:
+    """From a worker's first moment on: a signal to the whole group may come at any."""
     worker = start(fleet, "echo")
-    hear(fleet, 1)
+    os.kill(worker.pid, number)
+    assert messages(fleet, 1) == [(None, worker.pid, None)]
     os.kill(worker.pid, number)
     worker.send("still there?")
     assert messages(fleet, 1) == ["still there?"]
+
+
+def test_a_signal_that_comes_while_a_worker_starts_waits_until_it_has(fleet: Fleet) -> None:
+    class Stopped(Exception):
+        pass
+
+    def handle(number: int, frame: object) -> None:
+        raise Stopped
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        with pytest.raises(Stopped):
+            start(fleet, "echo", fleet_bodies.Late())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    (worker,) = fleet.workers
+    assert messages(fleet, 1)[0][1] == worker.pid, "it is there, and can be ended"
 
 
 def test_last_words_are_the_end_of_the_workers_log(fleet: Fleet) -> None:

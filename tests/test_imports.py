@@ -36,7 +36,7 @@ LEVELS = (
     {"launch", "replay", "console", "dashboard", "doctor", "machine", "report", "sweep"}
     | {"resume", "verify_resume", "outcome", "results", "weight"},
     {"bench", "exam"},
-    {"sft"},
+    {"sft", "chaos"},
     {"cli"},
     {"variants"},
 )

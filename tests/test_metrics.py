@@ -1,6 +1,9 @@
 """metrics.jsonl holds only what the table defines, and docs/metrics.md is that table."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,6 +84,35 @@ def test_a_last_line_that_was_cut_is_left_out_and_resume_mends_it(tmp_path: Path
     log.write({"step": 3})
     log.close()
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_on_a_full_disk_lines_are_taken_back_all_the_same(tmp_path: Path) -> None:
+    """Nothing can be written aside then; what is less needs no room."""
+    program = """
+import sys
+from pathlib import Path
+from minirl.chaos.disk import Tmpfs, small_disk
+disk = small_disk(Path(sys.argv[1]), 1 << 20)
+if isinstance(disk, Tmpfs):
+    from minirl import metrics
+    from minirl.lines import Lines
+    path = Path(sys.argv[1]) / "samples.jsonl"
+    path.write_text("".join('{"step":%d}\\n' % step for step in range(1, 2000)) + '{"st')
+    disk.fill([])
+    assert len(metrics.cut(path, 1500)) == 1500, "as given"
+    assert len(metrics.read(path)) == 1500, "as read"
+    Lines(path).write('{"step":1501}')
+    assert path.read_text().endswith('{"step":1500}\\n{"step":1501}\\n')
+    assert sorted(p.name for p in path.parent.iterdir()) == ["filler", "samples.jsonl"]
+else:
+    print("no disk")
+"""
+    env = {**os.environ, "PYTHONPATH": str(Path(metrics.__file__).parent.parent)}
+    command = [sys.executable, "-c", program, str(tmp_path / "disk")]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    if done.stdout == "no disk\n":
+        pytest.skip("nothing can be mounted here")
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_file_is_no_lines(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ import fault_bodies
 import pytest
 from fault_bodies import Script
 from fleet_bodies import place
-from noisy_task import EvenLength
 from processes import assert_accounted
 
 from minirl import faults
 from minirl.buffer import Drop
+from minirl.chaos.ledger import prove
 from minirl.config import Config
 from minirl.errors import Stalled, WorkerDied
 from minirl.fleet import Fleet, Role
@@ -29,11 +29,14 @@ from minirl.journal import Journal
 from minirl.launch import make_buffer
 from minirl.loop import Loop
 from minirl.metrics import read
+from minirl.recipe import to_toml
 from minirl.records import Example, Prompt
+from minirl.resume import find_start
 from minirl.rollout.worker import Stop
 from minirl.shm.board import State, Total
 from minirl.shm.weights import TensorSpec, WeightStore
 from minirl.tasks.prompts import PromptStream
+from minirl.tasks.registry import make_task
 from minirl.train.intact import read_whole
 
 STEPS, BATCH = 8, 3
@@ -44,10 +47,6 @@ class Numbers:
 
     def encode(self, text: str) -> list[int]:
         return [int(text.split()[2])]
-
-
-class Task(EvenLength):
-    num_train = 10**8  # in order
 
 
 class Notes:
@@ -65,21 +64,37 @@ class Notes:
 
 
 class Stage:
-    def __init__(self, folder: Path, config: Config, scripts: dict[Role, dict[str, Any]]):
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        scripts: dict[Role, dict[str, Any]],
+        is_resumed: bool = False,
+    ):
         self.dir, self.config, self.notes = folder, config, Notes()
+        start = find_start(Path(), folder, is_resumed)
+        (folder / "recipe.toml").write_text(to_toml(config))
         self.fleet = Fleet(folder, 3)
         # Forked: these workers need nothing but what is loaded here, and torch takes 2 s to load.
         self.fleet._context = multiprocessing.get_context("fork")
         self.store = WeightStore((TensorSpec("w", (1,)),), "float32")
         bodies = {Role.TRAIN: "trainer", Role.ROLLOUT: "engine", Role.VERIFY: "verifier"}
         for role, body in bodies.items():
-            script = Script(self.store, rendezvous=str(folder / "rendezvous"))
-            eta = config.buffer.max_staleness
-            script = replace(script, eta=eta, **scripts.get(role, {}))
+            script = Script(
+                self.store,
+                folder=str(start.folder),
+                rendezvous=str(folder / "rendezvous"),
+                is_resumed=start.state is not None,
+                version=start.history.version,
+                eta=config.buffer.max_staleness,
+            )
+            script = replace(script, **scripts.get(role, {}))
             self.fleet.spawn(role, 0, f"fault_bodies:{body}", script, place())
-        self.stream = PromptStream(Task(config.tasks, 0), Numbers(), 0)
-        self.buffer = make_buffer(config)
-        self.journal = Journal(config, folder, self.fleet, self.notes)
+        task = make_task(config)
+        self.stream = PromptStream(task, Numbers(), config.seed, start.consumed)
+        self.buffer = make_buffer(config, start.history)
+        told = start.state["journal"] if start.state else None
+        self.journal = Journal(config, folder, self.fleet, self.notes, start.step, told)
         heldout = [Prompt(i, Example("Ann has 1 pear", "?"), (1,)) for i in range(2)]
         self.loop = Loop(config, self.fleet, self.stream, heldout, self.buffer, self.journal)
 
@@ -113,16 +128,29 @@ class Stage:
         for name in ("samples.jsonl", "lengths.jsonl"):
             steps = [line["step"] for line in read(self.dir / name)]
             assert steps == sorted(steps) and set(steps) == set(range(1, STEPS + 1))
+        violated = [finding for finding in prove(self.dir) if not finding.is_held]
+        assert not violated
         return lines
 
 
 @contextmanager
 def stage(
-    folder: Path, eta: int = 2, stall_s: float = 60.0, every: int = 3, **scripts: dict[str, Any]
+    folder: Path,
+    eta: int = 2,
+    stall_s: float = 60.0,
+    every: int = 3,
+    is_resumed: bool = False,
+    **scripts: dict[str, Any],
 ) -> Iterator[Stage]:
-    base = Config()
-    config = replace(
+    with staged(folder, stage_config(eta, stall_s, every), is_resumed, **scripts) as built:
+        yield built
+
+
+def stage_config(eta: int = 2, stall_s: float = 60.0, every: int = 3) -> Config:
+    base, kind = Config(), f"{Path(__file__).parent / 'noisy_task.py'}:Endless"
+    return replace(
         base,
+        tasks=replace(base.tasks, kind=kind, timeout_s=min(10.0, stall_s / 2)),
         rollout=replace(base.rollout, group_size=2),
         buffer=replace(base.buffer, max_staleness=eta),
         train=replace(base.train, steps=STEPS, batch_size=BATCH),
@@ -130,7 +158,14 @@ def stage(
         checkpoint=replace(base.checkpoint, every=every),
         log=replace(base.log, stall_s=stall_s, samples=1),
     )
-    built = Stage(folder, config, {Role(name): script for name, script in scripts.items()})
+
+
+@contextmanager
+def staged(
+    folder: Path, config: Config, is_resumed: bool = False, **scripts: dict[str, Any]
+) -> Iterator[Stage]:
+    roles = {Role(name): script for name, script in scripts.items()}
+    built = Stage(folder, config, roles, is_resumed)
     try:
         yield built
     finally:

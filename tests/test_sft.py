@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import leftovers
 from safetensors.torch import load_file
 from test_cli import ROOT, minirl
 
+from minirl.chaos.life import living
 from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.metrics import read
@@ -169,7 +169,7 @@ def test_ctrl_c_saves_and_leaves_no_process(tied_folder: Path, tmp_path: Path) -
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130
-    assert leftovers(process.pid) == []
+    assert living(process.pid) == []
     summary = json.loads((folder / "summary.json").read_text())
     assert not summary["finished"] and (folder / "model" / "config.json").is_file()
     assert summary["steps"] == len(read(folder / "metrics.jsonl"))

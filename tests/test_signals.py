@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +18,7 @@ from minirl.train.intact import newest_whole
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_once_asks_and_twice_ends(number: signal.Signals) -> None:
-    loop, notes = SimpleNamespace(is_interrupted=False), []
+    loop, notes = SimpleNamespace(is_interrupted=False, has_begun=True), []
     view = cast(Any, SimpleNamespace(note=notes.append))
     before = signal.getsignal(number)
     with _signals(cast(Any, loop), view):
@@ -34,6 +36,22 @@ def test_before_there_is_a_loop_sigterm_ends_a_run_like_ctrl_c() -> None:
     with pytest.raises(KeyboardInterrupt), _ends_on_sigterm():
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_the_exit_code_is_ours_also_where_modules_are_being_imported() -> None:
+    """A plain KeyboardInterrupt out of an exec would end Python 3.11 by SIGINT."""
+    program = """
+import os, signal, sys
+from minirl.launch import INTERRUPTED, _ends_on_sigterm
+try:
+    with _ends_on_sigterm():
+        exec("os.kill(os.getpid(), signal.SIGTERM)")
+except KeyboardInterrupt:
+    sys.exit(INTERRUPTED)
+"""
+    root = str(Path(__file__).parent.parent)
+    env = {**os.environ, "PYTHONPATH": root}
+    assert subprocess.run([sys.executable, "-c", program], env=env).returncode == 130
 
 
 @pytest.mark.parametrize("eta", [0, 2])

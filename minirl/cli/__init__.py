@@ -5,8 +5,11 @@ stay inside the commands, so that `minirl --help` answers at once and loads no t
 MinirlError ends as one line on stderr and its exit code; a traceback is always our bug.
 """
 
+import os
 import sys
+from contextlib import suppress
 from importlib import import_module
+from typing import TextIO
 
 from minirl.cli.app import app
 from minirl.errors import MinirlError, one_line
@@ -27,6 +30,7 @@ SUBJECTS = (
     "sample",
     "sft",
     "verify_resume",
+    "chaos",
 )
 for subject in SUBJECTS:
     import_module(f"minirl.cli.{subject}")
@@ -41,3 +45,14 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        _let_go(sys.stdout)
+
+
+def _let_go(stream: TextIO) -> None:
+    """Where the last words cannot be written, they are no reason for another exit code."""
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

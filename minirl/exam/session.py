@@ -18,7 +18,7 @@ from typing import Protocol
 from minirl import devices
 from minirl.config import Config
 from minirl.doctor import free_memory_bytes
-from minirl.errors import MinirlError, RecipeError, Stalled, WorkerDied
+from minirl.errors import Interrupted, MinirlError, RecipeError, Stalled, WorkerDied
 from minirl.fleet import Died, Fleet, Role, Worker
 from minirl.launch import BODIES
 from minirl.rollout.worker import RolloutSetup, Started
@@ -143,7 +143,7 @@ def _signals() -> Iterator[None]:
     """SIGTERM ends it as Ctrl-C does, and both also where a shell has had them ignored."""
 
     def handle(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        raise Interrupted
 
     before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
     try:

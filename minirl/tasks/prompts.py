@@ -33,7 +33,7 @@ class PromptStream:
                 index, self._next = self._next, self._next + 1
                 if index in self.consumed:
                     continue
-            example = self._task.train(self._place(index))
+            example = self._task.train(self.place(index))
             return Prompt(index, example, encode(example, self._tokenizer))
 
     def put_back(self, index: int) -> None:
@@ -42,7 +42,13 @@ class PromptStream:
         self.consumed.discard(index)
         heapq.heappush(self._again, index)
 
-    def _place(self, index: int) -> int:
+    @property
+    def waiting(self) -> list[int]:
+        """Put back, and not given again yet."""
+        return sorted(self._again)
+
+    def place(self, index: int) -> int:
+        """The example that the prompt of this index is."""
         size = self._task.num_train
         if size > SHUFFLED_UP_TO:
             return index % size

@@ -10,7 +10,6 @@ The trainer's logprob is that of the version the step starts from, wherever the 
 """
 
 import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from minirl.lines import Lines
 from minirl.records import Batch
 from minirl.train.batch import Item, MicroBatch
 from minirl.train.loss import MicroLoss
@@ -34,6 +34,7 @@ class TokenLog:
         self._is_on = bool(setup.run_dir)
         self._tokenizer: Any = None
         self._kept: list[tuple[int, Item]] = []  # (group's place in the batch, its first answer)
+        self._file: Lines | None = None
 
     def begin(self, batch: Batch, prepared: Prepared) -> None:
         if not self._is_on:
@@ -77,9 +78,17 @@ class TokenLog:
             "groups": self._groups(),
             "tokens": [self._tokens(n, item, logprobs, known) for n, item in self._kept],
         }
-        path = Path(self._setup.run_dir) / FILE
-        with suppress(OSError), path.open("a") as file:  # a full disk costs the view, not the step
-            file.write(json.dumps(line, separators=(",", ":"), ensure_ascii=False) + "\n")
+        if self._file is None:  # not before: until the first batch comes, the controller cuts it
+            try:
+                self._file = Lines(Path(self._setup.run_dir) / FILE)
+            except OSError:  # costs the view of this step, not the step
+                return
+        self._file.write(json.dumps(line, separators=(",", ":"), ensure_ascii=False))
+
+    def sync(self) -> None:
+        """Before a checkpoint: its steps are on the disk, those too that a full one made wait."""
+        if self._file is not None:
+            self._file.sync()
 
     def _groups(self) -> list[dict[str, Any]]:
         items = iter(self._prepared.items)

@@ -289,6 +289,7 @@ class Trainer:
         if self.setup.rank == 0:
             if bad := nonfinite.in_weights(self.replicas) or nonfinite.in_state(self.replicas):
                 raise MinirlError(f"{bad} is not finite, and was not saved; {WEIGHTS.remedy}")
+            self.tokens.sync()
             source, folder, state = (
                 Path(self.setup.tokenizer_folder),
                 Path(request.folder),

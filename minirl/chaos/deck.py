@@ -1,0 +1,85 @@
+"""The faults, and who gets which when. Takes a seed, gives one Draw after another: the n-th is a
+function of the seed and n alone, whatever the run makes of those before it.
+
+Faults come as from a deck of cards: each as often as the table says, in random order, then all
+again. So none is left out by chance, and a soak of any length has a mixture.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from minirl.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    what: str  # is done
+    then: str  # what must come of it
+    count: int = 1  # in a deck
+
+
+FAULTS = (
+    Fault("kill-engine", "SIGKILL to a rollout worker", "it is replaced"),
+    Fault("kill-verifier", "SIGKILL to a verifier", "it is replaced", 2),
+    Fault("kill-rank", "SIGKILL to a trainer rank", "the ranks go back to a checkpoint", 2),
+    Fault("kill-two", "SIGKILL to two workers, less than a second apart", "both are replaced"),
+    Fault("freeze-engine", "SIGSTOP to a rollout worker", "it is replaced after log.stall_s"),
+    Fault("freeze-verifier", "SIGSTOP to a verifier", "it is replaced after log.stall_s"),
+    Fault("freeze-rank", "SIGSTOP to a trainer rank", "the run ends with code 3; resumed"),
+    Fault("pause-engine", "SIGSTOP to a rollout worker, SIGCONT soon", "it goes on"),
+    Fault("pause-verifier", "SIGSTOP to a verifier, SIGCONT soon", "it goes on"),
+    Fault("pause-rank", "SIGSTOP to a trainer rank, SIGCONT soon", "it goes on"),
+    Fault("fill-disk", "no room on the disk when it saves", "it saves when there is", 2),
+    Fault("kill-controller", "SIGKILL to the controller", "workers end too; resumed"),
+    Fault("kill-at-start", "the same while its workers start", "workers end too; resumed"),
+    Fault("kill-at-save", "the same while a checkpoint is written", "workers end too; resumed"),
+    Fault("kill-at-eval", "the same while it evaluates", "workers end too; resumed"),
+    Fault("kill-at-full", "the same while the disk is full", "workers end too; resumed"),
+    Fault("term-controller", "SIGTERM to the controller", "it saves, code 130; resumed"),
+    Fault("term-at-start", "SIGTERM to all its processes as they start", "code 130; resumed"),
+)
+BY_NAME = {fault.name: fault for fault in FAULTS}
+TEAR = Fault("tear-files", "lines torn while the controller is dead", "left out; resumed")
+"""Not dealt: it goes with every other death of the controller."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    number: int
+    fault: str
+    wait_s: float  # after the run has recovered from what was before
+    pick: float  # 0 to 1: which worker, of those there are
+    other: float  # the same, of a second one
+    moment: float  # 0 to 1: how far into the pause, the save, the evaluation, the start
+    is_torn: bool
+    seed: str  # of what else is random about it
+
+
+class Deck:
+    def __init__(self, seed: int, names: Sequence[str] = ()):
+        self._seed, self._names = seed, [*names] or [*BY_NAME]
+        for name in self._names:
+            if name not in BY_NAME:
+                remedy = f"there are {', '.join(BY_NAME)}"
+                raise RecipeError("--faults", name, "no such fault", remedy)
+        self._number = 0
+
+    def draw(self) -> Draw:
+        cards = [name for name in self._names for _ in range(BY_NAME[name].count)]
+        turn, place = divmod(self._number, len(cards))
+        random.Random(f"{self._seed}/deck/{turn}").shuffle(cards)
+        seed = f"{self._seed}/{self._number}"
+        dice = random.Random(seed)
+        self._number += 1
+        return Draw(
+            number=self._number,
+            fault=cards[place],
+            wait_s=dice.uniform(0.2, 3.0),
+            pick=dice.random(),
+            other=dice.random(),
+            moment=dice.random(),
+            is_torn=dice.random() < 0.5,
+            seed=seed,
+        )

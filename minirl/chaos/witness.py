@@ -1,0 +1,119 @@
+"""Follows a run's files while it runs. Takes metrics.jsonl and trajectories.jsonl as they grow, are
+cut and are written again; gives every line that was ever seen in them, once.
+
+So what is said of all trained steps holds for those too that a fault took back. trajectories.jsonl
+is written by the trainer itself, with the very mask that its loss had: the controller's own counts
+are not asked for the staleness of a token.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MAX_TOLD = 5  # violations of one kind
+
+
+class Follower:
+    """New whole lines of a file that may be cut or replaced at any moment."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._inode, self._offset = 0, 0
+        self._seen: set[tuple[object, ...]] = set()
+
+    def look(self) -> Iterator[dict[str, Any]]:
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:
+                    self._inode, self._offset = status.st_ino, 0
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return
+        whole, newline, _ = data.rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        for raw in whole.split(b"\n"):
+            line = _parsed(raw)
+            if line is not None and (key := key_of(line)) not in self._seen:
+                self._seen.add(key)
+                yield line
+
+
+def _parsed(raw: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(raw)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and type(line.get("step")) is int else None
+
+
+def key_of(line: dict[str, Any]) -> tuple[object, ...]:
+    """Of one training of a step: it has other groups, or another clock, when it is done again."""
+    groups = tuple(group.get("group") for group in line.get("groups", []))
+    return line["step"], line.get("version"), line.get("seconds"), groups
+
+
+@dataclass
+class Witness:
+    run_dir: Path
+    max_staleness: int
+    num_steps: int = 0  # trained, those that were taken back too
+    last_step: int = 0
+    furthest: int = 0  # step that was ever reached
+    num_tokens: int = 0  # looked at one by one
+    violations: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._metrics = Follower(self.run_dir / "metrics.jsonl")
+        self._trained = Follower(self.run_dir / "trajectories.jsonl")
+
+    def look(self) -> int:
+        """How many steps have been trained so far, whatever became of them."""
+        for line in self._metrics.look():
+            self.num_steps += 1
+            self.last_step = line["step"]
+            self.furthest = max(self.furthest, self.last_step)
+            self._told(stale_line(line, self.max_staleness))
+            self._told(unbalanced(line))
+        for line in self._trained.look():
+            count, found = stale_tokens(line, self.max_staleness)
+            self.num_tokens += count
+            for problem in found:
+                self._told(problem)
+        return self.num_steps
+
+    def _told(self, problem: str) -> None:
+        if problem and len(self.violations) < MAX_TOLD:
+            self.violations.append(problem)
+
+
+def stale_line(line: dict[str, Any], limit: int) -> str:
+    stale = line.get("buffer/staleness_max", 0)
+    return f"step {line['step']}: buffer/staleness_max is {stale:g}" if stale > limit else ""
+
+
+def unbalanced(line: dict[str, Any]) -> str:
+    names = ("submitted", "trained", "dropped", "in_flight")
+    counts = [line.get(f"buffer/groups_{name}", 0) for name in names]
+    if counts[0] == sum(counts[1:]):
+        return ""
+    said = ", ".join(f"{name} {count:g}" for name, count in zip(names, counts, strict=True))
+    return f"step {line['step']}: the groups do not add up ({said})"
+
+
+def stale_tokens(line: dict[str, Any], limit: int) -> tuple[int, list[str]]:
+    """How many trained tokens of a line of trajectories.jsonl were looked at, and which are older
+    than they may be: by the version that wrote them and the one that the step began with."""
+    oldest, count, problems = line["version"] - limit, 0, []
+    for answer in line.get("tokens", []):
+        pairs = zip(answer["versions"], answer["trained"], strict=True)
+        versions = [version for version, is_trained in pairs if is_trained]
+        count += len(versions)
+        if versions and min(versions) < oldest:
+            age = line["version"] - min(versions)
+            problems.append(f"step {line['step']}: group {answer['group']} has a token {age} old")
+    return count, problems

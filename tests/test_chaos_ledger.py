@@ -1,0 +1,203 @@
+"""The proof of a soak can fail: each property, on the files of a run in which just that is wrong.
+The run is a real one with scripted workers, and nothing is wrong with it.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file, save_file
+from test_recovery import STEPS, stage_config, staged
+
+from minirl.buffer import Drop
+from minirl.chaos import task
+from minirl.chaos.ledger import Finding, prove
+from minirl.chaos.task import Fate, fate_at
+from minirl.lines import read_lines
+from minirl.rollout.worker import Stop
+
+SEED, SHARE = 1, 0.2
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in which some rewards always fail."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = stage_config(every=3)
+    config = replace(config, tasks=task.options(config.tasks, SEED, SHARE))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(task, "PARTS", {Fate.RAISES: 1.0})
+        with staged(folder, config) as run:
+            run.loop.run()
+            run.fleet.stop(Stop())
+            assert run.buffer.drops[Drop.REWARD_ERROR] >= 2
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def only_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "PARTS", {Fate.RAISES: 1.0})
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+def violated(run: Path) -> dict[str, str]:
+    return {finding.name: finding.detail for finding in prove(run) if not finding.is_held}
+
+
+def change(path: Path, how: Callable[[list[dict[str, Any]]], object]) -> None:
+    lines = read_lines(path)
+    how(lines)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def change_state(run: Path, how: Callable[[dict[str, Any]], object]) -> None:
+    path = run / "checkpoints" / f"step-{STEPS:06d}" / "trainer" / "state.json"
+    state = json.loads(path.read_text())
+    how(state)
+    path.write_text(json.dumps(state))
+
+
+def test_a_run_with_which_nothing_is_wrong_passes(run: Path) -> None:
+    found = prove(run)
+    assert violated(run) == {}
+    names = {"steps", "ledger", "once", "accounted", "rewards"}
+    names |= {"staleness", "versions", "finite", "clean"}
+    assert {finding.name for finding in found} == names
+    said = {finding.name: finding.detail for finding in found}
+    assert said["once"] == f"{3 * STEPS} prompts trained, none twice"
+    assert f"{3 * STEPS} trained + " in said["accounted"]
+    assert "raises" in said["rewards"] and "none trained" in said["rewards"]
+
+
+def test_a_step_that_is_missing_torn_or_there_twice(run: Path) -> None:
+    change(run / "metrics.jsonl", lambda lines: lines.pop(3))
+    assert violated(run) == {"steps": "metrics.jsonl has no step 4"}
+    change(run / "metrics.jsonl", lambda lines: lines.insert(3, dict(lines[3], step=4)))
+    assert "steps" not in violated(run)
+    change(run / "lengths.jsonl", lambda lines: lines.append(lines[-1]))
+    assert violated(run)["steps"] == "lengths.jsonl has steps twice or out of order"
+    change(run / "lengths.jsonl", lambda lines: lines.pop())
+    with (run / "samples.jsonl").open("a") as file:
+        file.write('{"step": 8, "gro')
+    assert violated(run)["steps"] == "samples.jsonl has 1 torn lines"
+
+
+def test_groups_that_do_not_add_up(run: Path) -> None:
+    def lose_one(lines: list[dict[str, Any]]) -> None:
+        lines[4]["buffer/groups_submitted"] += 1
+
+    change(run / "metrics.jsonl", lose_one)
+    assert violated(run)["ledger"].startswith("step 5: the groups do not add up (submitted ")
+
+
+def test_a_prompt_that_is_trained_twice(run: Path) -> None:
+    def repeat(lines: list[dict[str, Any]]) -> None:
+        lines[5]["groups"][0]["prompt"] = lines[2]["groups"][1]["prompt"]
+
+    number = read_lines(run / "trajectories.jsonl")[2]["groups"][1]["prompt"]
+    change(run / "trajectories.jsonl", repeat)
+    found = violated(run)
+    assert found["once"] == f"prompt {number} was trained twice"
+    assert "accounted" in found, "and another was not trained at all"
+
+
+def test_a_prompt_that_was_skipped(run: Path) -> None:
+    """Consumed, but neither trained nor dropped."""
+
+    def skip(state: dict[str, Any]) -> None:
+        newest = max([state["consumed_below"] - 1, *state["consumed_above"], *state["in_flight"]])
+        state["consumed_above"].append(newest + 1)
+
+    change_state(run, skip)
+    assert "prompts are consumed but not trained" in violated(run)["accounted"]
+
+
+def test_a_prompt_that_nobody_knows_of(run: Path) -> None:
+    def forget(state: dict[str, Any]) -> None:
+        newest = max([state["consumed_below"] - 1, *state["consumed_above"], *state["in_flight"]])
+        state["in_flight"].append(newest + 2)
+
+    change_state(run, forget)
+    assert violated(run)["accounted"].endswith("is neither consumed nor in flight")
+
+
+def test_a_prompt_in_flight_that_was_consumed(run: Path) -> None:
+    change_state(run, lambda state: state["in_flight"].append(0))
+    assert violated(run)["accounted"] == "prompt 0 is consumed and in flight"
+
+
+def test_a_drop_that_was_not_counted(run: Path) -> None:
+    def uncount(state: dict[str, Any]) -> None:
+        state["history"]["drops"]["reward_error"] -= 1
+
+    change_state(run, uncount)
+    found = violated(run)
+    assert "groups were dropped for good" in found["accounted"]
+    assert "groups dropped as reward_error, and" in found["rewards"]
+
+
+def test_a_broken_reward_that_was_trained(run: Path) -> None:
+    broken = next(i for i in range(1000) if fate_at(SEED, SHARE, i) is Fate.RAISES)
+
+    def train_it(lines: list[dict[str, Any]]) -> None:
+        lines[0]["groups"][0]["prompt"] = broken
+
+    change(run / "trajectories.jsonl", train_it)
+    assert violated(run)["rewards"] == f"prompt {broken} was trained, and its reward is broken"
+
+
+def test_rewards_that_failed_and_were_not_broken(run: Path) -> None:
+    def fail(state: dict[str, Any]) -> None:
+        state["history"]["drops"]["reward_timeout"] = 2
+
+    change_state(run, fail)
+    assert violated(run)["rewards"].startswith("2 more rewards failed than are broken")
+    excused = {finding.name: finding for finding in prove(run, num_verifier_faults=2)}
+    assert excused["rewards"].is_held, "where verifiers were struck, it may be so"
+
+
+def test_a_token_that_is_too_old(run: Path) -> None:
+    def age(lines: list[dict[str, Any]]) -> None:
+        lines[6]["tokens"][0]["versions"][0] = lines[6]["version"] - 3
+        lines[6]["tokens"][0]["trained"][0] = 1
+
+    change(run / "trajectories.jsonl", age)
+    assert violated(run)["staleness"].endswith("has a token 3 old")
+    change(run / "metrics.jsonl", lambda lines: lines[1].update({"buffer/staleness_max": 3}))
+    assert violated(run)["staleness"] == "step 2: buffer/staleness_max is 3"
+
+
+def test_a_version_that_comes_again(run: Path) -> None:
+    def repeat(lines: list[dict[str, Any]]) -> None:
+        lines[3]["version"] = lines[2]["version"]
+
+    change(run / "metrics.jsonl", repeat)
+    assert violated(run)["versions"] == "a version is not above the one before it"
+
+
+def test_weights_that_are_not_finite_and_updates_left_out(run: Path) -> None:
+    change(run / "metrics.jsonl", lambda lines: lines[1].update({"train/skipped_updates": 1}))
+    assert violated(run)["finite"] == "step 2 left an update out"
+    path = run / "checkpoints" / f"step-{STEPS:06d}" / "model.safetensors"
+    tensors = {name: tensor.copy() for name, tensor in load_file(path).items()}
+    tensors["w"][0] = float("nan")
+    save_file(tensors, path)
+    assert violated(run)["finite"] == "model.safetensors: w is not finite"
+
+
+def test_what_is_left_behind_and_what_is_gone(run: Path) -> None:
+    (run / "checkpoints" / ".step-000099.tmp").mkdir()
+    assert "left behind: checkpoints/.step-000099.tmp" in violated(run)["clean"]
+    path = run / "trajectories.jsonl"
+    path.write_text("[]\nnull\n")
+    assert violated(run)["steps"].startswith("trajectories.jsonl has no step 1")
+    shutil.rmtree(run / "checkpoints")
+    assert prove(run) == [Finding("checkpoint", False, f"{run}: there is no checkpoint")]
