@@ -25,6 +25,9 @@ SMALL = {
 }
 
 
+LONG_S = 300.0  # a hang is a failure, however slow the machine
+
+
 class Run:
     """`minirl train` on the smoke recipe, made small, in a process of its own."""
 
@@ -64,20 +67,24 @@ class Run:
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         os.kill(self.workers()[name], number)
 
-    def wait_until(self, is_so: Callable[[], bool], limit_s: float = 120.0) -> None:
+    def wait_until(self, is_so: Callable[[], bool], limit_s: float = LONG_S) -> None:
         deadline = time.monotonic() + limit_s
         while not is_so():
             if self.process.poll() is not None or time.monotonic() > deadline:
-                out, err = self.process.communicate(timeout=10)
+                self.process.kill()  # a test that fails leaves no run behind
+                out, err = self.process.communicate()
                 raise AssertionError(f"it never came to that:\n{out}\n{err}")
             time.sleep(0.02)
 
     def wait_for_step(self, step: int) -> None:
         self.wait_until(lambda: len(self.metrics()) >= step)
 
-    def end(self, limit_s: float = 180.0) -> "Ended":
+    def end(self, limit_s: float = LONG_S) -> "Ended":
         """Waits for the end, and sees that nothing is left of it."""
-        out, err = self.process.communicate(timeout=limit_s)
+        try:
+            out, err = self.process.communicate(timeout=limit_s)
+        finally:
+            self.process.kill()
         deadline = time.monotonic() + 15
         while self.traces() and time.monotonic() < deadline:
             time.sleep(0.2)  # others' memory is orphaned for an instant too, as it comes and goes
