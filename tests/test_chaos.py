@@ -363,7 +363,6 @@ def test_a_short_soak_loses_nothing(tmp_path: Path, tied_folder: Path) -> None:
         "--no-reference",
         model__path=tied_folder,
         tasks__kind=f"{HERE / 'noisy_task.py'}:Endless",
-        tasks__timeout_s=1.5,
         checkpoint__every=2,
     )
     assert done.returncode == 0, done.stdout + done.stderr

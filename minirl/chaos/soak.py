@@ -33,6 +33,7 @@ from minirl.recipe import to_toml
 from minirl.train.intact import newest_whole
 
 ENDLESS = 10**6  # steps: the soak ends by its clock
+TIMEOUT_S, STALL_S = 8.0, 20.0  # soon, yet not so soon that a busy machine looks like a fault
 LAST_STEPS = 3  # that the last controller goes on for
 MAX_LOST = 3  # faults that were not survived: enough has been seen
 PROGRAM = (sys.executable, "-m", "minirl.cli")
@@ -54,12 +55,12 @@ def soak_config(config: Config, options: Options) -> Config:
     """The recipe as the soak runs it: endless, watched closely, saved often, with bad rewards."""
     tasks = replace(
         task.options(config.tasks, options.seed, options.share),
-        timeout_s=min(config.tasks.timeout_s, 4.0),
+        timeout_s=min(config.tasks.timeout_s, TIMEOUT_S),
         verifiers=max(config.tasks.verifiers, 2),
     )
     # Of every trained group one answer with all its tokens, for the proof of their staleness.
     log = replace(
-        config.log, stall_s=min(config.log.stall_s, 10.0), samples=config.train.batch_size
+        config.log, stall_s=min(config.log.stall_s, STALL_S), samples=config.train.batch_size
     )
     return replace(
         config,
