@@ -110,7 +110,11 @@ def keep_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> list[di
     Whole or not at all; on a full disk in place, since what is less needs no room."""
     kept = [(raw, value) for raw, value in _read_raw(path) if is_kept(value)]
     data = b"".join(raw + b"\n" for raw, _ in kept)
-    if path.is_file() and data != path.read_bytes():
+    before = path.read_bytes() if path.is_file() else data
+    if before.startswith(data):
+        if len(data) < len(before):
+            os.truncate(path, len(data))
+    else:
         try:
             _replace(path, data)
         except OSError:

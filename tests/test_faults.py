@@ -107,6 +107,7 @@ def test_killed_controller_takes_all_its_workers_with_it(tmp_path: Path, tied_fo
     assert run.end().code == -signal.SIGKILL
 
 
+@pytest.mark.slow  # the soak of test_chaos.py breaks rewards too
 def test_reward_that_fails_or_hangs_is_a_dropped_group_never_a_zero(
     tmp_path: Path, tied_folder: Path
 ) -> None:

@@ -87,6 +87,10 @@ class Prompts:
         self._next += 1
         return Prompt(self._next - 1, Example("?", "!"), (1, 2, 3))
 
+    @property
+    def waiting(self) -> list[int]:
+        return []
+
     def put_back(self, index: int) -> None:
         raise AssertionError(f"nothing is lost here, not even {index}")
 

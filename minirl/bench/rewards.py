@@ -213,6 +213,10 @@ class Prompts:
         tokens = tuple(random_prompt(self._dice, self._num_tokens, self._vocab))
         return Prompt(self._next - 1, Example(str(self._next), ""), tokens)
 
+    @property
+    def waiting(self) -> list[int]:
+        return []
+
     def put_back(self, index: int) -> None:
         raise AssertionError(f"nothing is lost here, not even {index}")
 
