@@ -23,6 +23,7 @@ from minirl.tasks.verifier import Grade, Graded
 from minirl.train.messages import Ready, Save, Saved, Train, Trained
 
 TICK_S = 0.01
+LONG_S = 300.0  # nobody waits for it
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Script:
     save_s: float = 0.0
     bad: dict[str, int] = field(default_factory=dict)
     """What goes wrong, and when: "die_at_step", "die_in_save", "die_after_publishing", "unsaved"
-    (a step), "dies" (at once), "deadly_prompt", "deaf" (an engine that never answers)."""
+    (a step), "dies" (at once), "deadly_prompt", "deaf" (an engine that never answers), "long_save"
+    (a step), "long_evaluation" (a version)."""
 
 
 def engine(script: Script, board: BoardWriter, pipe: Connection) -> None:
@@ -57,6 +59,8 @@ def engine(script: Script, board: BoardWriter, pipe: Connection) -> None:
                         os.kill(os.getpid(), signal.SIGKILL)
                     due = time.monotonic() + script.seconds * (1 + group.group_id % 3)
                     head = script.store.latest  # asked after the message came, as a real one does
+                    if group.is_eval and head == script.bad.get("long_evaluation"):
+                        due += LONG_S
                     running += [(due, group, i, head) for i in range(len(group.cells))]
             elif isinstance(message, Abort):
                 running = [entry for entry in running if entry[1].group_id != message.group_id]
@@ -134,7 +138,8 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
             if step == script.bad.get("unsaved"):
                 pipe.send(Saved(request.folder, "No space left on device"))
                 continue
-            write_checkpoint(Path(request.folder), request.state, updates, script.save_s)
+            seconds = LONG_S if step == script.bad.get("long_save") else script.save_s
+            write_checkpoint(Path(request.folder), request.state, updates, seconds)
             pipe.send(Saved(request.folder))
         else:
             return

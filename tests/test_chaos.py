@@ -116,6 +116,10 @@ def test_a_file_is_followed_through_cuts_and_replacements(tmp_path: Path) -> Non
     aside.write_text(line_of(1, 1.0) + "no line\n" + line_of(2, 5.0) + line_of(3, 6.0))
     aside.rename(path)
     assert [line["seconds"] for line in follower.look()] == [5.0, 6.0]
+    os.truncate(path, len(line_of(1, 1.0)))  # cut, and longer than before when it is seen again
+    with path.open("a") as file:
+        file.write("".join(line_of(step, 7.0) for step in range(2, 9)))
+    assert [line["step"] for line in follower.look()] == [*range(2, 9)]
 
 
 def test_the_witness_sees_what_is_taken_back_later(tmp_path: Path) -> None:

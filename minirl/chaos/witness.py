@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+TAIL = 64  # bytes by which a file is known again: it may have been cut and have grown since
 MAX_TOLD = 5  # violations of one kind
 
 
@@ -22,20 +23,23 @@ class Follower:
     def __init__(self, path: Path):
         self._path = path
         self._inode, self._offset = 0, 0
+        self._tail = b""  # what was last read before the offset
         self._seen: set[tuple[object, ...]] = set()
 
     def look(self) -> Iterator[dict[str, Any]]:
         try:
             with self._path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if status.st_ino != self._inode or status.st_size < self._offset:
-                    self._inode, self._offset = status.st_ino, 0
-                file.seek(self._offset)
+                inode = os.fstat(file.fileno()).st_ino
+                file.seek(self._offset - len(self._tail))
+                if inode != self._inode or file.read(len(self._tail)) != self._tail:
+                    self._inode, self._offset, self._tail = inode, 0, b""
+                    file.seek(0)
                 data = file.read()
         except OSError:
             return
         whole, newline, _ = data.rpartition(b"\n")
         self._offset += len(whole) + len(newline)
+        self._tail = (self._tail + whole + newline)[-TAIL:]
         for raw in whole.split(b"\n"):
             line = _parsed(raw)
             if line is not None and (key := key_of(line)) not in self._seen:
