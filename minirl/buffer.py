@@ -126,8 +126,9 @@ class ByVersion:
             del self._ids[version]
 
     def older_than(self, version: int) -> list[int]:
-        old = [v for v in self._ids if v < version]  # mostly none, and asked for all the time
-        return [i for v in sorted(old) for i in self._ids[v]] if old else []
+        if not self._ids or min(self._ids) >= version:  # as mostly, and asked for all the time
+            return []
+        return [i for v in sorted(self._ids) if v < version for i in self._ids[v]]
 
     def oldest_first(self) -> Iterator[int]:
         for version in sorted(self._ids):
@@ -187,7 +188,7 @@ class Buffer:
     @property
     def room(self) -> int:
         """Groups that may begin now: free slots, as far as the pace allows."""
-        if self.pace is None:
+        if self.pace is None or not self._free:
             return len(self._free)
         return max(0, min(len(self._free), self.pace.limit - self.num_in_flight))
 
@@ -196,7 +197,8 @@ class Buffer:
         round begins when the last has ended: what filters dropped is made up for in rounds."""
         if not self.max_staleness and (self._running or self._training):
             return 0
-        return max(0, min(self.room, num_needed - self.num_in_flight))
+        room = self.room
+        return max(0, min(room, num_needed - self.num_in_flight)) if room else 0
 
     def can_admit(self, head_bound: int) -> bool:
         """Is there a slot, and under `wait` also the time? A group that begins under older weights

@@ -16,7 +16,6 @@ to it all at once, in order: what the engine does next does not depend on when a
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 
 from minirl.config import Config
 from minirl.records import Example, StopReason, Trajectory
@@ -59,7 +58,7 @@ class Conversations:
         self._replies[engine][request.group_id, request.place] = tokens if goes_on else ()
         if goes_on:
             return None
-        return replace(done, stop=StopReason.LENGTH) if is_cut else done
+        return done._replace(stop=StopReason.LENGTH) if is_cut else done
 
     def forget(self, group_id: int) -> None:
         """Nothing more will come of it."""

@@ -14,7 +14,6 @@ A new logger is a class with `write` and `close`, and a line in LOGGERS.
 import hashlib
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,15 +25,13 @@ from typing import Any, Protocol
 from minirl.config import KEYS, Config, get
 from minirl.devices import Placement
 from minirl.fleet import Died, Fleet, Role, Worker
+from minirl.secrets import scrub
 from minirl.shm.board import BoardWriter, State
 
 POLL_S = 1.0  # how often a logger looks for new lines
 SLOW_START_S = 60.0  # then it is said that a logger has not begun
 END_S = 20.0  # what a logger gets at the end to send what it has
 BODY = "minirl.loggers:run"
-SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
-IN_URL = re.compile(r"(\w+://)[^/@\s]+@|([?&](?:token|key|api_key|access_token|sig)=)[^&\s]+")
-MIN_SECRET = 8  # letters; shorter values of such variables are no secrets
 
 
 class Logger(Protocol):
@@ -153,16 +150,9 @@ def recipe_without_secrets(config: Config) -> dict[str, Any]:
 
 
 def redacted(value: Any) -> Any:
-    """Texts without credentials in addresses and without what secret variables hold."""
     if isinstance(value, tuple):
         return [redacted(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    text = IN_URL.sub(lambda match: f"{match[1]}…@" if match[1] else f"{match[2]}…", value)
-    for name, secret in os.environ.items():
-        if SECRET_NAME.search(name) and len(secret) >= MIN_SECRET:
-            text = text.replace(secret, "…")
-    return text
+    return scrub(value) if isinstance(value, str) else value
 
 
 # -- in the logger's process

@@ -15,7 +15,7 @@ import os
 import queue
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ def write(path: Path, recorded: Recorded) -> None:
         "version": recorded.batch.version,
         "values": recorded.values,
         "made_by": recorded.made_by,
-        "groups": [{**asdict(g), "masked": sorted(g.masked)} for g in recorded.batch.groups],
+        "groups": [group.as_json() for group in recorded.batch.groups],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".tmp")
@@ -225,7 +225,7 @@ def put(recorded: Recorded, ring: TrajectoryRing) -> Batch:
 def _with_cells(batch: Batch) -> Batch:
     cells = count()
     groups = (
-        replace(g, trajectories=tuple(replace(t, cell=next(cells)) for t in g.trajectories))
+        g._replace(trajectories=tuple(t._replace(cell=next(cells)) for t in g.trajectories))
         for g in batch.groups
     )
     return replace(batch, groups=tuple(groups))

@@ -18,6 +18,7 @@ Glossary
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any, NamedTuple
 
 
 class StopReason(IntEnum):
@@ -55,8 +56,7 @@ class Prompt:
     tokens: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Trajectory:
+class Trajectory(NamedTuple):
     """The descriptor of one finished trajectory: where it lies and what is known of it."""
 
     cell: int
@@ -74,8 +74,7 @@ class Trajectory:
         return self.num_written + self.num_replied
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """A finished, graded group, ready to train. Its trajectories are those that have a reward."""
 
     id: int
@@ -104,6 +103,10 @@ class Group:
     @property
     def newest_version(self) -> int:
         return max([t.tail_version for t in self.trained])
+
+    def as_json(self) -> dict[str, Any]:
+        written = [trajectory._asdict() for trajectory in self.trajectories]
+        return {**self._asdict(), "trajectories": written, "masked": sorted(self.masked)}
 
 
 @dataclass(frozen=True)

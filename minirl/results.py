@@ -9,6 +9,7 @@ A block stands between `<!-- KIND FILE … -->` and `<!-- end -->`; FILE, beside
     bench FILE NAME …     some figures of any bench
     sweep FILE COLUMN …   a row a combination, some columns of the sweep
     curves FILE           held-out accuracy by step, one plot a value of the last varied key
+    answers FILE          `minirl eval --compare`'s compare.json: both sides, and some answers
     weight FILE           lines, dependencies and recipe keys, beside those of others
 
 Each says with which command it was made, and on what.
@@ -130,14 +131,31 @@ def weight(data: dict[str, Any], _: Sequence[str]) -> str:
         values = "" if recipe is None else str(recipe)
         table.append((f"{name} at {commit}", f"{lines:,}", str(count), values))
     told = f"`python -m minirl.weight`: {data['code']:,} of the lines are code, "
+    told += f"{data['loop_lines']:,} are the loop with its workers, "
     told += f"{data['dependencies']} of the dependencies are needed without vLLM, "
     return f"{told}{data['all_keys']} keys could be set:\n\n" + markdown(table)
+
+
+def answers(data: dict[str, Any], _: Sequence[str]) -> str:
+    told = [
+        f"{100 * mean:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
+        for mean, low, high in data["accuracies"]
+    ]
+    lines = [
+        f"{told[0]} before, {told[1]} after, of {data['problems']} problems: {len(data['gained'])} "
+        f"gained, {len(data['lost'])} lost; {data['test']}, p = {data['p']:.2g}."
+    ]
+    for pair in data["shown"]:
+        lines += ["", "```", pair["question"].strip(), f"(right: {pair['reference']})"]
+        lines += [f"before: {pair['a'].strip()}", f"after:  {pair['b'].strip()}", "```"]
+    return "\n".join(lines) + "\n"
 
 
 KINDS: dict[str, Callable[[dict[str, Any], Sequence[str]], str]] = {
     "async": async_table,
     "bench": bench,
     "sweep": sweep,
+    "answers": answers,
     "weight": weight,
 }
 
@@ -147,8 +165,9 @@ def plots_of(data: dict[str, Any]) -> dict[str, str]:
     value everywhere is not told."""
     curves: dict[str, list[Curve]] = {}
     for row in data["rows"]:
-        *others, (key, value) = varied(data, row).items()
-        label = ", ".join(f"{k.rpartition('.')[2]} = {v}" for k, v in others) or f"{key} = {value}"
+        *others, (key, value) = varied(data, row).items() or [("", "accuracy")]
+        own = f"{key} = {value}" if key else ""
+        label = ", ".join(f"{k.rpartition('.')[2]} = {v}" for k, v in others) or own
         found = curves.setdefault(value, [])
         points = tuple(Point(p["version"], p["mean"], p["mean"], p["mean"]) for p in row["curve"])
         found.append(Curve(label, points, len(found), is_marked=True))

@@ -26,6 +26,8 @@ FORMS = re.compile(
     r"|AKIA[0-9A-Z]{16}"
     r"|xox[abprs]-[A-Za-z0-9-]{10,})"
     r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"  # user:password in an address
+    r"|(?<=[?&]token=)[^&\s]+|(?<=[?&]key=)[^&\s]+|(?<=[?&]sig=)[^&\s]+"
+    r"|(?<=[?&]api_key=)[^&\s]+|(?<=[?&]access_token=)[^&\s]+"
     r"|(?<=[Bb]earer )[A-Za-z0-9._~+/-]{16,}"
 )
 

@@ -2,6 +2,8 @@
 
     lines          physical lines of all .py files of the package, tests left out, as `wc -l` counts
     code           of those, lines that hold code: no blank ones, comments or docstrings
+    loop lines     of the modules that training itself needs: the loop, the trainer rank, the
+                   rollout worker and the verifier, with all that they import at their top
     dependencies   distributions in pyproject's `dependencies`; "with vLLM" adds the extra that a
                    run needs. What these need in turn is not counted
     recipe keys    values that a whole recipe sets, with what it extends; and all keys there are
@@ -27,6 +29,7 @@ from minirl.recipe import load
 
 ROOT = Path(__file__).parents[1]
 RECIPE = "recipes/gsm8k.toml"
+LOOP = ("minirl.loop", "minirl.train.trainer", "minirl.rollout.worker", "minirl.tasks.verifier")
 ENGINE = "cuda"  # the extra with vLLM
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 NO_CODE = (
@@ -132,12 +135,39 @@ def keys_set(recipe: Path) -> int:
 def ours() -> dict[str, Any]:
     return {
         **asdict(weigh(ROOT, "minirl")),
+        "loop_lines": sum(path.read_text().count("\n") for path in needed_by(LOOP)),
         "dependencies_with_vllm": with_engine(),
         "recipe": RECIPE,
         "recipe_keys": keys_set(ROOT / RECIPE),
         "all_keys": len(KEYS),
         "test_lines": weigh_tests(),
     }
+
+
+def needed_by(modules: Sequence[str]) -> set[Path]:
+    """The files of these and of every module of ours that they import when they are loaded."""
+    found: set[Path] = set()
+    left = list(modules)
+    while left:
+        path = _file_of(left.pop())
+        if path is None or path in found:
+            continue
+        found.add(path)
+        for node in ast.parse(path.read_text()).body:
+            match node:
+                case ast.ImportFrom(module=str(module)):
+                    left += [module, *(f"{module}.{alias.name}" for alias in node.names)]
+                case ast.Import():
+                    left += [alias.name for alias in node.names]
+    return found
+
+
+def _file_of(module: str) -> Path | None:
+    path = ROOT.joinpath(*module.split("."))
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
+        if module.startswith("minirl.") and file.is_file():
+            return file
+    return None
 
 
 def weigh_tests() -> int:

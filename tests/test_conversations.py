@@ -60,22 +60,22 @@ def test_without_a_reply_the_last_turn_is_the_trajectory(desk: Desk) -> None:
     [
         (TURN, (7,) * 15, True),  # one written token fits after it
         (TURN, (7,) * 16, False),
-        (replace(TURN, num_replied=11), (7,) * 4, True),
-        (replace(TURN, num_replied=11), (7,) * 5, False),
-        (replace(TURN, num_turns=2), (7,), True),
-        (replace(TURN, num_turns=3), (7,), False),
+        (TURN._replace(num_replied=11), (7,) * 4, True),
+        (TURN._replace(num_replied=11), (7,) * 5, False),
+        (TURN._replace(num_turns=2), (7,), True),
+        (TURN._replace(num_turns=3), (7,), False),
     ],
 )
 def test_what_cannot_go_on_is_cut(
     desk: Desk, turn: Trajectory, reply: tuple[int, ...], goes_on: bool
 ) -> None:
     ended = desk.talk.reply(desk.asked(5, 0, turn), reply)
-    assert ended == (None if goes_on else replace(turn, stop=StopReason.LENGTH))
+    assert ended == (None if goes_on else turn._replace(stop=StopReason.LENGTH))
     assert desk.sent() == {0: Continue(((5, 0, reply if goes_on else ()),))}
 
 
 def test_the_last_turn_that_is_allowed_may_end_by_itself(desk: Desk) -> None:
-    turn = replace(TURN, num_turns=3)
+    turn = TURN._replace(num_turns=3)
     assert desk.talk.reply(desk.asked(5, 0, turn), ()) == turn
 
 

@@ -56,6 +56,10 @@ def test_one_answer_each_is_compared_by_mcnemar() -> None:
     assert found.p == pytest.approx(2 * (1 + 9) / 512) and "McNemar" in found.test
     assert found.difference.mean == pytest.approx(0.7)
     assert found.difference.low < 0.7 < found.difference.high
+    told = found.as_json(num_shown=2)
+    assert [mean for mean, _, _ in told["accuracies"]] == [0.2, 0.9]
+    rewards = [(pair["a_reward"], pair["b_reward"]) for pair in told["shown"]]
+    assert rewards == [(0.0, 1.0), (0.0, 1.0), (1.0, 0.0)], "two gained, and the one that was lost"
 
 
 def test_several_answers_are_compared_by_permutation() -> None:
@@ -64,6 +68,8 @@ def test_several_answers_are_compared_by_permutation() -> None:
     found = compare(a, b)
     assert found.difference.mean == pytest.approx(0.75 - 1 / 3)
     assert found.p < 0.01 and "permutation" in found.test
+    shown = found.pairs[0].answers()
+    assert [answer.reward for answer in shown] == [0.0, 1.0], "a failed reward is not shown"
     assert compare(a, a).p == 1.0
     with pytest.raises(RecipeError, match="in common"):
         compare(a, [replace(r, reference="other") for r in b])

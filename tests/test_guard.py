@@ -240,7 +240,7 @@ def test_a_batch_that_cannot_be_saved_is_told_of(
     rank = LocalRank(tied_folder, CONFIG, data.ring, run_dir=str(tmp_path))
     batch = fresh(data)
     rewards = (float("inf"), *batch.groups[0].rewards[1:])
-    bad = replace(batch, groups=(replace(batch.groups[0], rewards=rewards), *batch.groups[1:]))
+    bad = replace(batch, groups=(batch.groups[0]._replace(rewards=rewards), *batch.groups[1:]))
     with files_up_to(1000):
         assert rank.train(bad)["train/skipped_updates"] == 1
     assert "its batch could not be saved: " in rank.trainer.notes[0]

@@ -157,9 +157,12 @@ def test_trackio_keeps_metrics_here(folder: Path, monkeypatch: pytest.MonkeyPatc
 def test_secrets_are_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
     monkeypatch.setenv("SHORT_KEY", "a")
-    assert redacted("s3://me:word@host/data?token=abc&x=1") == "s3://…@host/data?token=…&x=1"
-    assert redacted("a hf_abcdefgh b") == "a … b"
-    assert redacted(("x", "hf_abcdefgh")) == ["x", "…"]
+    assert (
+        redacted("s3://me:word@host/data?token=abc&x=1")
+        == "s3://<secret>@host/data?token=<secret>&x=1"
+    )
+    assert redacted("a hf_abcdefgh b") == "a <HF_TOKEN> b"
+    assert redacted(("x", "hf_abcdefgh")) == ["x", "<HF_TOKEN>"]
     assert redacted(0.5) == 0.5
 
 

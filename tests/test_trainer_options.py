@@ -302,7 +302,7 @@ def test_lora_resumes_to_the_bit(dtype: str, data: Data, tied_folder: Path, tmp_
 def with_infinite_reward(batch: Batch, group: int) -> Batch:
     groups = list(batch.groups)
     rewards = (INFINITY, *groups[group].rewards[1:])
-    groups[group] = replace(groups[group], rewards=rewards)
+    groups[group] = groups[group]._replace(rewards=rewards)
     return replace(batch, groups=tuple(groups))
 
 

@@ -172,8 +172,8 @@ def compare_two(names: tuple[str, str], asked: "Options", out: Path | None, num_
 def comparison_rows(names: tuple[str, str], found: "Comparison") -> Iterator[tuple[str, str]]:
     from minirl.estimates import interval_of
 
-    for letter, name, side in zip("AB", names, ("a", "b"), strict=True):
-        interval = interval_of([getattr(pair, side).rewards for pair in found.pairs])
+    for letter, name, side in zip("AB", names, found.sides, strict=True):
+        interval = interval_of([result.rewards for result in side])
         yield letter, f"{name}: {interval}"
     change = found.difference
     yield (
@@ -191,12 +191,8 @@ def comparison_rows(names: tuple[str, str], found: "Comparison") -> Iterator[tup
 def readable(pair: "Pair", what: str) -> str:
     lines = [f"\n--- problem {pair.a.problem}, {what}", pair.a.question]
     lines.append(f"reference: {pair.a.reference}")
-    for letter, result in (("A", pair.a), ("B", pair.b)):
-        graded = [a for a in result.answers if a.reward is not None]
-        mean = f"{result.mean:g}" + (f" of {len(graded)}" if len(graded) > 1 else "")
-        # Of several, one that shows the change: A's best where B is worse, and so on.
-        is_best = (pair.difference < 0) == (letter == "A")
-        pick = max if is_best else min
-        shown = pick(graded, key=lambda answer: answer.reward or 0.0)
+    for letter, result, shown in zip("AB", (pair.a, pair.b), pair.answers(), strict=True):
+        num = len(result.rewards)
+        mean = f"{result.mean:g}" + (f" of {num}" if num > 1 else "")
         lines.append(f"{letter} ({mean}):{' ' if shown.text[:1] != ' ' else ''}{shown.text}")
     return "\n".join(lines)

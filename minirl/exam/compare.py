@@ -6,6 +6,7 @@ reward. The difference's interval is a bootstrap over problems in both cases.
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from minirl.errors import RecipeError
-from minirl.estimates import Interval, bootstrap_means, mcnemar, sign_flips
-from minirl.exam.results import Result
+from minirl.estimates import Interval, bootstrap_means, interval_of, mcnemar, sign_flips
+from minirl.exam.results import Attempt, Result
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,22 @@ class Pair:
         assert self.a.mean is not None and self.b.mean is not None
         return self.b.mean - self.a.mean
 
+    def answers(self) -> tuple[Attempt, Attempt]:
+        """Of several, those that show the change: A's best where B is worse, and so on."""
+        best, worst = (self.a, self.b) if self.difference < 0 else (self.b, self.a)
+        high = max(best.answers, key=lambda answer: _or(answer.reward, -math.inf))
+        low = min(worst.answers, key=lambda answer: _or(answer.reward, math.inf))
+        return (high, low) if best is self.a else (low, high)
+
+    def shown(self) -> dict[str, Any]:
+        a, b = self.answers()
+        asked = {"question": self.a.question, "reference": self.a.reference}
+        return {**asked, "a": a.text, "a_reward": a.reward, "b": b.text, "b_reward": b.reward}
+
+
+def _or(reward: float | None, otherwise: float) -> float:
+    return otherwise if reward is None else reward
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -40,6 +57,10 @@ class Comparison:
     test: str
 
     @property
+    def sides(self) -> tuple[list[Result], list[Result]]:
+        return [pair.a for pair in self.pairs], [pair.b for pair in self.pairs]
+
+    @property
     def gained(self) -> list[Pair]:
         """Better in b, by how much."""
         return sorted((p for p in self.pairs if p.difference > 0), key=lambda p: -p.difference)
@@ -48,9 +69,11 @@ class Comparison:
     def lost(self) -> list[Pair]:
         return sorted((p for p in self.pairs if p.difference < 0), key=lambda p: p.difference)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self, num_shown: int = 3) -> dict[str, Any]:
+        intervals = [interval_of([result.rewards for result in side]) for side in self.sides]
         return {
             "problems": len(self.pairs),
+            "accuracies": [[i.mean, i.low, i.high] if i else None for i in intervals],
             "unmatched": self.num_unmatched,
             "difference": self.difference.mean,
             "interval_95": [self.difference.low, self.difference.high],
@@ -58,6 +81,7 @@ class Comparison:
             "test": self.test,
             "gained": [pair.a.problem for pair in self.gained],
             "lost": [pair.a.problem for pair in self.lost],
+            "shown": [pair.shown() for pair in self.gained[:num_shown] + self.lost[:num_shown]],
         }
 
 

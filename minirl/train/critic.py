@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minirl.devices import hide_broken_torchvision
-from minirl.train import attention
 from minirl.train.batch import MicroBatch
-from minirl.train.policy import without_dropout
+from minirl.train.policy import load_weights, without_dropout
 
 hide_broken_torchvision()
 
@@ -49,15 +48,8 @@ class Critic(nn.Module):
 def load_critic(
     folder: str, dtype_str: str, gradient_checkpointing: bool, trust_remote_code: bool
 ) -> Critic:
-    backbone = AutoModel.from_pretrained(
-        folder,
-        dtype=torch.float32,
-        attn_implementation=attention.NAME,
-        trust_remote_code=trust_remote_code,
-        use_safetensors=True,
-    )
-    if gradient_checkpointing:
-        backbone.gradient_checkpointing_enable({"use_reentrant": False})
+    # The policy was loaded from the same folder, and told what is amiss with it.
+    backbone, _ = load_weights(AutoModel, folder, gradient_checkpointing, trust_remote_code)
     critic = Critic(backbone, getattr(torch, dtype_str))
     without_dropout(critic)
     return critic.train()

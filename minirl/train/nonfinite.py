@@ -12,7 +12,7 @@ each holds a whole model.
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def save_rest(
         "progress": minibatch.progress,
         "num_trainable": minibatch.num_trainable,
         "command": command(saved),
-        "groups": [{**asdict(g), "masked": sorted(g.masked)} for g in batch.groups],
+        "groups": [group.as_json() for group in batch.groups],
     }
     try:
         save_model(saved / "weights", policy, source)

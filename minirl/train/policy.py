@@ -177,22 +177,32 @@ def load_policy(
 ) -> Policy:
     """From a Hugging Face folder or hub name. Weights are float32 whatever the file holds;
     `dtype_str` is what the forward computes in on CUDA ("float32" or "bfloat16")."""
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, info = load_weights(
+        AutoModelForCausalLM, folder, gradient_checkpointing, trust_remote_code
+    )
+    check_loaded(folder, info)
+    policy = Policy(model, getattr(torch, dtype_str))
+    check_head(policy)
+    without_dropout(policy)
+    return policy.train()
+
+
+def load_weights(
+    kind: type, folder: str, gradient_checkpointing: bool, trust_remote_code: bool
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A model of `kind`, one of transformers' Auto classes, and what was amiss with its file."""
+    model, info = kind.from_pretrained(  # type: ignore[attr-defined]
         folder,
         dtype=torch.float32,
         attn_implementation=attention.NAME,
         trust_remote_code=trust_remote_code,
         use_safetensors=True,
-        ignore_mismatched_sizes=True,  # and told of below: its own error is a page long
+        ignore_mismatched_sizes=True,  # the caller tells: its own error is a page long
         output_loading_info=True,
     )
-    check_loaded(folder, info)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = Policy(model, getattr(torch, dtype_str))
-    check_head(policy)
-    without_dropout(policy)
-    return policy.train()
+    return model, info
 
 
 def check_loaded(folder: str, info: dict[str, Any]) -> None:
