@@ -23,12 +23,11 @@ from minirl.tasks.arithmetic import Arithmetic
 SHOWN = (
     {
         "role": "user",
-        "content": "Lia has 6 books. Lia on Monday buys 5 more. Lia on Friday sells 3. "
-        "How many books does Lia have?",
+        "content": "Lia has 6 books. Lia on Monday buys 5 more. How many books does Lia have?",
     },
     {
         "role": "assistant",
-        "content": "Monday buys 5 more: 6+5=11. Friday sells 3: 11-3=8. #### 8",
+        "content": "Monday buys 5 more: 6+5=11. #### 11",
     },
 )
 
