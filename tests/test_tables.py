@@ -80,6 +80,17 @@ def test_a_run_of_which_nothing_is_left_but_half_a_recipe_is_listed(tmp_path: Pa
     assert run_rows(list_runs(tmp_path))[1][:5] == ("torn", "failed", "0", "—", "—")
 
 
+def test_runs_of_a_sweep_are_listed_by_what_tells_them_apart(tmp_path: Path) -> None:
+    for lr in ("1e-4", "1e-3"):
+        run = tmp_path / "smoke" / f"lr={lr}" / "seed-0"
+        run.mkdir(parents=True)
+        (run / "recipe.toml").write_text(f"[train]\nlr = {lr}\n")
+    names = [row[0] for row in run_rows(list_runs(tmp_path))[1:]]
+    assert sorted(names) == ["lr=1e-3/seed-0", "lr=1e-4/seed-0"]
+    told = ran("diff", *(tmp_path / "smoke" / name for name in names)).splitlines()
+    assert told[0].split() == ["RECIPE", *names]
+
+
 def test_inspect_prints_every_trajectory_of_a_step(folder: Path) -> None:
     line = open_run(folder / "eta-2").trajectories(4)
     lines = ran("inspect", folder / "eta-2", "--step", 4).splitlines()

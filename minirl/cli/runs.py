@@ -74,12 +74,12 @@ def inspect(
 @app.command(help="Say what differs between two runs: recipe, result, hardware and versions.")
 def diff(run: Run, other: Annotated[Path, typer.Argument(metavar="RUN")]) -> None:
     from minirl.report.rundir import open_run
-    from minirl.report.tables import diff_rows
+    from minirl.report.tables import diff_rows, told_apart
 
     a, b = open_run(run), open_run(other)
     for title, rows in zip(("RECIPE", "RESULT", "MACHINE"), diff_rows(a, b), strict=True):
         if rows:
-            show_columns([(title, a.name, b.name), *rows])
+            show_columns([(title, *told_apart((a, b))), *rows])
         else:
             typer.echo(f"{title}  no difference")
         typer.echo()

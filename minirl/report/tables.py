@@ -11,6 +11,7 @@ from minirl.report.page import machine_rows, result_rows
 from minirl.report.rundir import Line, RunDir, is_run
 
 Rows = list[tuple[str, ...]]
+DEPTH = 3  # of run directories: sweeps/<recipe>/<values>/seed-0
 RUN_COLUMNS = ("RUN", "STATE", "STEP", "REWARD", "ACCURACY", "AGE")
 TRAJECTORY_COLUMNS = ("GROUP", "PLACE", "REWARD", "ADVANTAGE", "VERSIONS", "TOKENS", "")
 
@@ -19,27 +20,47 @@ TRAJECTORY_COLUMNS = ("GROUP", "PLACE", "REWARD", "ADVANTAGE", "VERSIONS", "TOKE
 
 
 def list_runs(folder: Path) -> list[RunDir]:
-    """The newest last. A run directory itself is a list of one."""
+    """The newest last, those of sweeps too. A run directory itself is a list of one."""
     if not folder.is_dir():
         rule = "is a file" if folder.exists() else "no such directory"
         raise RecipeError("DIR", str(folder), rule, "name the folder that holds run directories")
     if is_run(folder):
         return [RunDir(folder)]
-    found = [RunDir(path) for path in folder.iterdir() if path.is_dir() and is_run(path)]
-    return sorted(found, key=lambda run: run.changed)
+    return sorted(map(RunDir, _runs_below(folder, DEPTH)), key=lambda run: run.changed)
+
+
+def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
+    for path in folder.iterdir():
+        if not path.is_dir() or path.is_symlink():
+            continue
+        if is_run(path):
+            yield path
+        elif depth > 1:
+            yield from _runs_below(path, depth - 1)
+
+
+def told_apart(runs: Sequence[RunDir]) -> list[str]:
+    """Names: as much of each path as tells one run from another."""
+    paths = [run.path.resolve() for run in runs]
+    for num in range(1, max((len(path.parts) for path in paths), default=1)):
+        names = [str(Path(*path.parts[-num:])) for path in paths]
+        if len({*names}) == len({*paths}):
+            return names
+    return [str(path) for path in paths]
 
 
 def run_rows(runs: Sequence[RunDir], now: float | None = None) -> Rows:
     now = time.time() if now is None else now
-    return [RUN_COLUMNS, *(_run_row(run, now) for run in runs)]
+    named = zip(runs, told_apart(runs), strict=True)
+    return [RUN_COLUMNS, *(_run_row(run, name, now) for run, name in named)]
 
 
-def _run_row(run: RunDir, now: float) -> tuple[str, ...]:
+def _run_row(run: RunDir, name: str, now: float) -> tuple[str, ...]:
     steps = run.recipe.get("train.steps")
     step = f"{len(run.metrics)}/{steps}" if steps else f"{len(run.metrics)}"
     reward, accuracy = run.last("reward/mean"), run.last("eval/accuracy")
     return (
-        run.name,
+        name,
         str(run.state),
         step,
         "—" if reward is None else f"{reward:.3f}",
