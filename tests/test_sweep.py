@@ -133,6 +133,19 @@ def test_the_table_has_means_and_intervals(tmp_path: Path) -> None:
     assert len(lines) == 6 and lines[1].startswith("| --- |")
 
 
+def test_rows_are_compared_with_the_first_seed_by_seed(tmp_path: Path) -> None:
+    here = a_sweep(tmp_path)
+    for cell, seed, run_dir in here.runs():
+        # Seeds differ by 10 points, and the other objective is always 5 points worse.
+        worse = 0.05 if dict(cell.settings)["train.objective"] == "naive" else 0.0
+        written(run_dir, 0.8 + 0.1 * seed - worse)
+    head, *rows = here.table()
+    found = [dict(zip(head, row, strict=True)) for row in rows]
+    assert [row["gain_after"] for row in found[:2]] == ["+0.0 ± 0.0", "-5.0 ± 0.0"]
+    assert [row["gain_mean"] for row in found[:2]] == ["+0.0 ± 0.0", "-2.5 ± 0.0"]
+    assert {row["speed"] for row in found} == {"1.00 ± 0.00"}
+
+
 def test_a_run_that_never_gets_there_is_counted_and_left_out(tmp_path: Path) -> None:
     here = a_sweep(tmp_path)
     for _, seed, run_dir in here.runs():

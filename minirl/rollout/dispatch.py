@@ -10,7 +10,7 @@ Speeds are tokens per second of being busy, as the board shows them. A worker th
 taken for slow until it has shown otherwise.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 SMOOTHING = 0.05  # weight of a new length in the running mean
@@ -44,6 +44,7 @@ class Dispatcher:
         self._load = [0] * num_workers  # in whole tokens: what is added can be taken away again
         self._speed: list[float | None] = [None] * num_workers  # None: nothing known yet
         self._rates = [1.0] * num_workers  # the same, with what is usual where nothing is known
+        self._is_even = True  # all alike: then the least load is through first
         self.expected = ExpectedLength(max_new_tokens)
 
     def assign(
@@ -52,7 +53,9 @@ class Dispatcher:
         """`among`: the workers that may have it; default all."""
         tokens = max(1, round(self.expected.tokens))
         work = num_trajectories * tokens
-        through = [(load + work) / speed for load, speed in zip(self._load, self._rates)]  # noqa: B905
+        through: Sequence[float] = self._load
+        if not self._is_even:
+            through = [(n + work) / speed for n, speed in zip(through, self._rates, strict=True)]
         worker = min(among, key=through.__getitem__) if among else through.index(min(through))
         self._groups[group_id] = Outstanding(worker, num_trajectories, tokens)
         self._load[worker] += work
@@ -100,3 +103,4 @@ class Dispatcher:
     def _set_speed(self, worker: int, tokens_per_s: float) -> None:
         self._speed[worker] = tokens_per_s
         self._rates = [speed or self._usual_speed for speed in self._speed]
+        self._is_even = len({*self._rates}) == 1

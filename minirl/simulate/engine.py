@@ -15,7 +15,6 @@ from minirl.simulate.costs import Costs
 @dataclass(slots=True)
 class Sequence:
     group_id: int
-    place: int
     prompt: int
     length: int
     started: float = 0.0  # the engine's counter
@@ -76,6 +75,9 @@ class Engine:
         self.stamp += 1
 
     def _admit(self) -> None:
+        if not self._waiting:
+            self.stamp += 1
+            return
         prefill = 0
         last_group = -1
         while self._waiting and len(self._running) < self.max_running:

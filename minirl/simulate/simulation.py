@@ -67,7 +67,7 @@ class Outcome:
 class Sampling:
     engine: int
     head: int  # the oldest version that began one of its sequences
-    done: dict[int, Trajectory] = field(default_factory=dict)
+    done: list[Trajectory] = field(default_factory=list)
     num_tokens: int = 0
     versions: float = 0.0  # of all tokens, summed
 
@@ -118,9 +118,9 @@ class Simulation:
             self.num_prompts += 1
             self.sampling[ticket.group_id] = Sampling(engine, ENDLESS)
             queue = sent.setdefault(engine, [])
-            for place in range(self.setup.group_size):
+            for _ in range(self.setup.group_size):
                 length = lengths.draw(self.dice)
-                queue.append(Sequence(ticket.group_id, place, lengths.prompt, length))
+                queue.append(Sequence(ticket.group_id, lengths.prompt, length))
         for engine, sequences in sent.items():
             self.engines[engine].submit(sequences, self.now)
             self.expect(engine)
@@ -147,10 +147,11 @@ class Simulation:
         self.dispatcher.trajectory_done(group_id, length)
         group = self.sampling[group_id]
         stop = CUT if length >= self.longest else ENDED
-        group.done[sequence.place] = Trajectory(
-            0, sequence.prompt + length, length, stop, sequence.head_version, sequence.tail_version
-        )
-        group.head = min(group.head, sequence.head_version)
+        head = sequence.head_version
+        whole = sequence.prompt + length
+        group.done.append(Trajectory(0, whole, length, stop, head, sequence.tail_version))
+        if head < group.head:
+            group.head = head
         group.num_tokens += length
         group.versions += length * sequence.mean_version
         if len(group.done) < setup.group_size:
@@ -160,7 +161,7 @@ class Simulation:
             self.buffer.drop(group_id, Drop.EQUAL_REWARDS)
             return
         self.written[group_id] = group
-        trajectories = tuple(group.done.values())
+        trajectories = tuple(group.done)
         rewards = (0.0,) * len(trajectories)
         self.buffer.finish(Group(group_id, 0, trajectories, rewards), self.now)
 
