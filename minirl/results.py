@@ -180,10 +180,10 @@ def plots_of(data: dict[str, Any]) -> dict[str, str]:
 
 def _plot(title: str, curves: Sequence[Curve]) -> str:
     """With a title and a legend of its own: it is looked at alone."""
-    about = "held-out accuracy, mean over seeds"
+    about = "held-out accuracy"
     drawn = svg.draw(Chart(title, title, about, tuple(curves), is_share=True))
     right, bottom = svg.WIDTH - svg.RIGHT - 8, svg.HEIGHT - svg.BOTTOM - 10
-    words = [svg.text(svg.LEFT + 6, svg.TOP + 12, f"{title}: {about}")]
+    words = [svg.text(right, bottom - 14 * len(curves) - 4, f"{title}: {about}", "end")]
     for place, curve in enumerate(reversed(curves)):
         colour = f"--dim:var(--c{curve.colour % svg.NUM_COLOURS})"
         line = svg.text(right, bottom - 14 * place, curve.label, "end")
