@@ -16,7 +16,7 @@ from processes import RECIPES, SMALL
 
 from minirl.chaos import task
 from minirl.chaos.accuracy import RUN_SD, Evaluated, compare, last_evaluation
-from minirl.chaos.deck import FAULTS, Deck
+from minirl.chaos.deck import BY_NAME, FAULTS, Deck
 from minirl.chaos.events import Event, Outcome
 from minirl.chaos.files import tear
 from minirl.chaos.ledger import Finding
@@ -312,6 +312,14 @@ def test_figures_and_table() -> None:
     assert "was killed 1 times: 0 at start, 1 at save, 0 at evaluation, 0 at full disk" in text
     assert "| survived | **NO** | fill-disk: a \\| b |" in text and "| once | yes | all |" in text
     assert "4 more that were taken back" in text
+
+
+def test_the_docs_show_what_the_command_wrote() -> None:
+    """docs/chaos.json is what `minirl chaos … --json` wrote, and the page prints it."""
+    found = json.loads((ROOT / "docs" / "chaos.json").read_text())
+    assert as_markdown(found) in (ROOT / "docs" / "faults.md").read_text()
+    assert found["held"] and found["minutes"] >= 20
+    assert {row["fault"] for row in found["faults"]} >= BY_NAME.keys()
 
 
 def run_chaos(folder: Path, *extra: str, **changes: object) -> subprocess.CompletedProcess[str]:
