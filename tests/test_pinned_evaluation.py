@@ -21,7 +21,6 @@ from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 
 NUM_ENGINES, NUM_HELDOUT, STEPS = 2, 24, 80
-SLOWEST = NUM_ENGINES - 1
 BASE = Config()
 CONFIG = replace(
     BASE,
@@ -55,8 +54,8 @@ class Watched(Loop):
         current = self.evaluation
         if self.killed_in is None and self.step >= KILL_AT and current and not current.pinning:
             waiting = [self.dispatcher.worker_of(group_id) for group_id in current.group_ids]
-            if SLOWEST in waiting:
-                os.kill(self.engines[SLOWEST].pid, signal.SIGKILL)
+            if at := [engine for engine in waiting if engine is not None]:
+                os.kill(self.engines[max(at)].pid, signal.SIGKILL)  # the slowest that has any
                 self.killed_in = current
 
 
