@@ -5,6 +5,10 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0+cpu
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
+# Bytecode is kept as modules are first used: compiling all of a venv takes longer than the tests need.
+unexport PYTHONDONTWRITEBYTECODE
+PIP := $(BIN)/pip install -q --no-compile
+
 .PHONY: smoke test check slow clean
 
 smoke: $(VENV)/ready
@@ -26,8 +30,8 @@ slow: $(VENV)/ready
 # CPU torch, and a gigabyte of triton that nothing on a CPU uses: these go again.
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q "$(TORCH)" 2>/dev/null || $(BIN)/pip install -q "$(TORCH)" --index-url $(CPU_WHEELS)
-	$(BIN)/pip install -q -e ".[cpu,dev]"
+	$(PIP) "$(TORCH)" 2>/dev/null || $(PIP) "$(TORCH)" --index-url $(CPU_WHEELS)
+	$(PIP) -e ".[cpu,dev]"
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec triton
 	touch $@
 

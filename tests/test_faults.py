@@ -73,6 +73,7 @@ def test_killed_trainer_goes_back_to_its_checkpoint_and_other_devices_may_go_on(
     assert done.code == 0 and "all 7 steps are done; raise train.steps to go on" in done.out
 
 
+@pytest.mark.slow  # test_signals.py does it with scripted workers
 def test_ctrl_c_finishes_the_step_and_saves(tmp_path: Path, tied_folder: Path) -> None:
     changes = {"model__path": tied_folder, "train__steps": 200}
     run = Run(tmp_path / "run", **changes)

@@ -50,7 +50,12 @@ def data(tied_folder: Path) -> Data:
 
 @pytest.mark.parametrize(
     ("num_ranks", "max_tokens", "num_minibatches"),
-    [(1, 4096, 1), (1, LONGEST, 2), (2, LONGEST, 1), (3, 100, 2)],
+    [
+        (1, 4096, 1),
+        pytest.param(1, LONGEST, 2, marks=pytest.mark.slow),
+        pytest.param(2, LONGEST, 1, marks=pytest.mark.slow),
+        (3, 100, 2),
+    ],
 )
 def test_the_update_is_a_plain_scripts_however_it_is_split(
     num_ranks: int,
@@ -106,7 +111,7 @@ def check_staleness(recipe: Recipe, batch: Batch, trained: Trained, ring: Trajec
     assert values["buffer/versions_per_trajectory"] == len(recipe.versions)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_checkpoint_is_an_ordinary_folder_and_going_on_from_it_changes_no_bit(
     dtype: str, data: Data, tied_folder: Path, tmp_path: Path
 ) -> None:

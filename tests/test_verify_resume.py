@@ -23,7 +23,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tied_folder: Path) -> Path:
     changes = {
         **SMALL,
         "model.path": tied_folder,
-        "devices.train": 2,
         "train.steps": 4,
         "train.lr": "2e-4",
         "eval.every": 1,
