@@ -197,8 +197,7 @@ class Buffer:
         round begins when the last has ended: what filters dropped is made up for in rounds."""
         if not self.max_staleness and (self._running or self._training):
             return 0
-        room = self.room
-        return max(0, min(room, num_needed - self.num_in_flight)) if room else 0
+        return max(0, min(self.room, num_needed - self.num_in_flight))
 
     def can_admit(self, head_bound: int) -> bool:
         """Is there a slot, and under `wait` also the time? A group that begins under older weights

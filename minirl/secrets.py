@@ -15,7 +15,7 @@ from minirl.config import KEYS, Config, get
 from minirl.errors import RecipeError
 from minirl.lines import Patient
 
-NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(^|_)KEY$|APIKEY|PRIVATE_KEY", re.I)
+NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|KEY$|APIKEY|PRIVATE_KEY", re.I)
 OPTIONS = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY)$", re.I)
 HARMLESS = re.compile(r"TOKENIZERS?_", re.I)
 LEAST_LETTERS = 8  # a shorter value is no secret, and would blank out half of a log
@@ -25,7 +25,7 @@ FORMS = re.compile(
     r"|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}"
     r"|AKIA[0-9A-Z]{16}"
     r"|xox[abprs]-[A-Za-z0-9-]{10,})"
-    r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"  # user:password in an address
+    r"|(?<=://)[^/\s@]+(?=@)"  # user:password or a token in an address
     r"|(?<=[?&]token=)[^&\s]+|(?<=[?&]key=)[^&\s]+|(?<=[?&]sig=)[^&\s]+"
     r"|(?<=[?&]api_key=)[^&\s]+|(?<=[?&]access_token=)[^&\s]+"
     r"|(?<=[Bb]earer )[A-Za-z0-9._~+/-]{16,}"

@@ -161,6 +161,7 @@ def test_secrets_are_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
         redacted("s3://me:word@host/data?token=abc&x=1")
         == "s3://<secret>@host/data?token=<secret>&x=1"
     )
+    assert redacted("https://abc@host/x") == "https://<secret>@host/x"
     assert redacted("a hf_abcdefgh b") == "a <HF_TOKEN> b"
     assert redacted(("x", "hf_abcdefgh")) == ["x", "<HF_TOKEN>"]
     assert redacted(0.5) == 0.5

@@ -39,7 +39,8 @@ def strike(run: Run, draw: Draw) -> Iterator[Event]:
     elif draw.fault == "freeze-rank":
         yield from freeze_rank(run, draw)
     elif what in ROLES:
-        yield {"kill": kill, "freeze": freeze, "pause": pause}[verb](run, draw, what)
+        signals = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
+        yield stop(run, draw, what, signals[verb]) if verb in signals else pause(run, draw, what)
     elif draw.fault == "fill-disk":
         yield fill_disk(run, draw)
     else:
@@ -72,11 +73,12 @@ def send(pid: int, number: int) -> None:
             os.kill(pid, number)
 
 
-def kill(run: Run, draw: Draw, role: str) -> Event:
+def stop(run: Run, draw: Draw, role: str, by: signal.Signals) -> Event:
+    """Killed or frozen: it does nothing more, and must be replaced."""
     name, pid = choose(run, role, draw.pick)
     event = begun(run, draw, name)
     done = recovery_of(run, {name: pid})
-    send(pid, signal.SIGKILL)
+    send(pid, by)
     return recovered(run, event, done)
 
 
@@ -88,14 +90,6 @@ def kill_two(run: Run, draw: Draw) -> Event:
     send(first, signal.SIGKILL)
     time.sleep(draw.moment * 0.9)
     send(run.life.workers().get(two, 0), signal.SIGKILL)  # ranks go together: it may be new
-    return recovered(run, event, done)
-
-
-def freeze(run: Run, draw: Draw, role: str) -> Event:
-    name, pid = choose(run, role, draw.pick)
-    event = begun(run, draw, name)
-    done = recovery_of(run, {name: pid})
-    send(pid, signal.SIGSTOP)
     return recovered(run, event, done)
 
 

@@ -170,10 +170,7 @@ def compare_two(names: tuple[str, str], asked: "Options", out: Path | None, num_
 
 
 def comparison_rows(names: tuple[str, str], found: "Comparison") -> Iterator[tuple[str, str]]:
-    from minirl.estimates import interval_of
-
-    for letter, name, side in zip("AB", names, found.sides, strict=True):
-        interval = interval_of([result.rewards for result in side])
+    for letter, name, interval in zip("AB", names, found.intervals, strict=True):
         yield letter, f"{name}: {interval}"
     change = found.difference
     yield (

@@ -77,9 +77,10 @@ def diff(run: Run, other: Annotated[Path, typer.Argument(metavar="RUN")]) -> Non
     from minirl.report.tables import diff_rows, told_apart
 
     a, b = open_run(run), open_run(other)
+    names = told_apart((a, b))
     for title, rows in zip(("RECIPE", "RESULT", "MACHINE"), diff_rows(a, b), strict=True):
         if rows:
-            show_columns([(title, *told_apart((a, b))), *rows])
+            show_columns([(title, *names), *rows])
         else:
             typer.echo(f"{title}  no difference")
         typer.echo()

@@ -57,8 +57,10 @@ class Comparison:
     test: str
 
     @property
-    def sides(self) -> tuple[list[Result], list[Result]]:
-        return [pair.a for pair in self.pairs], [pair.b for pair in self.pairs]
+    def intervals(self) -> list[Interval | None]:
+        """Of a and of b, each alone."""
+        sides = [pair.a for pair in self.pairs], [pair.b for pair in self.pairs]
+        return [interval_of([result.rewards for result in side]) for side in sides]
 
     @property
     def gained(self) -> list[Pair]:
@@ -70,10 +72,9 @@ class Comparison:
         return sorted((p for p in self.pairs if p.difference < 0), key=lambda p: p.difference)
 
     def as_json(self, num_shown: int = 3) -> dict[str, Any]:
-        intervals = [interval_of([result.rewards for result in side]) for side in self.sides]
         return {
             "problems": len(self.pairs),
-            "accuracies": [[i.mean, i.low, i.high] if i else None for i in intervals],
+            "accuracies": [[i.mean, i.low, i.high] if i else None for i in self.intervals],
             "unmatched": self.num_unmatched,
             "difference": self.difference.mean,
             "interval_95": [self.difference.low, self.difference.high],

@@ -24,17 +24,18 @@ class Costs:
     def steps_s(self, num_steps: float, num_seqs: int, context: float) -> float:
         """The time of so many engine steps: the context grows by a token a sequence each."""
         grown = num_steps * context + num_seqs * num_steps * num_steps / 2
-        base = self.step_s + num_seqs * self.step_per_seq_s
-        return num_steps * base + self.step_per_context_s * grown
+        return num_steps * self.base_s(num_seqs) + self.step_per_context_s * grown
 
     def steps_in(self, seconds: float, num_seqs: int, context: float) -> float:
         """The inverse of `steps_s`."""
-        base = self.step_s + num_seqs * self.step_per_seq_s
-        slope = base + self.step_per_context_s * context
+        slope = self.base_s(num_seqs) + self.step_per_context_s * context
         bend = self.step_per_context_s * num_seqs
         if bend * seconds < 1e-9 * slope * slope:
             return seconds / slope
         return (-slope + (slope * slope + 2 * bend * seconds) ** 0.5) / bend
+
+    def base_s(self, num_seqs: int) -> float:
+        return self.step_s + num_seqs * self.step_per_seq_s
 
     def train_s(self, num_tokens: int) -> float:
         return self.train_fixed_s + num_tokens * self.train_per_token_s

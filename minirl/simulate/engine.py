@@ -75,9 +75,6 @@ class Engine:
         self.stamp += 1
 
     def _admit(self) -> None:
-        if not self._waiting:
-            self.stamp += 1
-            return
         prefill = 0
         last_group = -1
         while self._waiting and len(self._running) < self.max_running:
