@@ -136,6 +136,22 @@ def test_splits_cover_the_box_and_the_recommended_is_the_fastest_or_as_good() ->
     assert list(ladder(8, 100)) == [8, 16, 32, 64, 100]
 
 
+def test_a_split_whose_optimizer_does_not_fit_is_not_taken() -> None:
+    sharded = config(
+        batch_size=8, shard_optimizer=True, gradient_checkpointing=True, max_tokens=32768
+    )
+    shape, card = shape_of(sharded), GPUS["A100-40"]
+    found = splits(sharded, card, shape, usual_lengths(sharded, 100), 8)
+    # Each holds more of the optimizer the fewer they are.
+    assert {split.train for split in found if split.fits} == {5, 6, 7}
+    # Training that is quick would have the fewest.
+    assert recommended([replace(split, fits=True) for split in found]).train < 5
+    assert recommended(found).fits
+    assert recommended([split for split in found if not split.fits]).train < 5, "there is no other"
+    rows = list(report.split_rows(report.Question(sharded, card, 8, mean_tokens=100)))
+    assert [row[-1] for row in rows].count("too big") == 4
+
+
 def test_the_simulator_agrees_with_table_7() -> None:
     for row in paper.table_7():
         assert abs(row.error) <= paper.WITHIN, row
@@ -159,7 +175,7 @@ def test_the_report_has_a_row_for_every_split(tmp_path: Path) -> None:
     assert [row[0] for row in rows] == ["model", "rollout GPU", "", "training GPU"]
     rows = list(report.split_rows(asked))
     assert [row[0] for row in rows[1:]] == ["1 + 2", "2 + 1"]
-    assert sum("take this" in row[-1] for row in rows) == 1
+    assert [row[-1] for row in rows].count("<- take this, once it fits") == 1
     assert [row[0] for row in report.scale_rows(asked, 2, 4)] == ["GPUs", "2", "4"]
     assert report.parse_range("8..512") == (8, 512)
     for bad in ("8", "8..", "1..4", "9..8", "x..y"):

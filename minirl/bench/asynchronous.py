@@ -6,6 +6,8 @@
     eta_…             by η: trained tokens/s, idle shares of both pools, busy seconds of each pool
                       to 1,000 trained tokens, the mean staleness, seconds until the policy is right
                       on 80 % of held-out problems, and its accuracy at the end
+    accuracy_gap…     held-out accuracy at the end, of that η minus of η = 0, seed by seed: the mean
+                      and the ends of its 95 % interval, which must reach 0: within the noise
 
 Each is a whole run of `minirl train recipes/async.toml`, real vLLM, one engine and one trainer rank
 on a core each; η alone differs, and so the number of steps, groups and answers is the same. Rates
@@ -37,6 +39,7 @@ from minirl.bench.stage import Stage, stage
 from minirl.errors import RecipeError
 from minirl.fleet import Worker
 from minirl.metrics import read
+from minirl.outcome import estimate
 from minirl.sweep import train
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "async.toml"
@@ -61,7 +64,7 @@ class Size:
         return self.etas if seed % 2 == 0 else self.etas[::-1]
 
 
-FULL = Size((0, 1, 2, 4, 8), num_seeds=3, steps=36, first=9, last=27, num_problems=256)
+FULL = Size((0, 1, 2, 4, 8), num_seeds=5, steps=36, first=9, last=27, num_problems=256)
 QUICK = Size((0, 1), num_seeds=1, steps=4, first=1, last=3, num_problems=8)
 
 
@@ -206,12 +209,12 @@ def bound_tokens_per_s(runs: Runs) -> float:
 def accuracies(runs: Runs, best: int) -> list[Figure]:
     """The asynchronous run's against the synchronous one's, seed by seed."""
     pairs = list(zip(runs[best], runs[0], strict=True))
-    gaps = [a.accuracy - b.accuracy for a, b in pairs]
-    found = [
-        Figure("accuracy_gap", sum(gaps) / len(gaps), note=f"η = {best} minus η = 0, mean"),
-        Figure("accuracy_gap_low", min(gaps), note="of a seed"),
-        Figure("accuracy_gap_high", max(gaps), note="of a seed"),
-    ]
+    gap = estimate([a.accuracy - b.accuracy for a, b in pairs])
+    found = [Figure("accuracy_gap", gap.mean, note=f"η = {best} minus η = 0, mean")]
+    if gap.half is not None:
+        low, high = gap.mean - gap.half, gap.mean + gap.half
+        found.append(Figure("accuracy_gap_low", low, note="of its 95 % interval over seeds"))
+        found.append(at_least("accuracy_gap_high", high, 0.0, "the interval reaches 0"))
     times = [b.seconds_to / a.seconds_to for a, b in pairs if a.seconds_to and b.seconds_to]
     if times:
         note = f"seconds to {TARGET:.0%} held out, η = 0 / η = {best}"

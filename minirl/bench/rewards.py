@@ -28,6 +28,7 @@ from typing import Any
 
 from minirl.bench import Figure, Options, at_most, median
 from minirl.bench.clock import now, stolen
+from minirl.bench.controller import Prompts
 from minirl.bench.line import SEED, random_prompt
 from minirl.bench.models import SHAPES, Publisher
 from minirl.bench.slow_task import HANGS, SLOW_S, Phase, Switch, Work
@@ -44,7 +45,6 @@ from minirl.shm.board import TOTALS, BoardWriter, State, Total
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.segment import Segment
 from minirl.shm.weights import WeightStore
-from minirl.tasks.prompts import Consumed
 from minirl.tasks.verifier import VerifierSetup
 from minirl.train.messages import Ready, Save, Saved, Train, Trained
 
@@ -134,7 +134,7 @@ def _play(here: Stage, size: Size, conductor: "Conductor", folder: str, store: W
     for rank in range(size.num_verifiers):
         grader = VerifierSetup(config, folder, ring)
         fleet.spawn(Role.VERIFY, rank, "minirl.tasks.verifier:run", grader, aside)
-    prompts = Prompts(size.prompt_tokens, vocab=300)
+    prompts = RandomPrompts(size.prompt_tokens, vocab=300)
     buffer = Buffer(size.batch_size, size.eta)
     journal = Journal(config, here.folder, fleet, conductor)
     Loop(config, fleet, prompts, [prompts.next()], buffer, journal).run()  # type: ignore[arg-type]
@@ -200,25 +200,18 @@ class Conductor:
                 self.switch.phase = Phase.INSTANT
 
 
-class Prompts:
-    """A stream without end, each prompt with a number of its own."""
+class RandomPrompts(Prompts):
+    """Each prompt has a number and tokens of its own."""
 
     def __init__(self, num_tokens: int, vocab: int) -> None:
-        self.consumed = Consumed()
-        self._next, self._num_tokens, self._vocab = 0, num_tokens, vocab
+        super().__init__()
+        self._num_tokens, self._vocab = num_tokens, vocab
         self._dice = random.Random(SEED)
 
     def next(self) -> Prompt:
         self._next += 1
         tokens = tuple(random_prompt(self._dice, self._num_tokens, self._vocab))
         return Prompt(self._next - 1, Example(str(self._next), ""), tokens)
-
-    @property
-    def waiting(self) -> list[int]:
-        return []
-
-    def put_back(self, index: int) -> None:
-        raise AssertionError(f"nothing is lost here, not even {index}")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from minirl.plan import paper
 from minirl.plan.gpus import GIB, Gpu
 from minirl.plan.memory import Bill, rollout_bill, train_bill
 from minirl.plan.shapes import shape_of
-from minirl.plan.split import ladder, recommended, splits, usual_lengths
+from minirl.plan.split import Split, ladder, recommended, splits, usual_lengths
 from minirl.simulate.lengths import Lengths, of_run
 
 Rows = Iterator[tuple[str, ...]]
@@ -41,6 +41,7 @@ def memory_rows(asked: Question) -> Rows:
     fit = f"{rollout.kv_tokens:,} KV tokens: {rollout.num_longest:,} of the longest answers"
     of_usual = f"{rollout.num_usual:,} of the usual {usual:,.0f} tokens"
     yield "", f"{fit}, {of_usual} (rollout.max_num_seqs {config.rollout.max_num_seqs})", ""
+    # As many as can train share an optimizer; split_rows says where it is too big for fewer.
     train = max(1, asked.num_gpus - config.devices.tensor_parallel)
     yield from _bill_rows("training GPU", train_bill(config, asked.gpu, shape, train))
 
@@ -65,8 +66,14 @@ def split_rows(asked: Question) -> Rows:
             f"{o.trainer_idle:.0%}",
             f"{o.staleness_mean:.2f}",
             f"{o.staleness_max}",
-            "<- take this" if split is best else "",
+            _advice(split, split is best),
         )
+
+
+def _advice(split: Split, is_best: bool) -> str:
+    if not is_best:
+        return "" if split.fits else "too big"
+    return "<- take this" if split.fits else "<- take this, once it fits"
 
 
 _HEADER = ("split", "tokens/s", "engines idle", "trainers idle", "staleness", "max", "")

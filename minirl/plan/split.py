@@ -25,6 +25,7 @@ class Split:
     rollout: int
     train: int
     outcome: Outcome
+    fits: bool  # in memory: the fewer training GPUs share an optimizer, the more each holds
 
 
 def usual_lengths(config: Config, mean: float | None = None) -> Lengths:
@@ -70,23 +71,22 @@ def possible(config: Config, num_gpus: int) -> list[tuple[int, int]]:
 
 def splits(config: Config, gpu: Gpu, shape: Shape, lengths: Lengths, num_gpus: int) -> list[Split]:
     return [
-        Split(rollout, train, simulate(config, gpu, shape, lengths, rollout, train))
+        Split(
+            rollout,
+            train,
+            simulate(config, gpu, shape, lengths, rollout, train),
+            train_bill(config, gpu, shape, train).is_ok,
+        )
         for rollout, train in possible(config, num_gpus)
     ]
 
 
 def recommended(found: Sequence[Split]) -> Split:
-    best = max(split.outcome.tokens_per_s for split in found)
-    good = [split for split in found if split.outcome.tokens_per_s >= AS_GOOD * best]
+    """Of those that fit; of all, where none does."""
+    usable = [split for split in found if split.fits] or found
+    best = max(split.outcome.tokens_per_s for split in usable)
+    good = [split for split in usable if split.outcome.tokens_per_s >= AS_GOOD * best]
     return min(good, key=lambda split: (split.outcome.staleness_mean, split.train))
-
-
-def fits(config: Config, gpu: Gpu, shape: Shape, lengths: Lengths, num_train: int) -> bool:
-    bills = (
-        rollout_bill(config, gpu, shape, lengths.mean + lengths.prompt),
-        train_bill(config, gpu, shape, num_train),
-    )
-    return all(bill.is_ok for bill in bills)
 
 
 def with_split(config: Config, rollout: int, train: int) -> Config:
