@@ -167,12 +167,15 @@ KINDS: dict[str, Callable[[dict[str, Any], Sequence[str]], str]] = {
 }
 
 
+ALONE = "accuracy"  # the title where nothing is varied
+
+
 def plots_of(data: dict[str, Any]) -> dict[str, str]:
     """By value of the last key; a curve a value of the keys before it. A key that has the same
     value everywhere is not told."""
     curves: dict[str, list[Curve]] = {}
     for row in data["rows"]:
-        *others, (key, value) = varied(data, row).items() or [("", "accuracy")]
+        *others, (key, value) = varied(data, row).items() or [("", ALONE)]
         own = f"{key} = {value}" if key else ""
         label = ", ".join(f"{k.rpartition('.')[2]} = {v}" for k, v in others) or own
         found = curves.setdefault(value, [])
@@ -186,7 +189,8 @@ def _plot(title: str, curves: Sequence[Curve]) -> str:
     about = "held-out accuracy"
     drawn = svg.draw(Chart(title, title, about, tuple(curves), is_share=True))
     right, bottom = svg.WIDTH - svg.RIGHT - 8, svg.HEIGHT - svg.BOTTOM - 10
-    words = [svg.text(right, bottom - 14 * len(curves) - 4, f"{title}: {about}", "end")]
+    told = about if title == ALONE else f"{title}: {about}"
+    words = [svg.text(right, bottom - 14 * len(curves) - 4, told, "end")]
     for place, curve in enumerate(reversed(curves)):
         colour = f"--dim:var(--c{curve.colour % svg.NUM_COLOURS})"
         line = svg.text(right, bottom - 14 * place, curve.label, "end")

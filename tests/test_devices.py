@@ -117,6 +117,7 @@ def test_a_broken_torchvision_does_not_stop_us(module: str, tmp_path: Path) -> N
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow  # whether the one above is still needed
 @needs_cpu_torch
 def test_it_would_stop_transformers(tmp_path: Path) -> None:
     """The day this fails, transformers looks no more, and nothing needs to be hidden."""

@@ -163,13 +163,23 @@ def test_wrong_input_is_one_line(
 
 
 @pytest.mark.vllm
-def test_a_model_is_examined_and_sampled(tied_folder: Path, tmp_path: Path) -> None:
-    """Two engines, two turns; of three answers to each problem, and of the replies to them, a few
-    raise and a few hang."""
+@pytest.mark.parametrize("engines", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_model_is_examined_and_sampled(engines: int, tied_folder: Path, tmp_path: Path) -> None:
+    """Two turns; of three answers to each problem, and of the replies to them, a few raise and a
+    few hang."""
     task = f"{Path(__file__).parent / 'noisy_task.py'}:UnsureAgain"
     done = minirl(
         *("eval", str(tied_folder), "--task", task, "--k", "3", "--problems", "12"),
-        *("--temperature", "1", "--max-new-tokens", "24", "--devices", "2", "--out", "out"),
+        *(
+            "--temperature",
+            "1",
+            "--max-new-tokens",
+            "24",
+            "--devices",
+            str(engines),
+            "--out",
+            "out",
+        ),
         *("--set", "tasks.timeout_s=0.5", "--set", "rollout.kv_cache_gib=0.1"),
         *("--set", "tasks.max_prompt_tokens=64"),
         cwd=tmp_path,
@@ -180,7 +190,7 @@ def test_a_model_is_examined_and_sampled(tied_folder: Path, tmp_path: Path) -> N
     results = read(tmp_path / "out")
     assert [r.problem for r in results] == list(range(12))
     answers = [answer for r in results for answer in r.answers]
-    assert len(answers) == 36 and summary["engines"] == 2
+    assert len(answers) == 36 and summary["engines"] == engines
     failed = [answer for answer in answers if answer.reward is None]
     assert summary["answers_failed"] == len(failed) > 0
     assert all(answer.error and answer.text for answer in failed)

@@ -277,6 +277,7 @@ def test_an_evaluation_pins_its_version_while_training_groups_go_on(station: Sta
     assert (stamps == pinned).sum() > 2 * MAX_NEW
 
 
+@pytest.mark.slow  # test_chaos.py kills an engine of a run
 def test_killed_it_leaves_nothing_and_its_successor_serves_the_newest_version(
     station: Station,
 ) -> None:

@@ -185,6 +185,7 @@ def test_two_ranks_give_the_update_of_one_and_leave_one_out_together(
     assert relative_error(ours, theirs) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_sharded_optimizer_trains_as_a_whole_one_and_resumes_to_the_bit(
     data: Data, tied_folder: Path, tmp_path: Path
 ) -> None:
@@ -217,6 +218,7 @@ def test_a_sharded_optimizer_trains_as_a_whole_one_and_resumes_to_the_bit(
 # A critic -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_critic_learns_and_resumes_to_the_bit(
     data: Data, tied_folder: Path, tmp_path: Path
 ) -> None:

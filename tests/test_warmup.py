@@ -112,6 +112,7 @@ def test_the_folder_loads_with_transformers(built: Path) -> None:
     assert written.shape[0] == 1
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_weights(built: Path, tmp_path: Path) -> None:
     torch.manual_seed(123)
     before = torch.random.get_rng_state()
@@ -140,6 +141,7 @@ def test_a_build_interrupted_in_training_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_build_killed_while_writing_leaves_no_half_folder(tmp_path: Path) -> None:
     folder = tmp_path / tiny_model_folder(0, MINIATURE).name
     process = build_elsewhere(tmp_path)

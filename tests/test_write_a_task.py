@@ -112,6 +112,7 @@ def test_a_reward_that_contradicts_itself_is_the_line_on_the_page(
     assert "its own reference scores 0, not 1" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_it_trains_and_goes_on_from_another_folder(
     folder: Path, tied_folder: Path, tmp_path: Path
