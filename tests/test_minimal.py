@@ -1,5 +1,5 @@
 """recipes/minimal.py is minirl at η = 0: its step is the trainer's to rounding, and it learns the
-same in the mean (slow: `python -m pytest -m slow tests/test_minimal.py`, about 6 minutes).
+same in the mean (slow: `python -m pytest -m slow tests/test_minimal.py`, up to 10 minutes).
 """
 
 import importlib.util
