@@ -131,6 +131,7 @@ def test_a_folder_that_is_there_stays(built: Path) -> None:
     assert [path.name for path in built.parent.iterdir()] == [built.name]
 
 
+@pytest.mark.slow
 def test_a_build_interrupted_in_training_leaves_nothing(tmp_path: Path) -> None:
     def interrupt(line: str) -> None:
         if "sloppy" in line:
@@ -152,6 +153,7 @@ def test_a_build_killed_while_writing_leaves_no_half_folder(tmp_path: Path) -> N
     assert not folder.exists() or {path.name for path in folder.iterdir()} == FILES
 
 
+@pytest.mark.slow
 def test_two_processes_build_one_model(tmp_path: Path) -> None:
     processes = [build_elsewhere(tmp_path) for _ in range(2)]
     printed = [process.communicate()[0].strip() for process in processes]
