@@ -42,12 +42,14 @@ def begin(config: Config, kind: str, resumed: Path | None) -> Config:
 
 
 def best(found: Balance, config: Config, kind: str) -> tuple[int, int]:
-    """By what was measured, of the splits that the recipe allows and that fit."""
+    """By what was measured, of the splits that the recipe allows and that fit; of all that it
+    allows, where none does."""
     pairs = possible(config, found.rollout + found.train)
     gpu = _gpu(kind)
     if gpu is not None:
         shape = shape_of(config)
-        pairs = [pair for pair in pairs if train_bill(config, gpu, shape, pair[1]).is_ok]
+        fitting = [pair for pair in pairs if train_bill(config, gpu, shape, pair[1]).is_ok]
+        pairs = fitting or pairs
     return found.best(pairs)
 
 

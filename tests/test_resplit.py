@@ -12,7 +12,8 @@ from processes import Run, assert_accounted
 
 from minirl.config import Config
 from minirl.plan.balance import Balance
-from minirl.plan.split import with_split
+from minirl.plan.gpus import GPUS
+from minirl.plan.split import possible, with_split
 from minirl.recipe import load, to_toml
 from minirl.resplit import NUM_STEPS, Corrector, begin, best
 
@@ -50,6 +51,15 @@ def test_only_splits_that_the_recipe_allows_are_taken() -> None:
     few = replace(AUTO, train=replace(AUTO.train, batch_size=1))
     few = replace(few, rollout=replace(few.rollout, group_size=2))
     assert best(Balance(6, 2, 0.7, 0.0), few, "cpu") == (6, 2)
+
+
+def test_where_nothing_fits_the_split_is_still_one_that_the_recipe_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small = replace(GPUS["3090"], memory_gib=0.1)
+    monkeypatch.setattr("minirl.resplit._gpu", lambda kind: small)
+    pairs = replace(AUTO, devices=replace(AUTO.devices, tensor_parallel=2))
+    assert best(Balance(4, 4, 0.0, 0.41), pairs, "cuda") in possible(pairs, 8)
 
 
 def test_the_first_steps_correct_the_split_once_and_where_it_is_worth_it() -> None:
