@@ -20,12 +20,12 @@ from minirl import shortage
 from minirl.buffer import republished_as
 from minirl.config import Config
 from minirl.errors import Stalled, WorkerDied
-from minirl.fleet import Died, Fleet, Role, Worker
 from minirl.journal import Journal
 from minirl.shm.board import Row, State, Total
 from minirl.train import checkpoint
 from minirl.train.intact import newest_whole
 from minirl.train.messages import TrainerSetup
+from minirl.workers import Died, Fleet, Role, Worker
 
 MAX_IN_A_ROW = 4
 FIRST_DELAY_S = 1.0

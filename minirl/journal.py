@@ -33,9 +33,8 @@ from typing import Any, Protocol
 from minirl.blackbox import NUM_LINES, BlackBox, Why
 from minirl.buffer import Buffer
 from minirl.config import Config
-from minirl.evaluate import Evaluation
+from minirl.evaluation import Evaluation
 from minirl.filters import penalty
-from minirl.fleet import Fleet, Role
 from minirl.guard import Action, Breach, GuardStop
 from minirl.lines import Lines, keep_lines, replace_text
 from minirl.metrics import DROPPED, MetricsLog, cut
@@ -43,7 +42,8 @@ from minirl.record import Recorder
 from minirl.records import Batch, Prompt, StopReason, Trajectory
 from minirl.secrets import scrub
 from minirl.shm.board import Total
-from minirl.simulate.lengths import line_of
+from minirl.tools.simulate.lengths import line_of
+from minirl.workers import Fleet, Role
 
 LOCK = "lock"
 NUM_SHOWN_SAMPLES = 6  # kept for the dashboard, as the files keep all

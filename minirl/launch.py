@@ -16,21 +16,15 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Protocol
 
-from minirl import devices, machine, model, resplit, secrets
+from minirl import devices, model, resplit, secrets
 from minirl.blackbox import BlackBox
 from minirl.buffer import Buffer, History, OnStale
 from minirl.config import TINY, Config
-from minirl.console import ConsoleView
-from minirl.doctor import find_devices, free_memory_bytes
 from minirl.errors import Interrupted, MinirlError, RecipeError
-from minirl.fleet import Died, Fleet, Role
 from minirl.journal import LOCK, Journal
 from minirl.lines import Patient, replace_text
-from minirl.loggers import Loggers
 from minirl.loop import Loop
 from minirl.pace import Pace
-from minirl.plan.balance import balance
-from minirl.plan.split import with_split
 from minirl.recipe import Loaded, to_toml
 from minirl.record import Recorder, most_bytes
 from minirl.records import Prompt
@@ -44,10 +38,17 @@ from minirl.tasks.prompts import PromptStream, encode
 from minirl.tasks.registry import make_task, self_check
 from minirl.tasks.turns import Dialogue, dialogue_of, has_turns
 from minirl.tasks.verifier import VerifierSetup
-from minirl.trace import FOLDER, merge
+from minirl.tools import machine
+from minirl.tools.doctor import find_devices, free_memory_bytes
+from minirl.tools.plan.balance import balance
+from minirl.tools.plan.split import with_split
 from minirl.train import checkpoint
 from minirl.train.messages import TrainerSetup
 from minirl.train.tiny import tiny_model_folder
+from minirl.view.console import ConsoleView
+from minirl.view.loggers import Loggers
+from minirl.view.trace import FOLDER, merge
+from minirl.workers import Died, Fleet, Role
 
 INTERRUPTED = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

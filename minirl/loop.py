@@ -29,10 +29,9 @@ from dataclasses import asdict, replace
 from minirl.buffer import Buffer, Drop, Ticket
 from minirl.config import Config
 from minirl.conversations import Conversations
-from minirl.evaluate import Evaluation, is_evaluation
+from minirl.evaluation import Evaluation, is_evaluation
 from minirl.faults import RANKS, Faults
 from minirl.filters import judge
-from minirl.fleet import Died, Fleet, Role, Worker
 from minirl.guard import Guard
 from minirl.journal import Journal
 from minirl.recipe import to_toml
@@ -54,6 +53,7 @@ from minirl.tasks.grading import GradingQueue
 from minirl.tasks.prompts import PromptStream
 from minirl.tasks.verifier import Ask, Grade, Graded, Replied
 from minirl.train.messages import Ready, Save, Saved, Train, Trained
+from minirl.workers import Died, Fleet, Role, Worker
 
 LISTEN_S = 0.2  # how long a turn waits for news at most
 LEAST_BUSY_S = 0.5

@@ -17,9 +17,8 @@ from minirl.buffer import Buffer, Drop, Ticket
 from minirl.config import Config
 from minirl.conversations import Conversations
 from minirl.errors import MinirlError, Stalled, WorkerDied
-from minirl.evaluate import Evaluation, is_evaluation
+from minirl.evaluation import Evaluation, is_evaluation
 from minirl.faults import Faults
-from minirl.fleet import Died, Fleet, Role, Worker
 from minirl.guard import CANARY
 from minirl.journal import Journal
 from minirl.records import Batch, Prompt, Trajectory
@@ -29,6 +28,7 @@ from minirl.shm.board import State
 from minirl.tasks.grading import GradingQueue
 from minirl.tasks.prompts import PromptStream
 from minirl.tasks.verifier import Ask, Grade
+from minirl.workers import Died, Fleet, Role, Worker
 
 MAX_LOSSES = 5  # of one prompt with its engine: then the prompt is taken for the cause
 FROM_OUTSIDE = ("SIGKILL", "without a sign of life")  # no reward ends so by itself

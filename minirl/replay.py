@@ -14,18 +14,18 @@ from pathlib import Path
 
 from minirl import devices, model, record
 from minirl.config import TINY, Config
-from minirl.doctor import find_devices
 from minirl.errors import MinirlError, RecipeError
-from minirl.fleet import Died, Fleet, Role, Worker
 from minirl.recipe import load
 from minirl.record import Recorded
 from minirl.rollout.worker import Stop
 from minirl.rules import read_model_config
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
+from minirl.tools.doctor import find_devices
 from minirl.train.intact import newest_first, read_whole
 from minirl.train.messages import Ready, Train, Trained, TrainerSetup
 from minirl.train.tiny import tiny_model_folder
+from minirl.workers import Died, Fleet, Role, Worker
 
 BODY = "minirl.train.trainer:run"
 COMPARED = ("train/loss", "train/grad_norm")

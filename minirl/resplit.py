@@ -14,12 +14,12 @@ from typing import Any
 from minirl import devices
 from minirl.config import Config
 from minirl.metrics import read
-from minirl.plan.balance import NUM_FIRST, Balance, balance
-from minirl.plan.gpus import Gpu, recognise
-from minirl.plan.memory import train_bill
-from minirl.plan.shapes import shape_of
-from minirl.plan.split import possible, recommended, splits, usual_lengths, with_split
 from minirl.recipe import load
+from minirl.tools.plan.balance import NUM_FIRST, Balance, balance
+from minirl.tools.plan.gpus import Gpu, recognise
+from minirl.tools.plan.memory import train_bill
+from minirl.tools.plan.shapes import shape_of
+from minirl.tools.plan.split import possible, recommended, splits, usual_lengths, with_split
 
 NUM_STEPS = 6  # the first says nothing: it waits for the first answers
 WORTH = 2.0  # seconds to be saved for each that the restart costs

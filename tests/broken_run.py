@@ -52,7 +52,7 @@ def _run(views, setup, board, pipe) -> None:  # type: ignore[no-untyped-def]
 
 if __name__ == "__main__":
     from minirl import cli, launch
-    from minirl.fleet import Role
+    from minirl.workers import Role
 
     launch.BODIES[Role.ROLLOUT] = f"broken_run:{sys.argv.pop(1)}"
     cli.main()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from minirl.devices import Placement, vllm_environment
-from minirl.fleet import Died, Fleet, Worker
+from minirl.workers import Died, Fleet, Worker
 
 LIMIT_S = 120.0  # a hang is a failure, however slow the machine
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

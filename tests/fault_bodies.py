@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from minirl.chaos.task import Fated
 from minirl.records import Batch, StopReason, Trajectory
 from minirl.rollout.worker import Abort, Finished, Gone, GroupRequest, Started, Submit
 from minirl.shm.board import BEAT_S, BoardWriter, State, Total
 from minirl.shm.weights import CANARY_TOKENS, WeightStore
 from minirl.tasks.verifier import Grade, Graded
 from minirl.train.messages import Ready, Save, Saved, Train, Trained
+from tests.soak.task import Fated
 
 TICK_S = 0.01
 LONG_S = 300.0  # nobody waits for it

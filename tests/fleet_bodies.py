@@ -14,8 +14,8 @@ from typing import Any
 
 from minirl.devices import Placement
 from minirl.errors import MinirlError
-from minirl.fleet import Fleet, Role
 from minirl.shm.board import BoardWriter, State
+from minirl.workers import Fleet, Role
 
 HERE = Path(__file__).parent
 

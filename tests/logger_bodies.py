@@ -7,9 +7,9 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from minirl import loggers
-from minirl.loggers import LoggerSetup
 from minirl.shm.board import BoardWriter
+from minirl.view import loggers
+from minirl.view.loggers import LoggerSetup
 
 
 class RaisesAtOnce:

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from minirl.config import BufferConfig, Config, RolloutConfig, TrainConfig
 from minirl.devices import Placement
-from minirl.fleet import Role, Worker
 from minirl.model import weight_table
 from minirl.records import Batch, Group, StopReason, Trajectory
 from minirl.shm.board import Board
@@ -24,6 +23,7 @@ from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.train.messages import Ready, Save, Saved, Train, Trained, TrainerSetup
 from minirl.train.trainer import Trainer
+from minirl.workers import Role, Worker
 
 ETA = 2
 FIRST_VERSION = 5  # so that there are versions to be stale by

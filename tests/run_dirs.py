@@ -9,16 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from minirl import machine
 from minirl.buffer import Buffer, OnStale
 from minirl.config import Config
 from minirl.devices import Placement
-from minirl.evaluate import EVAL_IDS, Evaluation
-from minirl.fleet import Fleet, Role, Worker
+from minirl.evaluation import EVAL_IDS, Evaluation
 from minirl.journal import LOCK, Journal
 from minirl.recipe import to_toml
 from minirl.records import Batch, Example, Group, Prompt, StopReason, Trajectory
-from minirl.trace import FOLDER, Tracer
+from minirl.tools import machine
+from minirl.view.trace import FOLDER, Tracer
+from minirl.workers import Fleet, Role, Worker
 
 QUESTION = 'Is <b>2 & 2</b> "4"?\nSay so.'  # must come out as text
 HELDOUT = [Prompt(i, Example(f"{QUESTION} {i}", "4"), (1, 2)) for i in range(4)]

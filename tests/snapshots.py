@@ -4,7 +4,7 @@ import math
 import time
 from typing import Any
 
-from minirl.dashboard.snapshot import Curve, Lane, Note, Sample, Snapshot
+from minirl.view.dashboard.snapshot import Curve, Lane, Note, Sample, Snapshot
 
 
 def example(

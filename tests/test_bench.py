@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from test_cli import minirl
 
-from minirl import bench
-from minirl.bench import BENCHES, Figure, Options, Report, at_least, at_most
-from minirl.bench.stage import stage
 from minirl.errors import WorkerDied
+from tests import bench
+from tests.bench import BENCHES, Figure, Options, Report, at_least, at_most
+from tests.bench.stage import stage
 
 GOALS = {
     "weights": {

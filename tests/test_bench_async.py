@@ -2,7 +2,7 @@
 
 import pytest
 
-from minirl.bench.asynchronous import FULL, Run, Steady, bound_tokens_per_s, figures, steady
+from tests.bench.asynchronous import FULL, Run, Steady, bound_tokens_per_s, figures, steady
 
 
 def line(step: int, seconds: float, tokens: float, rollout: float, train: float) -> dict:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from minirl.bench import BENCHES, Options
+from tests.bench import BENCHES, Options
 
 QUICKLY = Options(is_quick=True)
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from minirl.bench import Options, run
-from minirl.bench.batches import draw
-from minirl.bench.train import QUICK, SIZES
+from tests.bench import Options, run
+from tests.bench.batches import draw
+from tests.bench.train import QUICK, SIZES
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -14,23 +14,23 @@ from typing import Any
 import pytest
 from processes import RECIPES, SMALL
 
-from minirl.chaos import task
-from minirl.chaos.accuracy import RUN_SD, Evaluated, compare, last_evaluation
-from minirl.chaos.deck import BY_NAME, FAULTS, Deck
-from minirl.chaos.events import Event, Outcome
-from minirl.chaos.files import tear
-from minirl.chaos.ledger import Finding
-from minirl.chaos.report import as_markdown, figures
-from minirl.chaos.task import BROKEN, Fate, Fated, fate_at
-from minirl.chaos.witness import Follower, Witness
 from minirl.config import Config
 from minirl.errors import RecipeError
-from minirl.estimates import wilson
 from minirl.lines import read_lines
 from minirl.records import Answer, StopReason
 from minirl.tasks import Task
 from minirl.tasks.registry import make_task, self_check
 from minirl.tasks.turns import has_turns
+from minirl.tools.statistics import wilson
+from tests.soak import task
+from tests.soak.accuracy import RUN_SD, Evaluated, compare, last_evaluation
+from tests.soak.deck import BY_NAME, FAULTS, Deck
+from tests.soak.events import Event, Outcome
+from tests.soak.files import tear
+from tests.soak.ledger import Finding
+from tests.soak.report import as_markdown, figures
+from tests.soak.task import BROKEN, Fate, Fated, fate_at
+from tests.soak.witness import Follower, Witness
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -79,7 +79,7 @@ def test_torn_as_a_crash_would(tmp_path: Path) -> None:
 def test_what_a_checkpoint_vouches_for_is_not_torn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minirl.chaos.files.newest_whole", lambda run_dir: (None, {"step": 2}, []))
+    monkeypatch.setattr("tests.soak.files.newest_whole", lambda run_dir: (None, {"step": 2}, []))
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     assert tear(tmp_path, random.Random(0)) == ["metrics.jsonl"]
@@ -218,7 +218,7 @@ for _ in sys.stdin:
 DISK = f"""
 import subprocess, sys
 from pathlib import Path
-from minirl.chaos.disk import Limit, small_disk
+from tests.soak.disk import Limit, small_disk
 folder = Path(sys.argv[1])
 disk = Limit() if "limit" in sys.argv else small_disk(folder, 4 << 20)
 folder.mkdir(exist_ok=True)

@@ -14,11 +14,11 @@ from safetensors.numpy import load_file, save_file
 from test_recovery import STEPS, stage_config, staged
 
 from minirl.buffer import Drop
-from minirl.chaos import task
-from minirl.chaos.ledger import Finding, prove
-from minirl.chaos.task import Fate, fate_at
 from minirl.lines import read_lines
 from minirl.rollout.worker import Stop
+from tests.soak import task
+from tests.soak.ledger import Finding, prove
+from tests.soak.task import Fate, fate_at
 
 SEED, SHARE = 1, 0.2
 

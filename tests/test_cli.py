@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from minirl.doctor import Finding, diagnose, find_devices
 from minirl.recipe import load, to_toml
+from minirl.tools.doctor import Finding, diagnose, find_devices
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -184,7 +184,7 @@ minirl.cli.main()
 def test_output_to_a_full_disk_fails_no_run_and_changes_no_exit_code() -> None:
     code = """
 import sys, minirl.cli
-from minirl.console import ConsoleView
+from minirl.view.console import ConsoleView
 def train(**_):
     view = ConsoleView(10)
     for step in range(1, 11):
@@ -213,7 +213,7 @@ def test_doctor() -> None:
 
 
 def test_doctor_names_a_remedy_for_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    from minirl import doctor
+    from minirl.tools import doctor
 
     monkeypatch.setattr(doctor, "TORCH_PROBE", "import no_such_torch")
     monkeypatch.setattr(doctor, "TRANSFORMERS_PROBE", "import time; time.sleep(60)")

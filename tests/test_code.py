@@ -17,13 +17,13 @@ import minirl
 from minirl.config import Config, TasksConfig
 from minirl.devices import Placement
 from minirl.errors import RecipeError
-from minirl.fleet import Role
 from minirl.records import Answer, StopReason, Trajectory
 from minirl.shm.ring import TrajectoryRing
 from minirl.tasks.code import Code, equal, extract
 from minirl.tasks.registry import make_task, self_check
 from minirl.tasks.sandbox import SandboxFailed, why_not
 from minirl.tasks.verifier import Grade, Graded, VerifierSetup
+from minirl.workers import Role
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"no sandbox here: {why_not()}")
 ADD = {

@@ -16,11 +16,11 @@ from rich.console import Console
 from snapshots import example
 from test_cli import minirl
 
-from minirl.dashboard import parts, plots, snapshot
-from minirl.dashboard.files import snapshot_from_files
-from minirl.dashboard.frame import STYLES, Options, render
-from minirl.dashboard.snapshot import Curve, Lane, Note, Sample, Snapshot, thinned
-from minirl.dashboard.watch import look
+from minirl.view.dashboard import parts, plots, snapshot
+from minirl.view.dashboard.files import snapshot_from_files
+from minirl.view.dashboard.frame import STYLES, Options, render
+from minirl.view.dashboard.snapshot import Curve, Lane, Note, Sample, Snapshot, thinned
+from minirl.view.dashboard.watch import look
 
 NOW = 1_700_000_000.0
 KEYS = (("q", "finish and save"), ("p", "another sample"))

@@ -15,7 +15,7 @@ from minirl.model import load_tokenizer, load_tokenizer_alone
 from minirl.records import Example
 from minirl.tasks.prompts import encode, render
 from minirl.tasks.registry import make_task
-from minirl.tasks.survey import survey
+from minirl.tools.data import survey
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
 ROWS = [

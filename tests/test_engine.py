@@ -17,11 +17,11 @@ from versions import EXACT, Versions
 
 from minirl.config import Config, ModelConfig, RolloutConfig, TasksConfig
 from minirl.errors import StaleWeights
-from minirl.fleet import Role, Worker
 from minirl.records import StopReason
 from minirl.rollout.engine import Sampling
 from minirl.rollout.worker import RolloutSetup
 from minirl.shm.ring import TrajectoryRing
+from minirl.workers import Role, Worker
 
 pytestmark = pytest.mark.vllm
 

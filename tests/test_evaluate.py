@@ -2,7 +2,7 @@
 
 import pytest
 
-from minirl.evaluate import EVAL_IDS, Evaluation, is_evaluation
+from minirl.evaluation import EVAL_IDS, Evaluation, is_evaluation
 from minirl.records import Example, Prompt, StopReason, Trajectory
 
 

@@ -12,11 +12,11 @@ from test_cli import minirl
 from minirl.cli import main
 from minirl.config import Config
 from minirl.errors import RecipeError
-from minirl.exam.compare import compare
-from minirl.exam.results import Attempt, Result, read, summarise, write
-from minirl.exam.run import num_at_once
-from minirl.exam.target import Kind, Options, find_checkpoint, kind_of, resolve
 from minirl.recipe import to_toml
+from minirl.tools.evaluate.compare import compare
+from minirl.tools.evaluate.results import Attempt, Result, read, summarise, write
+from minirl.tools.evaluate.run import num_at_once
+from minirl.tools.evaluate.target import Kind, Options, find_checkpoint, kind_of, resolve
 
 
 def result(problem: int, *rewards: float | None) -> Result:

@@ -13,9 +13,9 @@ import fleet_bodies
 import pytest
 from fleet_bodies import place
 
-from minirl import fleet as fleet_module
-from minirl.fleet import LAST_WORDS_LINES, Died, Fleet, Role, Worker
+from minirl import workers as fleet_module
 from minirl.shm.board import State
+from minirl.workers import LAST_WORDS_LINES, Died, Fleet, Role, Worker
 
 LONG_S = 60.0  # far more than anything here takes: only a hang comes to it
 

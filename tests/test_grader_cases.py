@@ -10,9 +10,10 @@ import pytest
 
 from minirl.config import TasksConfig
 from minirl.records import Answer, Example, StopReason
-from minirl.tasks import Task, mathematics
+from minirl.tasks import Task
+from minirl.tasks import math as mathematics
 from minirl.tasks.gsm8k import Gsm8k
-from minirl.tasks.mathematics import Mathematics, is_equal
+from minirl.tasks.math import Mathematics, is_equal
 
 DATA = Path(__file__).parent / "data"
 

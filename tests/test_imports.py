@@ -160,12 +160,12 @@ def test_import_minirl_does_no_work() -> None:
         "minirl.buffer",
         "minirl.cli",
         "minirl.tasks.verifier",
-        "minirl.tasks.survey",
-        "minirl.tasks.mathematics",
+        "minirl.tools.data",
+        "minirl.tasks.math",
         "minirl.model",
-        "minirl.fleet",
-        "minirl.plan.report",
-        "minirl.dashboard.watch",
+        "minirl.workers",
+        "minirl.tools.plan.report",
+        "minirl.view.dashboard.watch",
     ],
 )
 def test_light_modules_load_no_torch(module: str) -> None:

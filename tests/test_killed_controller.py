@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from test_recovery import soon, stage  # noqa: F401 (a fixture)
 
-from minirl.chaos.life import living, orphaned_memory
 from minirl.lines import read_lines
 from minirl.rollout.worker import Stop
 from minirl.train.intact import read_whole
+from tests.soak.life import living, orphaned_memory
 
 LONG_S = 300.0  # only a hang comes to it
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from test_cli import minirl
 
-from minirl import loggers, rules
+from minirl import rules
 from minirl.config import Config
 from minirl.errors import RecipeError
-from minirl.fleet import Role
-from minirl.loggers import Loggers, LoggerSetup, redacted
+from minirl.view import loggers
+from minirl.view.loggers import Loggers, LoggerSetup, redacted
+from minirl.workers import Role
 
 LIMIT_S = 60.0
 

@@ -91,7 +91,7 @@ def test_on_a_full_disk_lines_are_taken_back_all_the_same(tmp_path: Path) -> Non
     program = """
 import sys
 from pathlib import Path
-from minirl.chaos.disk import Tmpfs, small_disk
+from tests.soak.disk import Tmpfs, small_disk
 disk = small_disk(Path(sys.argv[1]), 1 << 20)
 if isinstance(disk, Tmpfs):
     from minirl import metrics

@@ -19,7 +19,7 @@ from minirl.metrics import read
 from minirl.recipe import load
 from minirl.records import Batch, Group, StopReason, Trajectory
 from minirl.shm.ring import TrajectoryRing
-from minirl.sweep import train
+from minirl.tools.sweep import train
 from minirl.train.attention import boundaries
 from minirl.train.optimizer import build_optimizer
 from minirl.train.policy import load_policy

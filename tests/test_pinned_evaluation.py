@@ -9,16 +9,16 @@ import pytest
 from crew import TRAINER_PLACE
 from pinned_crew import TABLE, CountingSetup
 
-from minirl.bench.controller import Prompts, Silent
 from minirl.config import Config
-from minirl.evaluate import Evaluation
-from minirl.fleet import Fleet, Role
+from minirl.evaluation import Evaluation
 from minirl.journal import Journal
 from minirl.launch import make_buffer
 from minirl.loop import Loop
 from minirl.records import Example, Prompt
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
+from minirl.workers import Fleet, Role
+from tests.bench.controller import Prompts, Silent
 
 NUM_ENGINES, NUM_HELDOUT, STEPS = 2, 24, 80
 BASE = Config()
@@ -71,7 +71,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Watched:
         for rank in range(NUM_ENGINES):
             setup = CountingSetup(CONFIG, ring, store, rank, slow_s=0.004 * 4**rank)
             fleet.spawn(Role.ROLLOUT, rank, "pinned_crew:engine", setup, TRAINER_PLACE)
-        body = "minirl.bench.scripted:verifier"
+        body = "tests.bench.scripted:verifier"
         fleet.spawn(Role.VERIFY, 0, body, None, TRAINER_PLACE)
         heldout = [Prompt(i, Example(str(i), "!"), (1, 2, 3)) for i in range(NUM_HELDOUT)]
         journal = Journal(CONFIG, folder, fleet, Silent())

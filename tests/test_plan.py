@@ -10,12 +10,13 @@ import pytest
 
 from minirl.config import Config
 from minirl.errors import RecipeError
-from minirl.plan import paper, report
-from minirl.plan.balance import Balance, balance
-from minirl.plan.gpus import GIB, GPUS, gpu_named, recognise
-from minirl.plan.memory import rollout_bill, train_bill
-from minirl.plan.shapes import TABLE, shape_of
-from minirl.plan.split import ladder, possible, recommended, splits, usual_lengths, with_split
+from minirl.tools.plan import report
+from minirl.tools.plan.balance import Balance, balance
+from minirl.tools.plan.gpus import GIB, GPUS, gpu_named, recognise
+from minirl.tools.plan.memory import rollout_bill, train_bill
+from minirl.tools.plan.shapes import TABLE, shape_of
+from minirl.tools.plan.split import ladder, possible, recommended, splits, usual_lengths, with_split
+from tests.docs import paper
 
 
 def config(model: str = "Qwen/Qwen2.5-1.5B-Instruct", **train: Any) -> Config:

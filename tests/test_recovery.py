@@ -21,10 +21,8 @@ from processes import assert_accounted
 
 from minirl import faults
 from minirl.buffer import Drop
-from minirl.chaos.ledger import prove
 from minirl.config import Config
 from minirl.errors import Stalled, WorkerDied
-from minirl.fleet import Fleet, Role
 from minirl.journal import Journal
 from minirl.launch import make_buffer
 from minirl.loop import Loop
@@ -38,6 +36,8 @@ from minirl.shm.weights import TensorSpec, WeightStore
 from minirl.tasks.prompts import PromptStream
 from minirl.tasks.registry import make_task
 from minirl.train.intact import read_whole
+from minirl.workers import Fleet, Role
+from tests.soak.ledger import prove
 
 STEPS, BATCH = 8, 3
 

@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 from minirl.cli import app
 from minirl.errors import RecipeError
-from minirl.report import png, timeline
-from minirl.report.charts import accuracy_points, charts, length_points, reward_points, wilson
-from minirl.report.families import families
-from minirl.report.rundir import RunDir, open_run
-from minirl.report.svg import nice_ticks
-from minirl.report.write import write
-from minirl.trace import Slice
+from minirl.view.report import png, timeline
+from minirl.view.report.charts import accuracy_points, charts, length_points, reward_points, wilson
+from minirl.view.report.families import families
+from minirl.view.report.rundir import RunDir, open_run
+from minirl.view.report.svg import nice_ticks
+from minirl.view.report.write import write
+from minirl.view.trace import Slice
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 VOID = {"meta", "link", "br", "input"}

@@ -11,11 +11,11 @@ import pytest
 from processes import Run, assert_accounted
 
 from minirl.config import Config
-from minirl.plan.balance import Balance
-from minirl.plan.gpus import GPUS
-from minirl.plan.split import possible, with_split
 from minirl.recipe import load, to_toml
 from minirl.resplit import NUM_STEPS, Corrector, begin, best
+from minirl.tools.plan.balance import Balance
+from minirl.tools.plan.gpus import GPUS
+from minirl.tools.plan.split import possible, with_split
 
 BASE = Config()
 AUTO = with_split(

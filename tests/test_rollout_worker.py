@@ -14,7 +14,6 @@ from tiny_models import EOS
 from versions import EXACT, Versions
 
 from minirl.config import Config, EvalConfig, RolloutConfig, TasksConfig
-from minirl.fleet import Died, Role, Worker
 from minirl.records import StopReason, Trajectory
 from minirl.rollout.worker import (
     Abort,
@@ -28,6 +27,7 @@ from minirl.rollout.worker import (
 )
 from minirl.shm.board import State, Total
 from minirl.shm.ring import TornEntry, TrajectoryRing, TrajectoryView
+from minirl.workers import Died, Role, Worker
 
 pytestmark = pytest.mark.vllm
 

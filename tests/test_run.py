@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from processes import Ended, Run, assert_accounted, listening_addresses
 
-from minirl.dashboard import snapshot
 from minirl.errors import RecipeError
 from minirl.launch import _hold
 from minirl.replay import Replay
-from minirl.report.rundir import RunState, open_run
-from minirl.report.write import write
+from minirl.view.dashboard import snapshot
+from minirl.view.report.rundir import RunState, open_run
+from minirl.view.report.write import write
 
 pytestmark = pytest.mark.vllm
 

@@ -12,8 +12,8 @@ import minirl
 from minirl import secrets
 from minirl.config import Config, ModelConfig, TasksConfig
 from minirl.errors import RecipeError
-from minirl.fleet import _environment
 from minirl.launch import _make_run_dir
+from minirl.workers import _environment
 
 ROOT = Path(minirl.__file__).parent
 FORBIDDEN_CALLS = {

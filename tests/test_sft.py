@@ -14,16 +14,16 @@ import torch
 from safetensors.torch import load_file
 from test_cli import ROOT, minirl
 
-from minirl.chaos.life import living
 from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.metrics import read
 from minirl.model import load_tokenizer
 from minirl.recipe import load
-from minirl.sft import as_training
 from minirl.tasks.arithmetic import Arithmetic
+from minirl.tools.sft_run import as_training
 from minirl.train.lessons import Lesson, Lessons, SftSetup, taught
 from minirl.train.sft import Student, build_student, pack, step
+from tests.soak.life import living
 
 STEPS, SIZE = 3, 6
 OVERRIDES = [

@@ -10,10 +10,10 @@ import pytest
 from minirl.buffer import Buffer, OnStale
 from minirl.errors import RecipeError
 from minirl.pace import Pace
-from minirl.simulate.costs import Costs
-from minirl.simulate.engine import Engine, Sequence
-from minirl.simulate.lengths import Lengths, line_of, long_tailed, of_run, with_mean
-from minirl.simulate.simulation import Outcome, Setup, Simulation
+from minirl.tools.simulate.costs import Costs
+from minirl.tools.simulate.engine import Engine, Sequence
+from minirl.tools.simulate.lengths import Lengths, line_of, long_tailed, of_run, with_mean
+from minirl.tools.simulate.simulation import Outcome, Setup, Simulation
 
 SECOND_A_TOKEN = Costs(step_s=1.0)
 

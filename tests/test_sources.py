@@ -15,7 +15,7 @@ from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Task
 from minirl.tasks.countdown import Countdown
 from minirl.tasks.gsm8k import INSTRUCTION, Gsm8k
-from minirl.tasks.mathematics import Mathematics
+from minirl.tasks.math import Mathematics
 from minirl.tasks.registry import make_task, self_check
 
 ROWS = [{"q": f"What is {i}, twice?", "a": str(2 * i), "more": i} for i in range(60)]

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from minirl import sweep, variants
 from minirl.errors import MinirlError, RecipeError
 from minirl.metrics import read
-from minirl.outcome import area, estimate, first_at
-from minirl.sweep import Sweep, cells, parse_vary
+from minirl.tools import sweep
+from minirl.tools.outcome import area, estimate, first_at
+from minirl.tools.sweep import Sweep, cells, parse_vary
+from tests.bench import variants
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "smoke.toml"
 
@@ -166,7 +167,7 @@ def test_variants_are_runs_of_another_program(tmp_path: Path) -> None:
     here.check()
     plain, waiting = cells(here.varied)
     assert here.program(plain) == ("minirl.cli",)
-    assert here.program(waiting) == ("minirl.variants", "waiting")
+    assert here.program(waiting) == ("tests.bench.variants", "waiting")
     assert here.settings(waiting) == [] and waiting.name == "variant=waiting"
     assert {*sweep.VARIANTS} == {"none", *variants.VARIANTS}
     with pytest.raises(RecipeError, match="one of none, waiting"):

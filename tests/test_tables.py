@@ -9,14 +9,14 @@ import pytest
 from run_dirs import make_config, write_run
 from typer.testing import CliRunner
 
-from minirl import reference
 from minirl.cli import app
 from minirl.config import KEYS, SECTIONS
 from minirl.errors import RecipeError
 from minirl.journal import LOCK
 from minirl.metrics import NAMES
-from minirl.report.rundir import RunDir, RunState, open_run
-from minirl.report.tables import age, list_runs, run_rows
+from minirl.view.report.rundir import RunDir, RunState, open_run
+from minirl.view.report.tables import age, list_runs, run_rows
+from tests.docs import reference
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "recipe.md"
 

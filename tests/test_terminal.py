@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from minirl.bench import Options, run
-from minirl.bench.terminal import Terminal
-from minirl.dashboard.screen import ENTER, LEAVE
+from minirl.view.dashboard.screen import ENTER, LEAVE
+from tests.bench import Options, run
+from tests.bench.terminal import Terminal
 
 
 @contextmanager
 def scripted(folder: Path, step_s: float) -> Iterator[Terminal]:
-    arguments = ["-m", "minirl.bench.dashboard", str(folder), "400", "1", "1", str(step_s)]
+    arguments = ["-m", "tests.bench.dashboard", str(folder), "400", "1", "1", str(step_s)]
     terminal = Terminal([sys.executable, *arguments], 80, 24)
     try:
         yield terminal

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from minirl import trace
 from minirl.shm.board import Board, BoardWriter, State
-from minirl.trace import Reader, Sequence, Slice, Tracer
+from minirl.view import trace
+from minirl.view.trace import Reader, Sequence, Slice, Tracer
 
 
 def traced_writer(path: Path, session: str = "s") -> BoardWriter:

@@ -30,12 +30,12 @@ from ranks import (
 )
 
 from minirl.config import ModelConfig
-from minirl.fleet import Died
 from minirl.records import Batch
 from minirl.rollout.worker import Stop
 from minirl.shm.ring import TrajectoryRing
 from minirl.train.checkpoint import read_state
 from minirl.train.messages import Trained
+from minirl.workers import Died
 
 from transformers import AutoModelForCausalLM, AutoTokenizer  # isort: skip
 

@@ -15,9 +15,7 @@ from noisy_task import AGAIN
 from pinned_crew import TABLE, CountingSetup
 from tiny_models import tokenizer
 
-from minirl.bench.controller import Silent
 from minirl.config import Config
-from minirl.fleet import Fleet, Role
 from minirl.journal import Journal
 from minirl.launch import make_buffer
 from minirl.loop import Loop
@@ -28,6 +26,8 @@ from minirl.tasks.prompts import PromptStream
 from minirl.tasks.registry import make_task
 from minirl.tasks.turns import Dialogue, runs
 from minirl.tasks.verifier import VerifierSetup
+from minirl.workers import Fleet, Role
+from tests.bench.controller import Silent
 
 NUM_ENGINES, NUM_HELDOUT, STEPS, KILL_AT = 2, 6, 24, 8
 MAX_NEW = 48

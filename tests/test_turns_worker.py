@@ -9,7 +9,6 @@ from crew import ENGINE_PLACE, crew
 from test_rollout_worker import CONFIG, MAX_NEW, NUM_CELLS, PROMPT, Station
 from versions import EXACT, Versions
 
-from minirl.fleet import Role
 from minirl.records import StopReason, Trajectory
 from minirl.rollout.worker import (
     Abort,
@@ -21,6 +20,7 @@ from minirl.rollout.worker import (
 )
 from minirl.shm.ring import TrajectoryRing
 from minirl.tasks.turns import Dialogue, runs
+from minirl.workers import Role
 
 pytestmark = pytest.mark.vllm
 

@@ -13,13 +13,13 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from minirl.config import Config
 from minirl.devices import Placement
-from minirl.fleet import Died, Fleet, Role, Worker
 from minirl.records import Answer, Example, StopReason, Trajectory
 from minirl.shm.board import State, Total
 from minirl.shm.ring import TrajectoryRing
-from minirl.tasks.bounds import RewardCache
+from minirl.tasks.limits import RewardCache
 from minirl.tasks.turns import Dialogue
 from minirl.tasks.verifier import Ask, Grade, Graded, Replied, VerifierSetup
+from minirl.workers import Died, Fleet, Role, Worker
 
 WORDS = ["<end>", "question", "right", "wrong", "raise", "nan", "inf", "hang", "exit", "text"]
 WORDS += ["count", "huge", "print"]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from minirl.errors import RecipeError
 from minirl.metrics import read
 from minirl.recipe import load
-from minirl.verify_resume import FORCED, compare, plan, verify
+from tests.verify_resume import FORCED, compare, plan, verify
 
 
 @pytest.fixture(scope="module")

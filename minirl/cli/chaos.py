@@ -11,8 +11,8 @@ from minirl.cli.app import Overrides, Recipe, app
 from minirl.errors import RecipeError
 
 if TYPE_CHECKING:
-    from minirl.chaos.events import Outcome
     from minirl.config import Config
+    from tests.soak.events import Outcome
 
 ROOM_BYTES, ROOM_MODELS = 256 << 20, 24  # of the small disk: for logs, and for checkpoints
 
@@ -71,10 +71,10 @@ def chaos(
         typer.Option(metavar="DIR", help="Where it goes. Default: runs/chaos-<recipe>-<time>."),
     ] = None,
 ) -> None:
-    from minirl.chaos.deck import Deck
-    from minirl.chaos.disk import small_disk
     from minirl.recipe import load
     from minirl.rules import check_task
+    from tests.soak.deck import Deck
+    from tests.soak.disk import small_disk
 
     for option, value, low, high, remedy in (
         ("--minutes", minutes, 0.01, 10_000, "20 is a good soak"),
@@ -92,7 +92,7 @@ def chaos(
     if folder.is_dir() and any(folder.iterdir()):
         raise RecipeError("--run-dir", str(folder), "is not empty", "name a new directory")
     disk = small_disk(folder.absolute() / "disk", ROOM_BYTES + ROOM_MODELS * _model_bytes(config))
-    from minirl.chaos.soak import Options, Soak  # not before: libraries start threads
+    from tests.soak.soak import Options, Soak  # not before: libraries start threads
 
     options = Options(minutes, seed, chosen, most, bad_rewards, problems, reference)
     typer.echo(f"faults for {minutes:g} minutes; the disk: {disk.what}; all is in {folder}")
@@ -111,8 +111,8 @@ def _model_bytes(config: "Config") -> int:
 def _report(
     outcome: "Outcome", setting: dict[str, Any], folder: Path, json_file: Path | None
 ) -> int:
-    from minirl import machine
-    from minirl.chaos.report import as_markdown, figures
+    from minirl.tools import machine
+    from tests.soak.report import as_markdown, figures
 
     found = figures(outcome, setting, machine.describe("cpu"))
     text, table = json.dumps(found, indent=2) + "\n", as_markdown(found)

@@ -36,7 +36,7 @@ def data(
     from minirl.recipe import load
     from minirl.rules import check_task
     from minirl.tasks.registry import make_task, self_check
-    from minirl.tasks.survey import survey
+    from minirl.tools.data import survey
 
     config = load(recipe, overrides or []).config
     check_task(config)

@@ -10,9 +10,9 @@ from minirl.cli.app import Overrides, app, show
 from minirl.errors import RecipeError
 
 if TYPE_CHECKING:
-    from minirl.exam.compare import Comparison, Pair
-    from minirl.exam.run import Done
-    from minirl.exam.target import Options
+    from minirl.tools.evaluate.compare import Comparison, Pair
+    from minirl.tools.evaluate.run import Done
+    from minirl.tools.evaluate.target import Options
 
 
 @app.command(
@@ -72,7 +72,7 @@ def evaluate(
     ] = 2,
     overrides: Overrides = None,
 ) -> None:
-    from minirl.exam.target import Options
+    from minirl.tools.evaluate.target import Options
 
     asked = Options(
         recipe=recipe,
@@ -99,8 +99,8 @@ def evaluate(
 
 
 def one(name: str, asked: "Options", out: Path | None) -> "Done":
-    from minirl.exam.run import examine
-    from minirl.exam.target import Kind, kind_of, resolve
+    from minirl.tools.evaluate.run import examine
+    from minirl.tools.evaluate.target import Kind, kind_of, resolve
 
     if kind_of(name) is Kind.RESULTS:
         remedy = "put two side by side with --compare"
@@ -139,9 +139,9 @@ def rows(done: "Done") -> Iterator[tuple[str, str]]:
 def compare_two(names: tuple[str, str], asked: "Options", out: Path | None, num_shown: int) -> None:
     from dataclasses import replace
 
-    from minirl.exam import results
-    from minirl.exam.compare import compare
-    from minirl.exam.target import Kind, kind_of, run_of
+    from minirl.tools.evaluate import results
+    from minirl.tools.evaluate.compare import compare
+    from minirl.tools.evaluate.target import Kind, kind_of, run_of
 
     runs = [Path(name) for name in names if kind_of(name) is Kind.RUN]
     if runs and not asked.task and asked.recipe is None:  # both by one recipe: the same problems

@@ -9,7 +9,7 @@ from minirl.cli.app import app, show, show_columns
 
 
 def _benches() -> str:
-    from minirl.bench import BENCHES
+    from tests.bench import BENCHES
 
     return "\n".join(f"  {name:<10} {bench.about}" for name, bench in BENCHES.items())
 
@@ -20,7 +20,7 @@ def _benches() -> str:
 Uses no network. Exits with 0 if all is ok, else with 1."""
 )
 def doctor() -> None:
-    from minirl.doctor import diagnose
+    from minirl.tools.doctor import diagnose
 
     findings = diagnose()
     remedies = ["" if f.ok else f"\nremedy: {f.remedy}" for f in findings]
@@ -56,6 +56,6 @@ def bench(
         typer.Option("--json", metavar="FILE", help="Also write the figures here, as JSON."),
     ] = None,
 ) -> None:
-    from minirl.bench import Options, run
+    from tests.bench import Options, run
 
     show_columns(run(name, Options(model), json_file).rows())

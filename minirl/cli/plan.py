@@ -49,9 +49,9 @@ def plan(
         bool, typer.Option("--check", help="Compare the simulator with the paper, and stop.")
     ] = False,
 ) -> None:
-    from minirl.plan import report
-    from minirl.plan.gpus import gpu_named
     from minirl.recipe import load
+    from minirl.tools.plan import report
+    from minirl.tools.plan.gpus import gpu_named
 
     if check:
         show(list(report.check_rows()))

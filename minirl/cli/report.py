@@ -33,8 +33,8 @@ def report(
         Path | None, typer.Option(metavar="DIR", help="Where it goes; see above.")
     ] = None,
 ) -> None:
-    from minirl.report.rundir import open_run
-    from minirl.report.write import write
+    from minirl.view.report.rundir import open_run
+    from minirl.view.report.write import write
 
     opened = [open_run(path) for path in dict.fromkeys(runs)]
     folder = out or (opened[0].path / "report" if len(opened) == 1 else Path("report"))
@@ -53,8 +53,8 @@ ui.perfetto.dev and chrome://tracing.
 """
 )
 def trace(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]) -> None:
-    from minirl.report.rundir import open_run
-    from minirl.trace import merge
+    from minirl.view.report.rundir import open_run
+    from minirl.view.trace import merge
 
     merged = merge(open_run(run).path)
     if merged is None:

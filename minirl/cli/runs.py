@@ -28,7 +28,7 @@ def runs(
         Path, typer.Argument(metavar="[DIR]", help="Where the run directories are.")
     ] = RUNS,
 ) -> None:
-    from minirl.report.tables import list_runs, run_rows
+    from minirl.view.report.tables import list_runs, run_rows
 
     if folder == RUNS and not folder.exists():
         typer.echo(f"no runs yet: {RUNS}/ is made by the first minirl train")
@@ -58,8 +58,8 @@ def inspect(
     ] = None,
     group: Annotated[int | None, typer.Option(metavar="ID", help="Only this group.")] = None,
 ) -> None:
-    from minirl.report.rundir import open_run
-    from minirl.report.tables import find_step, sample_texts, trajectory_rows
+    from minirl.view.report.rundir import open_run
+    from minirl.view.report.tables import find_step, sample_texts, trajectory_rows
 
     opened = open_run(run)
     line = find_step(opened, step)
@@ -73,8 +73,8 @@ def inspect(
 
 @app.command(help="Say what differs between two runs: recipe, result, hardware and versions.")
 def diff(run: Run, other: Annotated[Path, typer.Argument(metavar="RUN")]) -> None:
-    from minirl.report.rundir import open_run
-    from minirl.report.tables import diff_rows, told_apart
+    from minirl.view.report.rundir import open_run
+    from minirl.view.report.tables import diff_rows, told_apart
 
     a, b = open_run(run), open_run(other)
     names = told_apart((a, b))

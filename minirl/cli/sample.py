@@ -8,7 +8,7 @@ from minirl.cli.app import Overrides, app
 from minirl.errors import RecipeError
 
 if TYPE_CHECKING:
-    from minirl.exam.sample import Sampled
+    from minirl.tools.evaluate.sample import Sampled
 
 
 @app.command(
@@ -41,8 +41,8 @@ def sample(
     ] = "",
     overrides: Overrides = None,
 ) -> None:
-    from minirl.exam.sample import sample as draw
-    from minirl.exam.target import Kind, Options, kind_of, resolve
+    from minirl.tools.evaluate.sample import sample as draw
+    from minirl.tools.evaluate.target import Kind, Options, kind_of, resolve
 
     if not 1 <= num <= 1024:
         raise RecipeError("-n", num, "must be 1 to 1024", "4 is usual")

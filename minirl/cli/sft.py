@@ -45,8 +45,8 @@ def sft(
 ) -> None:
     from minirl.recipe import load
     from minirl.rules import check_task
-    from minirl.sft import MODEL
-    from minirl.sft import sft as learn
+    from minirl.tools.sft_run import MODEL
+    from minirl.tools.sft_run import sft as learn
 
     config = load(recipe, overrides or []).config
     check_task(config)
@@ -56,7 +56,7 @@ def sft(
     code = learn(config, folder)
     if code == 0 and accuracy:
         from minirl.cli.evaluate import one, rows
-        from minirl.exam.target import Options
+        from minirl.tools.evaluate.target import Options
 
         asked = Options(recipe=recipe, overrides=tuple(overrides or ()))
         show(list(rows(one(str(folder / MODEL), asked, folder / "eval"))))

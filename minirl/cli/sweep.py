@@ -42,7 +42,7 @@ def sweep(
         typer.Option(metavar="DIR", help="Where the sweep goes. Default: sweeps/<recipe>."),
     ] = None,
 ) -> None:
-    from minirl.sweep import Sweep, parse_vary
+    from minirl.tools.sweep import Sweep, parse_vary
 
     if not 1 <= seeds <= 100:
         raise RecipeError("--seeds", seeds, "must be from 1 to 100", "3 to 5 give an interval")

@@ -26,7 +26,7 @@ Exits with 1 if anything differs; then both runs stay, for a look.""",
 def verify_resume(recipe: Recipe, overrides: Overrides = None) -> None:
     from minirl.recipe import load
     from minirl.rules import check_task
-    from minirl.verify_resume import FORCED, verify
+    from tests.verify_resume import FORCED, verify
 
     config = load(recipe, [*(overrides or []), *FORCED]).config
     check_task(config)

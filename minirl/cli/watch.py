@@ -30,7 +30,7 @@ def watch(
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print it once, and stop.")] = False,
 ) -> None:
-    from minirl.dashboard.watch import watch as show
+    from minirl.view.dashboard.watch import watch as show
 
     show(find_run(run), once)
 

@@ -76,7 +76,7 @@ class Engine:
                 max_model_len=max(config.max_tokens_per_trajectory, CANARY_TOKENS + 1),
                 max_num_seqs=config.rollout.max_num_seqs + 1,  # one for the canary
                 tensor_parallel_size=config.devices.tensor_parallel,
-                worker_extension_cls="minirl.rollout.extension.Reloader",
+                worker_extension_cls="minirl.rollout.weight_loader.Reloader",
                 # Weights come from the store, the first time as ever after.
                 load_format="auto" if store is None else "dummy",
                 skip_tokenizer_init=not config.rollout.stop,

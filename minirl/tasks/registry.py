@@ -18,7 +18,7 @@ BUILT_IN = {
     "calculator": "minirl.tasks.calculator:Calculator",
     "countdown": "minirl.tasks.countdown:Countdown",
     "gsm8k": "minirl.tasks.gsm8k:Gsm8k",
-    "math": "minirl.tasks.mathematics:Mathematics",
+    "math": "minirl.tasks.math:Mathematics",
     "code": "minirl.tasks.code:Code",
 }
 SELF_CHECK_EXAMPLES = 32

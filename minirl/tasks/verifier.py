@@ -25,7 +25,7 @@ from minirl.records import Answer, Example, Trajectory
 from minirl.shm.board import BEAT_S, BoardWriter, State, Total
 from minirl.shm.ring import TornEntry, TrajectoryRing
 from minirl.tasks import Task
-from minirl.tasks.bounds import RewardCache, bounded_output, limit_memory
+from minirl.tasks.limits import RewardCache, bounded_output, limit_memory
 from minirl.tasks.registry import make_task
 from minirl.tasks.shaping import is_formed
 from minirl.tasks.turns import Dialogue, readable, reply_tokens, texts_of

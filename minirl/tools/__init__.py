@@ -1,0 +1,1 @@
+"""Commands beside `minirl train`: evaluate, sample, sft, plan, simulate, data, doctor, sweep."""

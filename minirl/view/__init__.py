@@ -1,0 +1,1 @@
+"""What a person sees: the console, the dashboard, the report, run listings, loggers."""

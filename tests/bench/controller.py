@@ -1,0 +1,182 @@
+"""`minirl bench controller`: the real loop and fleet around workers that only sleep.
+
+    efficiency             share of its time that the bottleneck pool was at work: the smaller of
+                           the two below. 1 is what that pool could do alone
+    generation_efficiency  of the engines' places, when generation is the bottleneck
+    training_efficiency    of the trainers' time, when training is
+    …_speed                the same by steps a second; the draw of the answers' lengths, and a
+                           machine that wakes sleepers late, count too
+    controller_us_a_group  CPU time of the controller for one group, all its trajectories included
+
+The shape is an 8-GPU box: 6 engines of 256 places, 2 ranks, 512 groups of 16 in flight, and answers
+with a long tail, in a time lapse: an answer takes 3 s on average, where a real one takes a minute.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from minirl.buffer import Buffer
+from minirl.config import Config
+from minirl.devices import Placement
+from minirl.journal import Journal, View
+from minirl.loop import Loop
+from minirl.records import Example, Prompt
+from minirl.rollout.worker import Stop
+from minirl.tasks.prompts import Consumed
+from minirl.workers import Fleet, Role
+from tests.bench import Figure, Options, at_least
+from tests.bench.scripted import EngineScript, TrainerScript
+
+GOAL = 0.97
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_engines: int
+    num_places: int
+    num_ranks: int
+    batch_size: int
+    eta: int
+    group_size: int
+    answer_s: float
+    num_counted: int
+    num_warm: int
+
+    @property
+    def num_steps(self) -> int:
+        """The last steps do not count: no more groups are begun than the run needs."""
+        return self.num_warm + self.num_counted + self.eta + 2
+
+    @property
+    def generation_s(self) -> float:
+        """For one batch, by the engines alone."""
+        answers = self.batch_size * self.group_size
+        return answers * self.answer_s / (self.num_engines * self.num_places)
+
+
+FULL = Shape(6, 256, 2, 128, 3, 16, 3.0, num_counted=8, num_warm=4)
+QUICK = Shape(2, 16, 2, 8, 3, 4, 0.3, num_counted=4, num_warm=2)
+ANSWER = "Tom has 7 apples and buys 12 more: 7 + 12 = 19. " * 12
+SIGMA = 0.6  # of the logarithm of an answer's time: the longest of a step takes 6 times the mean
+
+
+class Silent:
+    """A view for nobody."""
+
+    def note(self, text: str) -> None: ...
+
+    def evaluated(self, version: int, accuracy: float) -> None: ...
+
+    def step(self, line: dict[str, Any]) -> None: ...
+
+
+class Prompts:
+    """An endless stream of one prompt."""
+
+    def __init__(self) -> None:
+        self.consumed = Consumed()
+        self._next = 0
+
+    def next(self) -> Prompt:
+        self._next += 1
+        return Prompt(self._next - 1, Example("?", "!"), (1, 2, 3))
+
+    @property
+    def waiting(self) -> list[int]:
+        return []
+
+    def put_back(self, index: int) -> None:
+        raise AssertionError(f"nothing is lost here, not even {index}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    generation: float  # share of places at work
+    training: float  # share of the trainers' time
+    speed: float  # steps, against those of the slower pool alone
+    us_a_group: float
+
+
+def recipe(shape: Shape, samples: int = 0) -> Config:
+    base = Config()
+    eta = shape.eta
+    return replace(
+        base,
+        devices=replace(base.devices, rollout=shape.num_engines, train=shape.num_ranks),
+        rollout=replace(base.rollout, group_size=shape.group_size),
+        buffer=replace(base.buffer, max_staleness=eta, target_staleness=float(eta)),
+        train=replace(base.train, steps=shape.num_steps, batch_size=shape.batch_size),
+        eval=replace(base.eval, every=0, num_prompts=1),
+        log=replace(base.log, samples=samples),
+    )
+
+
+def play(
+    shape: Shape,
+    train_s: float,
+    folder: Path,
+    view: View | None = None,
+    around: Sequence[Callable[[Loop], AbstractContextManager[object]]] = (),
+) -> Outcome:
+    """`around`: what is entered before the loop runs and left when it has."""
+    config, cpu = (
+        recipe(shape, 0 if view is None else 2),
+        Placement("cpu", env={"OMP_NUM_THREADS": "1"}),
+    )
+    fleet = Fleet(folder, shape.num_engines + shape.num_ranks + 1)
+    body = "tests.bench.scripted:{}".format
+    try:
+        for rank in range(shape.num_ranks):
+            name = "silent_trainer" if rank else "trainer"
+            fleet.spawn(Role.TRAIN, rank, body(name), TrainerScript(train_s), cpu)
+        for rank in range(shape.num_engines):
+            script = EngineScript(shape.num_places, shape.answer_s, SIGMA, rank, trainer_row=0)
+            fleet.spawn(Role.ROLLOUT, rank, body("engine"), script, cpu)
+        fleet.spawn(Role.VERIFY, 0, body("verifier"), "" if view is None else ANSWER, cpu)
+        journal = Journal(config, folder, fleet, view or Silent())
+        buffer = Buffer(shape.batch_size, shape.eta)
+        heldout = [Prompt(0, Example("?", "!"), (1, 2, 3))]
+        loop = Loop(config, fleet, Prompts(), heldout, buffer, journal)  # type: ignore[arg-type]
+        started = time.process_time()
+        with ExitStack() as stack:
+            for enter in around:
+                stack.enter_context(enter(loop))
+            loop.run()
+        cpu_s = time.process_time() - started
+        fleet.stop(Stop())
+    finally:
+        fleet.kill()
+    lines = journal.log.lines[shape.num_warm : shape.num_warm + shape.num_counted]
+    before = journal.log.lines[shape.num_warm - 1]
+    journal.close()
+    seconds = lines[-1]["seconds"] - before["seconds"]
+    return Outcome(
+        1 - fmean(line["rollout/idle_frac"] for line in lines),
+        1 - fmean(line["train/idle_frac"] for line in lines),
+        len(lines) * max(train_s, shape.generation_s) / seconds,
+        1e6 * cpu_s / buffer.ledger.submitted,
+    )
+
+
+def measure(options: Options) -> list[Figure]:
+    shape = QUICK if options.is_quick else FULL
+    with tempfile.TemporaryDirectory() as name:
+        folders = [Path(name) / "generation", Path(name) / "training"]
+        for folder in folders:
+            folder.mkdir()
+        generation = play(shape, 0.5 * shape.generation_s, folders[0])
+        training = play(shape, 1.3 * shape.generation_s, folders[1])
+    return [
+        at_least("efficiency", min(generation.generation, training.training), GOAL, "1 is alone"),
+        Figure("generation_efficiency", generation.generation, note="training idles by half"),
+        Figure("training_efficiency", training.training, note="generation could do 1.3 ×"),
+        Figure("generation_speed", generation.speed, note="steps / those of the engines alone"),
+        Figure("training_speed", training.speed, note="steps / those of the trainers alone"),
+        Figure("controller_us_a_group", generation.us_a_group, note="CPU time, 16 answers to one"),
+    ]

@@ -1,0 +1,158 @@
+"""Workers that only sleep: an engine, a trainer rank and a verifier that say what real ones say.
+
+What they cost the machine is next to nothing, so that a bench sees what the controller costs. An
+engine's places fall free by its own time table, not when the process happens to wake up; a place is
+idle from then until a sequence that had arrived by some moment takes it at that moment.
+"""
+
+import heapq
+import random
+import time
+from collections import deque
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from minirl.evaluation import is_evaluation
+from minirl.records import StopReason, Trajectory
+from minirl.rollout.worker import Finished, GroupRequest, Pinned, Started, Submit
+from minirl.shm.board import BoardWriter, State, Total
+from minirl.tasks.verifier import Grade, Graded
+from minirl.train.messages import Ready, Save, Saved, Train, Trained
+
+TICK_S = 0.02  # an engine tells of what is done this often, as a step would
+
+
+@dataclass(frozen=True)
+class EngineScript:
+    num_places: int
+    mean_s: float  # of a sequence
+    sigma: float  # of its logarithm
+    seed: int
+    trainer_row: int  # on the board, where the version is
+
+
+@dataclass(frozen=True)
+class TrainerScript:
+    step_s: float
+
+
+class ScriptedEngine:
+    def __init__(self, script: EngineScript, board: BoardWriter, pipe: Connection):
+        self.script, self.board, self.pipe = script, board, pipe
+        self.dice = random.Random(script.seed)
+        now = time.monotonic()
+        self.free = [now] * script.num_places  # since when, a heap
+        self.running: list[tuple[float, int, int, int, int, float]] = []
+        self.waiting: deque[tuple[float, GroupRequest, int]] = deque()
+        self.next_key = 0
+
+    def loop(self) -> None:
+        while self.read_inbox():
+            now = time.monotonic()
+            done = []
+            while self.running and self.running[0][0] <= now:
+                ended, _, group_id, place, version, seconds = heapq.heappop(self.running)
+                heapq.heappush(self.free, ended)
+                tokens = max(1, round(seconds / TICK_S))
+                self.board.add(Total.TOKENS, tokens)
+                tail = version if is_evaluation(group_id) else max(version, self.version)
+                trajectory = Trajectory(0, tokens + 8, tokens, StopReason.STOP, version, tail)
+                done.append((group_id, place, trajectory))
+                self.take(now)
+            self.account(now)
+            if done:
+                self.pipe.send(Finished(tuple(done)))
+
+    @property
+    def version(self) -> int:
+        return max(0, self.board._board.row(self.script.trainer_row).version)
+
+    def read_inbox(self) -> bool:
+        self.board.enter(State.GENERATING)
+        while self.pipe.poll(TICK_S):
+            message = self.pipe.recv()
+            if not isinstance(message, Submit):
+                return False
+            now = time.monotonic()
+            if any(group.is_eval for group in message.groups):
+                self.pipe.send(Pinned(self.version))
+            for group in message.groups:
+                self.waiting.extend((now, group, i) for i in range(len(group.cells)))
+            self.take(now)
+        return True
+
+    def take(self, now: float) -> None:
+        while self.waiting and self.free and self.free[0] <= now:
+            came, group, place = self.waiting.popleft()
+            free_since = heapq.heappop(self.free)
+            at = max(came, free_since)
+            self.board.add(Total.IDLE_S, (at - free_since) / self.script.num_places)
+            # A lognormal with this mean.
+            sigma = self.script.sigma
+            seconds = self.script.mean_s * self.dice.lognormvariate(-sigma * sigma / 2, sigma)
+            entry = (at + seconds, self.next_key, group.group_id, place, self.version, seconds)
+            heapq.heappush(self.running, entry)
+            self.next_key += 1
+
+    def account(self, now: float) -> None:
+        """Places that nobody took are idle up to now."""
+        idle_s = sum(now - since for since in self.free if since < now)
+        self.board.add(Total.IDLE_S, idle_s / self.script.num_places)
+        self.free = [max(now, since) for since in self.free]
+        self.board.serving(self.version, len(self.running))
+
+
+def engine(script: EngineScript, board: BoardWriter, pipe: Connection) -> None:
+    pipe.send(Started())
+    ScriptedEngine(script, board, pipe).loop()
+
+
+def trainer(script: TrainerScript, board: BoardWriter, pipe: Connection) -> None:
+    board.serving(0, 0)
+    pipe.send(Ready())
+    while True:
+        board.enter(State.WAITING_FOR_BATCH)
+        request = pipe.recv()
+        if isinstance(request, Save):
+            pipe.send(Saved(request.folder))
+        elif isinstance(request, Train):
+            board.enter(State.TRAINING)
+            time.sleep(script.step_s)
+            version = request.batch.version + 1
+            board.serving(version, 0)
+            oldest = min(group.head_version for group in request.batch.groups)
+            values = {
+                "train/tokens": 0.0,
+                "train/tokens_per_s": 1000.0 / script.step_s,
+                "train/logprob_gap": 1e-6,
+                "buffer/staleness_mean": float(request.batch.version - oldest),
+                "buffer/staleness_max": float(request.batch.version - oldest),
+            }
+            ages = (3, 2, 1)
+            pipe.send(Trained(version, dict(values), ages=ages))
+        else:
+            return
+
+
+def silent_trainer(script: TrainerScript, board: BoardWriter, pipe: Connection) -> None:
+    """Of the other ranks: they train along, and only the first speaks."""
+    pipe.send(Ready())
+    while True:
+        board.enter(State.WAITING_FOR_BATCH)
+        request = pipe.recv()
+        if isinstance(request, Train):
+            board.enter(State.TRAINING)
+            time.sleep(script.step_s)
+        elif not isinstance(request, Save):
+            return
+
+
+def verifier(answer: str, board: BoardWriter, pipe: Connection) -> None:
+    while True:
+        board.enter(State.WAITING_FOR_ANSWERS)
+        request = pipe.recv()
+        if not isinstance(request, Grade):
+            return
+        count = len(request.trajectories)
+        rewards = tuple(float(i % 2) for i in range(count))
+        pipe.send(Graded(request.group_id, rewards, (answer,) * count))

@@ -1,0 +1,283 @@
+"""The proof that a run lost nothing. Takes the files that the run itself wrote, gives one Finding
+for each property; whoever wrote the run's code is not asked, and no process is needed.
+
+    steps       metrics.jsonl, samples.jsonl, lengths.jsonl and trajectories.jsonl have each step
+                from 1 to the last once, in order, and no torn line
+    ledger      at every step: submitted = trained + dropped + in flight, and trained = B · step
+    once        no prompt and no group is in trajectories.jsonl twice: the trainer's own list
+    accounted   what the last checkpoint calls consumed are the prompts that were trained, and as
+                many more as were dropped for good by its counts; what it calls in flight are
+                others; and every prompt up to the newest is one or the other
+    staleness   no trained token is older than η: by the trainer's greatest of each step, and token
+                by token for the answers that trajectories.jsonl has in full
+    versions    they only grow, and no step began before the one before it was published
+    finite      weights and optimizer of the last checkpoint; no update was left out
+    clean       nothing half written is left
+    rewards     no prompt whose reward is broken (task.py) was trained; all that were consumed count
+                as dropped, under their reason; those with a slow reward were trained
+
+Leaves out: what a fault must come to (strikes.py), and accuracy (accuracy.py).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from minirl.buffer import Drop
+from minirl.config import Config
+from minirl.errors import MinirlError
+from minirl.lines import read_lines
+from minirl.recipe import load
+from minirl.tasks.prompts import PromptStream
+from minirl.tasks.registry import make_task
+from minirl.train.intact import newest_whole
+from tests.soak.task import BROKEN, KIND, OPTIONS, Fate, fate_at
+from tests.soak.witness import stale_line, stale_tokens, unbalanced
+
+LOGS = ("metrics.jsonl", "samples.jsonl", "lengths.jsonl", "trajectories.jsonl")
+FOR_GOOD = [reason for reason in Drop if reason is not Drop.WORKER_DIED]
+DUE = {
+    Drop.REWARD_ERROR: (Fate.RAISES, Fate.EXITS),
+    Drop.REWARD_TIMEOUT: (Fate.HANGS,),
+}
+NUM_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Finding:
+    name: str
+    is_held: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Books:
+    """All that is read, once."""
+
+    run_dir: Path
+    config: Config
+    metrics: list[dict[str, Any]]
+    trained: list[dict[str, Any]]  # trajectories.jsonl
+    checkpoint: Path
+    state: dict[str, Any]
+
+    @property
+    def trained_prompts(self) -> list[int]:
+        return [group["prompt"] for line in self.trained for group in line["groups"]]
+
+    @property
+    def consumed(self) -> set[int]:
+        return set(range(self.state["consumed_below"])) | set(self.state["consumed_above"])
+
+    @property
+    def drops(self) -> Counter[Drop]:
+        return Counter({Drop(k): n for k, n in self.state["history"]["drops"].items()})
+
+
+def read_books(run_dir: Path) -> Books:
+    checkpoint, state, broken = newest_whole(run_dir)
+    if checkpoint is None or state is None or broken:
+        raise MinirlError(f"{run_dir}: {'; '.join(broken) or 'there is no checkpoint'}")
+    metrics, trained = (read_lines(run_dir / name) for name in ("metrics.jsonl", LOGS[-1]))
+    config = load(run_dir / "recipe.toml").config
+    return Books(run_dir, config, metrics, trained, checkpoint, state)
+
+
+def prove(run_dir: Path, num_verifier_faults: int = 0) -> list[Finding]:
+    """`num_verifier_faults`: how often a verifier was killed, frozen or held up from outside. Each
+    may cost a group its reward, beside those whose rewards are broken."""
+    try:
+        books = read_books(run_dir)
+    except MinirlError as error:
+        return [Finding("checkpoint", False, str(error))]
+    checks: dict[str, Callable[[Books], str]] = {
+        "steps": steps,
+        "ledger": ledger,
+        "once": once,
+        "accounted": accounted,
+        "staleness": staleness,
+        "versions": versions,
+        "finite": finite,
+        "clean": clean,
+    }
+    if books.config.tasks.kind == KIND:
+        checks["rewards"] = lambda books: rewards(books, num_verifier_faults)
+    return [_finding(name, check, books) for name, check in checks.items()]
+
+
+class Violated(Exception):
+    """With what was found instead."""
+
+
+def _finding(name: str, check: Callable[[Books], str], books: Books) -> Finding:
+    try:
+        return Finding(name, True, check(books))
+    except Violated as found:
+        return Finding(name, False, str(found))
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        why = f"a file is not as it should be ({type(error).__name__}: {error})"
+        return Finding(name, False, why)
+
+
+def need(is_so: bool, otherwise: str) -> None:
+    if not is_so:
+        raise Violated(otherwise)
+
+
+def named(items: Sequence[object]) -> str:
+    more = f" and {len(items) - NUM_NAMED} more" if len(items) > NUM_NAMED else ""
+    return ", ".join(map(str, items[:NUM_NAMED])) + more
+
+
+# One property each: what was seen, or Violated ------------------------------------------------
+
+
+def steps(books: Books) -> str:
+    last = books.state["step"]
+    for name in LOGS:
+        found = [line.get("step") for line in read_lines(books.run_dir / name)]
+        each = list(dict.fromkeys(found)) if name == "samples.jsonl" else found
+        gaps = sorted(set(range(1, last + 1)) - set(each))
+        need(not gaps, f"{name} has no step {named(gaps)}")
+        need(each == [*range(1, last + 1)], f"{name} has steps twice or out of order")
+        torn = _num_torn(books.run_dir / name)
+        need(not torn, f"{name} has {torn} torn lines")
+    return f"1 to {last}, once each, in {', '.join(LOGS)}"
+
+
+def _num_torn(path: Path) -> int:
+    return sum(bool(raw.strip()) for raw in path.read_bytes().split(b"\n")) - len(read_lines(path))
+
+
+def ledger(books: Books) -> str:
+    size = books.config.train.batch_size
+    for line in books.metrics:
+        need(not (problem := unbalanced(line)), problem)
+        trained, step = line["buffer/groups_trained"], line["step"]
+        need(trained == size * step, f"step {step}: {trained:g} groups trained, not {size * step}")
+    history = books.state["history"]
+    need(history["trained"] == size * books.state["step"], "the checkpoint counts otherwise")
+    lost = books.drops[Drop.WORKER_DIED]
+    return f"adds up at every step: {history['trained']} trained, {lost} lost and given again"
+
+
+def once(books: Books) -> str:
+    for what, key in (("prompt", "prompt"), ("group", "group")):
+        found = Counter(group[key] for line in books.trained for group in line["groups"])
+        twice = sorted(number for number, count in found.items() if count > 1)
+        need(not twice, f"{what} {named(twice)} was trained twice")
+    size = books.config.train.batch_size
+    short = [line["step"] for line in books.trained if len(line["groups"]) != size]
+    need(not short, f"step {named(short)} did not train {size} groups")
+    return f"{len(books.trained_prompts)} prompts trained, none twice"
+
+
+def accounted(books: Books) -> str:
+    consumed, trained = books.consumed, set(books.trained_prompts)
+    skipped = sorted(trained - consumed)
+    need(not skipped, f"prompt {named(skipped)} was trained and is not called consumed")
+    dropped = consumed - trained
+    counted = sum(books.drops[reason] for reason in FOR_GOOD)
+    need(
+        len(dropped) == counted,
+        f"{len(dropped)} prompts are consumed but not trained ({named(sorted(dropped))}), and "
+        f"{counted} groups were dropped for good",
+    )
+    flying = books.state["in_flight"]
+    need(len(set(flying)) == len(flying), "a prompt is in flight twice")
+    both = sorted(consumed & set(flying))
+    need(not both, f"prompt {named(both)} is consumed and in flight")
+    newest = max([*consumed, *flying], default=-1)
+    holes = sorted(set(range(newest + 1)) - consumed - set(flying))
+    need(not holes, f"prompt {named(holes)} is neither consumed nor in flight")
+    return (
+        f"{newest + 1} prompts = {len(trained)} trained + {len(dropped)} dropped + "
+        f"{len(flying)} in flight"
+    )
+
+
+def rewards(books: Books, num_verifier_faults: int) -> str:
+    fates = fates_of(books.config, sorted(books.consumed))
+    trained = set(books.trained_prompts)
+    wrong = [index for index, fate in fates.items() if fate in BROKEN and index in trained]
+    need(not wrong, f"prompt {named(wrong)} was trained, and its reward is broken")
+    slow = [index for index, fate in fates.items() if fate is Fate.SLOW]
+    lost = [index for index in slow if index not in trained]
+    spare = 0
+    for reason, due in DUE.items():
+        num, num_due = books.drops[reason], sum(fate in due for fate in fates.values())
+        need(num >= num_due, f"{num} groups dropped as {reason}, and {num_due} rewards are so")
+        spare += num - num_due
+    need(
+        spare <= num_verifier_faults,
+        f"{spare} more rewards failed than are broken, and verifiers were struck "
+        f"{num_verifier_faults} times",
+    )
+    others = spare + books.drops[Drop.STALE] + books.drops[Drop.REFUSED]
+    need(len(lost) <= others, f"prompt {named(lost)} has a slow reward and was not trained")
+    counts = Counter(fates.values())
+    said = ", ".join(f"{counts[fate]} {fate}" for fate in BROKEN)
+    return (
+        f"{said}: all dropped, none trained; {counts[Fate.SLOW]} slow: {len(slow) - len(lost)} "
+        f"trained; {spare} more lost with their verifier"
+    )
+
+
+def fates_of(config: Config, indices: Sequence[int]) -> dict[int, Fate]:
+    """Of prompts that have one, by their index in the stream."""
+    stream = PromptStream(make_task(config), None, config.seed)
+    seed, share = (config.tasks.options[name] for name in OPTIONS[1:])
+    found = {index: fate_at(seed, share, stream.place(index)) for index in indices}
+    return {index: fate for index, fate in found.items() if fate is not Fate.FINE}
+
+
+def staleness(books: Books) -> str:
+    limit, num_tokens = books.config.buffer.max_staleness, 0
+    for line in books.metrics:
+        need(not (problem := stale_line(line, limit)), problem)
+    for line in books.trained:
+        count, problems = stale_tokens(line, limit)
+        need(not problems, named(problems))
+        num_tokens += count
+    greatest = max((line["buffer/staleness_max"] for line in books.metrics), default=0)
+    return f"at most {greatest:g} (allowed: {limit}); {num_tokens} tokens looked at one by one"
+
+
+def versions(books: Books) -> str:
+    given = [line["version"] for line in books.metrics]
+    need(all(a < b for a, b in pairwise(given)), "a version is not above the one before it")
+    before = {line["step"] + 1: line["version"] for line in books.metrics}
+    early = [t["step"] for t in books.trained if t["version"] < before.get(t["step"], 0)]
+    need(not early, f"step {named(early)} began before the one before it was published")
+    need(books.state["history"]["version"] >= given[-1], "the checkpoint has an older version")
+    return f"{given[0]} to {given[-1]} in {len(given)} steps"
+
+
+def finite(books: Books) -> str:
+    from safetensors.torch import load_file
+
+    num_values = 0
+    for path in sorted(books.checkpoint.rglob("*.safetensors")):
+        for name, tensor in load_file(path).items():
+            if tensor.is_floating_point():
+                need(bool(tensor.isfinite().all()), f"{path.name}: {name} is not finite")
+                num_values += tensor.numel()
+    need(num_values > 0, "the checkpoint holds no weights")
+    skipped = [line["step"] for line in books.metrics if line.get("train/skipped_updates")]
+    need(not skipped, f"step {named(skipped)} left an update out")
+    return f"{num_values} numbers of {books.checkpoint.name}; no update was left out"
+
+
+def clean(books: Books) -> str:
+    left = [str(path.relative_to(books.run_dir)) for path in _half_written(books.run_dir)]
+    need(not left, f"left behind: {named(left)}")
+    return "no half-written file or checkpoint, no rendezvous, no temporary folder"
+
+
+def _half_written(run_dir: Path) -> Iterator[Path]:
+    yield from run_dir.rglob("*.tmp")
+    yield from (run_dir / "checkpoints").glob(".step-*")
+    yield from (path for name in ("tmp", "rendezvous") if (path := run_dir / name).exists())

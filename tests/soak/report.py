@@ -1,0 +1,94 @@
+"""A soak's figures, for programs and for people. Takes an Outcome, gives JSON and the tables that
+docs/faults.md shows: `python -m tests.soak.report docs/chaos.json` prints them from the JSON.
+"""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tests.soak.deck import BY_NAME, TEAR
+from tests.soak.events import Event, Outcome
+
+MOMENTS = ("start", "save", "evaluation", "full disk", "other times")
+
+
+def figures(outcome: Outcome, setting: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    events = outcome.events
+    names = [name for name in (*BY_NAME, TEAR.name) if any(e.fault == name for e in events)]
+    moments = Counter(event.moment for event in events if event.moment)
+    gone = [event.gone_s for event in events if event.gone_s is not None]
+    return {
+        **setting,
+        "machine": facts,
+        "disk": outcome.disk,
+        "seconds": outcome.seconds,
+        "controllers": outcome.lives,
+        "steps": outcome.steps,
+        "steps_taken_back": outcome.steps_trained - outcome.steps,
+        "faults": [_of_kind(name, [e for e in events if e.fault == name]) for name in names],
+        "injected": len(events),
+        "survived": sum(bool(event.survived) for event in events),
+        "controller_killed_at": {moment: moments[moment] for moment in MOMENTS},
+        "gone_s_max": max(gone, default=None),
+        "properties": [asdict(finding) for finding in outcome.findings],
+        "held": outcome.is_held,
+    }
+
+
+def _of_kind(name: str, events: list[Event]) -> dict[str, Any]:
+    took = [event.recovered_s for event in events if event.recovered_s is not None]
+    return {
+        "fault": name,
+        "injected": len(events),
+        "survived": sum(bool(event.survived) for event in events),
+        "recovered_s_median": round(median(took), 1) if took else None,
+        "recovered_s_max": round(max(took), 1) if took else None,
+    }
+
+
+def as_markdown(found: dict[str, Any]) -> str:
+    return "\n".join(_lines(found)) + "\n"
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    machine, kills = found["machine"], found["controller_killed_at"]
+    yield (
+        f"`minirl chaos {found['recipe']} --minutes {found['minutes']:g} --seed {found['seed']}` "
+        f"on {machine['cores']} cores ({machine['cpu']}), minirl {machine['packages']['minirl']}: "
+        f"{found['seconds'] / 60:.1f} minutes, {found['injected']} faults, "
+        f"{found['controllers']} controllers, {found['steps']} steps and "
+        f"{found['steps_taken_back']} more that were taken back. The disk: {found['disk']}."
+    )
+    yield from ("", "| fault | what is done | then | injected | survived | trains again after |")
+    yield "|---|---|---|---|---|---|"
+    for row in found["faults"]:
+        fault = BY_NAME.get(row["fault"], TEAR)
+        took = "–"
+        if row["recovered_s_median"] is not None:
+            took = f"{row['recovered_s_median']} s, at most {row['recovered_s_max']} s"
+        yield (
+            f"| {fault.name} | {fault.what} | {fault.then} | {row['injected']} | {row['survived']} "
+            f"| {took} |"
+        )
+    yield f"| all | | | {found['injected']} | {found['survived']} | |"
+    yield ""
+    if any(kills.values()):
+        at = ", ".join(f"{kills[moment]} at {moment}" for moment in MOMENTS)
+        yield (
+            f"The controller was killed {sum(kills.values())} times: {at}, by what it left. "
+            f"Nothing of it was left after {found['gone_s_max']:g} s at most."
+        )
+        yield ""
+    yield from ("| property | holds | seen |", "|---|---|---|")
+    for row in found["properties"]:
+        detail = row["detail"].replace("|", "\\|")
+        yield f"| {row['name']} | {'yes' if row['is_held'] else '**NO**'} | {detail} |"
+
+
+if __name__ == "__main__":
+    print(as_markdown(json.loads(Path(sys.argv[1]).read_text())), end="")

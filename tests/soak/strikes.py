@@ -1,0 +1,268 @@
+"""How each fault is done, and when the run has survived it. Takes a Draw, gives Events.
+
+a worker        is killed, frozen or held up. Survived: it was replaced (or goes on), it is up,
+                and the run trains. Ranks: further than ever, or they have saved; then they are
+                forgiven, and the next death is the first again
+the disk        is full until a checkpoint could not be written. Survived: then one is, and a step
+                is trained
+the controller  is ended. As it should be: with the exit code that belongs to it, all its
+                processes and shared memory gone within seconds. Survived: the next one trains
+"""
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+from minirl.train.intact import newest_whole
+from tests.soak.deck import TEAR, Draw
+from tests.soak.events import Event
+from tests.soak.files import tear
+from tests.soak.run import SHARP_S, Run
+
+ROLES = {"engine": "rollout-", "verifier": "verify-", "rank": "train-"}
+INTERRUPTED, STALLED = 130, 3
+PAUSE_S = (0.3, 2.5)
+FULL_S = (1.0, 6.0)  # at least
+START_S = 5.0  # in which a start is struck, once its first worker is there
+EVAL_S = 0.5
+REFUSED = "no checkpoint of step"  # as the run tells it
+END_S = 120.0  # a controller that was asked to end finishes its step and saves
+
+
+def strike(run: Run, draw: Draw) -> Iterator[Event]:
+    verb, _, what = draw.fault.partition("-")
+    if draw.fault == "kill-two":
+        yield kill_two(run, draw)
+    elif draw.fault == "freeze-rank":
+        yield from freeze_rank(run, draw)
+    elif what in ROLES:
+        signals = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
+        yield stop(run, draw, what, signals[verb]) if verb in signals else pause(run, draw, what)
+    elif draw.fault == "fill-disk":
+        yield fill_disk(run, draw)
+    else:
+        yield from end_controller(run, draw)
+
+
+def begun(run: Run, draw: Draw, target: str) -> Event:
+    return Event(draw.fault, target, round(run.seconds, 1), run.witness.last_step)
+
+
+# -- workers
+
+
+def choose(run: Run, role: str, pick: float, but: str = "") -> tuple[str, int]:
+    """A worker of that role, or any, and its process. Waits for one: a new one has no name yet."""
+    prefix = ROLES.get(role, "")
+
+    def found() -> list[tuple[str, int]]:
+        here = run.life.workers().items()
+        return sorted((n, pid) for n, pid in here if n.startswith(prefix) and n != but)
+
+    run.wait(lambda: bool(found()), END_S)
+    there = found()
+    return there[int(pick * len(there))] if there else (f"{prefix}0", 0)
+
+
+def send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        if pid:
+            os.kill(pid, number)
+
+
+def stop(run: Run, draw: Draw, role: str, by: signal.Signals) -> Event:
+    """Killed or frozen: it does nothing more, and must be replaced."""
+    name, pid = choose(run, role, draw.pick)
+    event = begun(run, draw, name)
+    done = recovery_of(run, {name: pid})
+    send(pid, by)
+    return recovered(run, event, done)
+
+
+def kill_two(run: Run, draw: Draw) -> Event:
+    one, first = choose(run, "", draw.pick)
+    two, second = choose(run, "", draw.other, but=one)
+    event = begun(run, draw, f"{one}, {two}")
+    done = recovery_of(run, {one: first, two: second})
+    send(first, signal.SIGKILL)
+    time.sleep(draw.moment * 0.9)
+    send(run.life.workers().get(two, 0), signal.SIGKILL)  # ranks go together: it may be new
+    return recovered(run, event, done)
+
+
+def pause(run: Run, draw: Draw, role: str) -> Event:
+    name, pid = choose(run, role, draw.pick)
+    event = begun(run, draw, name)
+    seconds = PAUSE_S[0] + draw.moment * (PAUSE_S[1] - PAUSE_S[0])
+    send(pid, signal.SIGSTOP)
+    time.sleep(seconds)
+    send(pid, signal.SIGCONT)
+    event.detail = f"for {seconds:.1f} s"
+    return recovered(run, event, lambda: True)
+
+
+def recovery_of(run: Run, struck: dict[str, int]) -> Callable[[], bool]:
+    """Asked again and again after the strike: are they replaced, up, and forgiven?"""
+    saved, furthest = run.checkpoints(), run.witness.furthest
+    has_rank = any(name.startswith(ROLES["rank"]) for name in struck)
+    replaced_at: float | None = None
+
+    def is_done() -> bool:
+        nonlocal replaced_at
+        now = run.life.workers()
+        if any(now.get(name, pid) == pid for name, pid in struck.items()):
+            return False
+        replaced_at = replaced_at or time.time()
+        run.witness.look()
+        is_forgiven = run.witness.furthest > furthest or bool(run.checkpoints() - saved)
+        return (is_forgiven or not has_rank) and run.are_up(struck, since=replaced_at)
+
+    return is_done
+
+
+def recovered(run: Run, event: Event, is_done: Callable[[], bool]) -> Event:
+    began = time.monotonic()
+    event.survived = run.wait(is_done) and run.trains()
+    if event.survived:
+        event.recovered_s = round(time.monotonic() - began, 2)
+    else:
+        event.lost(failure(run))
+    return event
+
+
+def failure(run: Run) -> str:
+    """Why nothing more came; the controller is ended if it lives."""
+    code, words = run.life.code, run.life.last_line()
+    run.over()
+    return f"the controller {'hangs' if code is None else f'ended with code {code}'}: {words}"
+
+
+# -- the disk
+
+
+def fill_disk(run: Run, draw: Draw) -> Event:
+    event = begun(run, draw, "disk")
+    num_before, began = run.life.count(REFUSED), time.monotonic()
+    try:
+        keep_full(run, FULL_S[0] + draw.moment * (FULL_S[1] - FULL_S[0]))
+    finally:
+        run.disk.free(run.pids())
+    saved, num_refused = run.checkpoints(), run.life.count(REFUSED) - num_before
+    seconds = time.monotonic() - began
+    event.detail = f"for {seconds:.1f} s, {num_refused} checkpoints not written"
+    return recovered(run, event, lambda: bool(run.checkpoints() - saved))
+
+
+def keep_full(run: Run, seconds: float) -> None:
+    """So long, and until a checkpoint could not be written."""
+    num_before, began = run.life.count(REFUSED), time.monotonic()
+
+    def is_enough() -> bool:
+        run.disk.fill(run.pids())  # again and again: what the run takes away makes room
+        is_long = time.monotonic() > began + seconds
+        return is_long and run.life.count(REFUSED) > num_before
+
+    run.wait(is_enough, END_S)
+
+
+# -- the controller
+
+
+def end_controller(run: Run, draw: Draw) -> Iterator[Event]:
+    is_term, is_at_start = draw.fault.startswith("term"), draw.fault.endswith("at-start")
+    if is_at_start:  # there must be a start first
+        first = Event("kill-controller", "controller", *_now(run))
+        yield from ended(run, first, draw, -signal.SIGKILL)
+        run.start()
+        run.wait(lambda: bool(run.life.workers()), END_S)
+        run.wait(lambda: not run.is_new, draw.moment * START_S)
+    elif draw.fault == "kill-at-save":
+        wait_for_save(run)
+    elif draw.fault == "kill-at-eval":
+        wait_for_evaluation(run, draw)
+    elif draw.fault == "kill-at-full":
+        keep_full(run, 0.0)
+    event = begun(run, draw, "controller")
+    code = INTERRUPTED if is_term else -signal.SIGKILL
+    yield from ended(run, event, draw, code, to_all=is_term and is_at_start)
+
+
+def _now(run: Run) -> tuple[float, int]:
+    return round(run.seconds, 1), run.witness.last_step
+
+
+def wait_for_save(run: Run) -> None:
+    """Holds the ranks up in the middle of it: a tiny checkpoint is written in no time."""
+    deadline = time.monotonic() + END_S
+    while time.monotonic() < deadline and run.wait(lambda: run.is_saving, END_S, SHARP_S):
+        ranks = [pid for name, pid in run.life.workers().items() if name.startswith(ROLES["rank"])]
+        for pid in ranks:
+            send(pid, signal.SIGSTOP)
+        if run.is_saving:
+            return
+        for pid in ranks:
+            send(pid, signal.SIGCONT)
+
+
+def wait_for_evaluation(run: Run, draw: Draw) -> None:
+    every = run.config.eval.every
+    begun_at = run.witness.look()
+
+    def is_due() -> bool:
+        return run.witness.look() > begun_at and run.witness.last_step % every == 0
+
+    run.wait(is_due, END_S)
+    time.sleep(draw.moment * EVAL_S)
+
+
+def ended(run: Run, event: Event, draw: Draw, code: int, to_all: bool = False) -> Iterator[Event]:
+    """The controller is ended now, by SIGKILL or SIGTERM as the code says."""
+    number = signal.SIGKILL if code == -signal.SIGKILL else signal.SIGTERM
+    if to_all:
+        run.life.signal_all(number)
+    else:
+        run.life.signal(number)
+    yield as_it_should(run, event, code)
+    if number == signal.SIGKILL and draw.is_torn and event.survived is None:
+        torn = tear(run.run_dir, random.Random(draw.seed))
+        if torn:
+            yield Event(TEAR.name, ", ".join(torn), *_now(run))
+
+
+def freeze_rank(run: Run, draw: Draw) -> Iterator[Event]:
+    name, pid = choose(run, "rank", draw.pick)
+    event = begun(run, draw, name)
+    send(pid, signal.SIGSTOP)
+    yield as_it_should(run, event, STALLED)
+
+
+def as_it_should(run: Run, event: Event, code: int) -> Event:
+    """Ended with that code, and nothing left: whether it is survived, the next controller says."""
+    found = run.life.ends(END_S)
+    if found is None:
+        return event.lost(failure(run))
+    event.gone_s, left = run.life.gone_after()
+    event.gone_s = round(event.gone_s, 2)
+    words = run.life.last_line()
+    if code == -signal.SIGKILL:
+        event.moment = "full disk" if event.fault == "kill-at-full" else run.moment()
+    run.over()
+    run.disk.free([])
+    if found != code:
+        return event.lost(f"code {found}, not {code}: {words}")
+    if left:
+        return event.lost(f"left behind: {', '.join(left)}")
+    if event.fault == "term-controller" and (unsaved := unsaved_steps(run)):
+        return event.lost(unsaved)
+    return event
+
+
+def unsaved_steps(run: Run) -> str:
+    """After SIGTERM, every step that the metrics tell of is in the checkpoint."""
+    run.witness.look()
+    saved = newest_whole(run.run_dir)[1]
+    step, last = (saved["step"] if saved else 0), run.last_step_on_disk()
+    return "" if step == last else f"it saved step {step}, and its metrics go to step {last}"
