@@ -5,9 +5,11 @@ safetensors headers) and its tokenizer. This is all of the model that the contro
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minirl import devices
 from minirl.config import Config
 from minirl.errors import RecipeError, one_line
 from minirl.rules import find_model
@@ -75,20 +77,47 @@ def weight_table(folder: Path) -> "tuple[TensorSpec, ...]":
 
 
 def load_tokenizer_alone(config: Config) -> Any:
-    """The tokenizer of the recipe's model without its weights, and without torch where the folder
-    says that its tokenizer.json is all there is to it."""
+    """The tokenizer of the recipe's model without its weights."""
     path = config.model.path
     folder = Path(path) if Path(path).is_dir() else _download(config, TOKENIZER_FILES)
+    return load_tokenizer(folder, config.model.trust_remote_code)
+
+
+class PlainTokenizer:
+    """A tokenizer.json without a chat template: the tokenizers library alone reads it, and neither
+    transformers nor torch, which take seconds to import."""
+
+    chat_template = None
+
+    def __init__(self, path: Path):
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_file(str(path))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+
+def _load_whole(folder: Path) -> Any:
+    """The tokenizer of a folder whose files say that tokenizer.json is all there is to it, without
+    torch; None for any other."""
     try:
         about = json.loads((folder / "tokenizer_config.json").read_text())
     except (OSError, ValueError):
-        about = {}
-    is_whole = about.get("tokenizer_class") in WHOLE_TOKENIZERS
-    if is_whole and (folder / "tokenizer.json").is_file():
-        from transformers import PreTrainedTokenizerFast
+        return None
+    path = folder / "tokenizer.json"
+    if about.get("tokenizer_class") not in WHOLE_TOKENIZERS or not path.is_file():
+        return None
+    if not about.get("chat_template") and not (folder / "chat_template.jinja").exists():
+        return PlainTokenizer(path)
+    from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast.from_pretrained(folder)
-    return load_tokenizer(folder, config.model.trust_remote_code)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def check_folder(folder: Path) -> None:
@@ -110,12 +139,12 @@ def check_folder(folder: Path) -> None:
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
-    from minirl import devices
-
-    devices.hide_broken_torchvision()
-    from transformers import AutoTokenizer
-
     try:
+        if (whole := _load_whole(folder)) is not None:
+            return whole
+        devices.hide_broken_torchvision()
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # of many kinds, down to a bare Exception of the Rust library
         rule = f"its tokenizer cannot be loaded ({one_line(str(error))})"

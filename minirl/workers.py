@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import faulthandler
 import importlib
+import multiprocessing
 import os
 import signal
 import socket
@@ -121,13 +122,13 @@ class Worker:
 
 class Fleet:
     def __init__(self, log_dir: Path, num_workers: int, trace_dir: Path | None = None):
-        import torch.multiprocessing
-
         self.log_dir, self.trace_dir = log_dir, trace_dir
         self._session = f"{os.getpid()}-{time.time():.0f}"
         self.board = Board(num_workers)
         self.workers: list[Worker] = []
-        self._context = torch.multiprocessing.get_context("spawn")
+        # torch.multiprocessing is this plus a way to send tensors, which never go through pipes here:
+        # so the controller need not load torch.
+        self._context = multiprocessing.get_context("spawn")
 
     def of(self, role: Role) -> list[Worker]:
         return [worker for worker in self.workers if worker.role is role]

@@ -6,6 +6,9 @@ slot is being written (a seqlock): a reader that is so slow that the writer come
 the number changed and retries, so a torn copy is never returned, and a reader that dies blocks
 nobody. With each version travel the trainer's logprobs of a fixed canary sequence (rule 6).
 
+The controller makes the store and reads its counter, and never loads torch: tensors over the slots
+are made where they are first used.
+
 Leaves out: barriers. The order of stores is x86's; an ARM port would need them here.
 """
 
@@ -13,13 +16,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from minirl.shm.segment import Segment, aligned
 
+if TYPE_CHECKING:
+    import torch
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 CANARY_TOKENS = 16
 NUM_SLOTS = 2
 HEADER_BYTES = aligned(8 * (1 + NUM_SLOTS)) + NUM_SLOTS * aligned(4 * CANARY_TOKENS)
@@ -47,7 +55,7 @@ class Published:
 class OpenSlot:
     """Where a writer writes: tensors in the order of the table, and the canary's logprobs."""
 
-    tensors: list[torch.Tensor]
+    tensors: "list[torch.Tensor]"
     canary: NDArray[np.float32]
 
 
@@ -77,12 +85,14 @@ class WeightStore:
         return self._segment.path
 
     @property
-    def torch_dtype(self) -> torch.dtype:
+    def torch_dtype(self) -> "torch.dtype":
+        import torch
+
         return getattr(torch, self.dtype)
 
     @property
     def slot_bytes(self) -> int:
-        size = self.torch_dtype.itemsize
+        size = ITEM_BYTES[self.dtype]
         return sum(aligned(spec.numel * size) for spec in self.table)
 
     def _map(self) -> None:
@@ -93,17 +103,24 @@ class WeightStore:
         for _ in range(NUM_SLOTS):
             self._canaries.append(self._segment.array(np.float32, (CANARY_TOKENS,), offset))
             offset += aligned(4 * CANARY_TOKENS)
-        flat = torch.from_numpy(self._segment.array(np.uint8, (self._segment.num_bytes,)))
-        self._slots: list[list[tuple[str, torch.Tensor]]] = []
+
+    @cached_property
+    def _slots(self) -> "list[list[tuple[str, torch.Tensor]]]":
+        memory, dtype, offset = self.memory, self.torch_dtype, HEADER_BYTES
+        slots = []
         for _ in range(NUM_SLOTS):
             views = []
             for spec in self.table:
-                num_bytes = spec.numel * self.torch_dtype.itemsize
-                tensor = flat[offset : offset + num_bytes].view(self.torch_dtype).view(spec.shape)
+                num_bytes = spec.numel * dtype.itemsize
+                tensor = memory[offset : offset + num_bytes].view(dtype).view(spec.shape)
                 views.append((spec.name, tensor))
                 offset += aligned(num_bytes)
-            self._slots.append(views)
-        self._open = [
+            slots.append(views)
+        return slots
+
+    @cached_property
+    def _open(self) -> list[OpenSlot]:
+        return [
             OpenSlot([tensor for _, tensor in views], canary)
             for views, canary in zip(self._slots, self._canaries, strict=True)
         ]
@@ -114,8 +131,10 @@ class WeightStore:
         return int(self._latest[0])
 
     @property
-    def memory(self) -> torch.Tensor:
-        """All bytes of the store, for whoever pins them."""
+    def memory(self) -> "torch.Tensor":
+        """All bytes of the store, also for pinning them."""
+        import torch
+
         return torch.from_numpy(self._segment.array(np.uint8, (self._segment.num_bytes,)))
 
     @contextmanager
@@ -129,9 +148,11 @@ class WeightStore:
         self._latest[0] = version
 
     def publish(
-        self, version: int, weights: Iterable[torch.Tensor], canary: NDArray[np.float32]
+        self, version: int, weights: "Iterable[torch.Tensor]", canary: NDArray[np.float32]
     ) -> None:
         """`weights` in the order of the table, on any device, in any float dtype."""
+        import torch
+
         in_order = list(weights)
         if len(in_order) != len(self.table):
             raise ValueError(f"{len(in_order)} tensors for a table of {len(self.table)}")
@@ -140,7 +161,7 @@ class WeightStore:
             torch._foreach_copy_(slot.tensors, in_order)
             slot.canary[:] = canary
 
-    def views(self, slot: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def views(self, slot: int) -> "Iterator[tuple[str, torch.Tensor]]":
         """The named tensors of a slot, in place. Only `read` knows whether they are whole."""
         return iter(self._slots[slot])
 
@@ -162,7 +183,9 @@ class WeightStore:
             if int(self._sequence[slot]) == before:
                 return Published(version, canary)
 
-    def snapshot(self, version: int) -> tuple[dict[str, torch.Tensor], NDArray[np.float32]] | None:
+    def snapshot(
+        self, version: int
+    ) -> "tuple[dict[str, torch.Tensor], NDArray[np.float32]] | None":
         """A copy of a version and its canary, or None where it is no longer there, or torn."""
         slot = version % NUM_SLOTS
         before = int(self._sequence[slot])
