@@ -89,12 +89,19 @@ class PlainTokenizer:
 
     chat_template = None
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, about: dict[str, Any]):
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_file(str(path))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self.eos_token_id = self._id(about.get("eos_token"))
+        self.pad_token_id = self._id(about.get("pad_token"))
+
+    def _id(self, token: Any) -> int | None:
+        """A special token is written as its text, or as a table with its text in it."""
+        text = token.get("content") if isinstance(token, dict) else token
+        return self._tokenizer.token_to_id(text) if isinstance(text, str) else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -114,7 +121,7 @@ def _load_whole(folder: Path) -> Any:
     if about.get("tokenizer_class") not in WHOLE_TOKENIZERS or not path.is_file():
         return None
     if not about.get("chat_template") and not (folder / "chat_template.jinja").exists():
-        return PlainTokenizer(path)
+        return PlainTokenizer(path, about)
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(folder)
