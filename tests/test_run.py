@@ -281,19 +281,13 @@ def test_some_rewards_of_a_group_may_fail_and_every_filter_counts(
     assert sum(lines[-1][name] for name in reasons) == lines[-1]["buffer/groups_dropped"]
 
 
-@pytest.mark.parametrize(
-    ("steps", "goal"),
-    [
-        (16, 0.75),
-        pytest.param(30, 0.85, marks=pytest.mark.slow),
-    ],  # the README's promise is the second
-)
-def test_smoke_recipe_learns(steps: int, goal: float, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", small=False, train__steps=steps, eval__every=steps)
+def test_smoke_recipe_learns(tmp_path: Path) -> None:
+    """Sixteen of its thirty steps; `make learn` makes them all."""
+    run = Run(tmp_path / "run", small=False, train__steps=16, eval__every=16)
     ended = run.end(limit_s=600)
     assert ended.code == 0, ended
     summary = run.summary()
-    assert summary["accuracy_after"] >= goal, ended
+    assert summary["accuracy_after"] >= 0.75, ended
     assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.40
     assert summary["multi_version_trajectories"] > 0
     assert summary["logprob_gap_max"] < 1e-3
