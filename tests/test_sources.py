@@ -98,7 +98,7 @@ def test_prompts_may_be_messages_and_references_numbers(tmp_path: Path) -> None:
 
 
 BAD = [
-    ("train.jsonl", '{"q": 1', "line 1 is not JSON"),
+    ("train.jsonl", '{"q": 1', "cannot be read, after its start (JSONDecodeError"),
     ("train.jsonl", '{"q": "a", "a": "b"}\n[1]', "line 2 is no JSON object"),
     ("train.jsonl", '{"q": "a", "b": "c"}', 'line 1 has no column "a", it has q, b'),
     ("train.jsonl", '{"q": "a", "a": null}', 'line 1 is empty in its column "a"'),
@@ -110,12 +110,12 @@ BAD = [
     ),
     ("train.jsonl", '{"q": 7, "a": "b"}', 'line 1 has no prompt in its column "q": 7'),
     ("train.jsonl", "", "has no rows to train on"),
-    ("train.csv", "q,a\n1,2,3\n", "line 2 has more cells than the 2 columns"),
+    ("train.csv", "q,a\n1,2,3\n", "line 2 is no JSON object, or has more cells"),
     ("train.csv", "q,b\n1,2\n", 'line 2 has no column "a"'),
     ("train.csv", "q,a\n1\n", 'line 2 is empty in its column "a"'),
-    ("train.parquet", "no", "is not parquet"),
+    ("train.parquet", "no", "cannot be read, after its start (ArrowInvalid"),
     ("x.txt", "no", "is a file of another kind"),
-    ("train.jsonl", b"\xff\xfe", "is not UTF-8 text"),
+    ("train.jsonl", b"\xff\xfe", "cannot be read, after its start (UnicodeDecodeError"),
 ]
 
 
