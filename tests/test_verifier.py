@@ -151,15 +151,6 @@ def test_a_reward_that_hangs_is_seen_on_the_board_and_its_verifier_can_be_replac
     assert bench.hear() == Graded(2, (1.0,), ("right",))
 
 
-def test_a_verifier_that_waits_is_not_grading(bench: Bench) -> None:
-    bench.ask(1, "right")
-    bench.hear()
-    deadline = time.monotonic() + LONG_S
-    while bench.fleet.board.row(0).state is not State.WAITING_FOR_ANSWERS:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_reward_that_takes_its_process_down_is_a_death(bench: Bench) -> None:
     bench.ask(1, "exit")
     assert bench.hear() == Died("ended with exit code 5", is_final=False)
@@ -180,9 +171,13 @@ def test_a_task_that_cannot_be_loaded_is_final(folder: Path, tmp_path: Path) -> 
     assert "tasks.kind" in died.how and "Missing" in died.how
 
 
-def test_goodbye_ends_it(bench: Bench) -> None:
+def test_it_waits_for_answers_until_goodbye_ends_it(bench: Bench) -> None:
     bench.ask(1, "right")
     bench.hear()
+    deadline = time.monotonic() + LONG_S
+    while bench.fleet.board.row(0).state is not State.WAITING_FOR_ANSWERS:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     process = bench.worker.process
     bench.fleet.stop(goodbye="anything else")
     assert process.exitcode == 0
