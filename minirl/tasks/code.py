@@ -25,7 +25,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,9 +56,8 @@ class Test:
 
 @dataclass(frozen=True)
 class Problem:
-    prompt: str
+    example: Example  # its reference is the solution
     tests: tuple[Test, ...]
-    solution: str
 
 
 class Code(Task):
@@ -77,44 +76,23 @@ class Code(Task):
         limits = Limits(cpu_s=math.ceil(test_s), wall_s=WALL_OVER_CPU * test_s)
         self._limits = replace(limits, max_abi=0) if why else limits
         self._total_s = SHARE_OF_TIMEOUT * config.timeout_s
-        self._problems = {split: self._read(split) for split in (TRAIN, TEST)}
+        problems = [_problem(row) for split in (TRAIN, TEST) for row in self.load(split)]
+        self._tests = {_key(problem.example): problem.tests for problem in problems}
 
     def load(self, split: str) -> Iterable[Row]:
         if self.config.data:
             return self.source.rows(split)
         return [row for row in file_rows(BUILT_IN) if row["split"] == split]
 
-    def _read(self, split: str) -> list[Problem]:
-        problems = [_problem(row) for row in self.load(split)]
-        if not problems:
-            rule = f"has no rows to {split} on"
-            raise RecipeError("tasks.data", self.config.data, rule, "write one problem per line")
-        return problems
-
-    @property
-    def num_train(self) -> int:
-        return len(self._problems[TRAIN])
-
-    def train(self, index: int) -> Example:
-        return self._example(TRAIN, index)
-
-    def heldout(self, count: int) -> Sequence[Example]:
-        return [self._example(TEST, i) for i in range(len(self._problems[TEST]))[:count]]
-
-    def _example(self, split: str, index: int) -> Example:
-        """The reference is the problem's place: tests may be large, and verifiers have them."""
-        message = {"role": "user", "content": self._problems[split][index].prompt}
-        return Example((message,), f"{split}/{index}")
-
-    def _asked(self, example: Example) -> Problem:
-        split, _, index = example.reference.partition("/")
-        return self._problems[split][int(index)]
+    def example(self, row: Row) -> Example:
+        """Without the tests: they may be large, and each verifier has read them."""
+        return _problem(row).example
 
     def reward(self, example: Example, answer: Answer) -> float:
         code = extract(answer.text)
         if answer.stop is not StopReason.STOP or code is None:
             return 0.0
-        tests, end = self._asked(example).tests, time.monotonic() + self._total_s
+        tests, end = self._tests[_key(example)], time.monotonic() + self._total_s
         num_passed = 0
         for test in tests:
             is_passed = self._passes(test, code, end - time.monotonic())
@@ -130,7 +108,7 @@ class Code(Task):
         return passes(test, run(code, test.stdin, test.call, limits))
 
     def solution(self, example: Example) -> str:
-        return f"```python\n{self._asked(example).solution}\n```"
+        return f"```python\n{example.reference}\n```"
 
 
 def extract(text: str) -> str | None:
@@ -184,11 +162,17 @@ def _problem(row: Row) -> Problem:
             raise ValueError("tests of several forms or functions")
         function = forms.pop()
         how = f"Write a function `{function}`." if function else "Read stdin and print to stdout."
-        return Problem(f"{row['prompt']}\n{how} {INSTRUCTION}", tests, row["solution"])
+        message = {"role": "user", "content": f"{row['prompt']}\n{how} {INSTRUCTION}"}
+        return Problem(Example((message,), row["solution"]), tests)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         rule = f"is no problem ({type(error).__name__}: {error})"
         remedy = '"prompt", "tests" and "solution" are needed; see docs/sandbox.md'
         raise bad_row(row, rule, remedy) from None
+
+
+def _key(example: Example) -> str:
+    """Two rows may share a prompt, and differ in what is right."""
+    return repr((example.prompt, example.reference))
 
 
 def _test(row: Mapping[str, Any]) -> Test:

@@ -82,25 +82,18 @@ def run(code: str, stdin: str = "", call: Call | None = None, limits: Limits = L
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            bufsize=0,
             cwd=scratch,
             env=_environment(scratch),
             start_new_session=True,
         )
         with process:
             try:
-                _send(process, json.dumps(job).encode())
+                assert process.stdin is not None
+                with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+                    pipe.write(json.dumps(job).encode())  # if it ended, its stderr says why
                 return _watch(process, scratch, limits)
             finally:
                 process.kill()
-
-
-def _send(process: subprocess.Popen[bytes], job: bytes) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # its stderr says why
-        left = memoryview(job)
-        while left:
-            left = left[pipe.write(left) or 0 :]
 
 
 def _watch(process: subprocess.Popen[bytes], scratch: str, limits: Limits) -> Outcome:
