@@ -58,17 +58,6 @@ class TasksConfig:
     """Rewards of a group that may fail, and are left out; with more the group is dropped."""
     overlong_tokens: int = 0
     """Answers within this many tokens of the limit lose reward, up to 1 at it (DAPO); 0 is off."""
-    format: str = ""
-    """What a well-formed answer looks like: "boxed", "hashes", "think", "think_answer" or a regular
-    expression for the whole answer; empty is off. Evaluations never count it."""
-    format_weight: float = 0.1
-    """Reward that a well-formed answer gets on top, where tasks.format is set."""
-    length_weight: float = 0.0
-    """Reward that an answer of rollout.max_new_tokens loses, a shorter one its share; 0 is off."""
-    reward_weight: float = 1.0
-    """What the task's own reward is multiplied with before the parts above are added."""
-    reward_clip: tuple[float, ...] = ()
-    """[low, high]: the sum of all parts is kept within these; empty is off."""
 
 
 @dataclass(frozen=True)

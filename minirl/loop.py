@@ -31,7 +31,6 @@ from minirl.config import Config
 from minirl.conversations import Conversations
 from minirl.evaluation import Evaluation, is_evaluation
 from minirl.faults import RANKS, Faults
-from minirl.filters import judge
 from minirl.guard import Guard
 from minirl.journal import Journal
 from minirl.recipe import to_toml
@@ -51,6 +50,7 @@ from minirl.rollout.worker import (
 from minirl.shm.board import Total
 from minirl.tasks.grading import GradingQueue
 from minirl.tasks.prompts import PromptStream
+from minirl.tasks.rewards import filter_group
 from minirl.tasks.verifier import Ask, Grade, Graded, Replied
 from minirl.train.messages import Ready, Save, Saved, Train, Trained
 from minirl.workers import Died, Fleet, Role, Worker
@@ -340,7 +340,7 @@ class Loop(Recovery):
             return
         prompt = self.prompts[request.group_id]
         ticket = (request.group_id, prompt.index)
-        group = judge(self.config, ticket, request.trajectories, graded.rewards, graded.formed)
+        group = filter_group(self.config, ticket, request.trajectories, graded.rewards)
         if isinstance(group, Drop):
             self.drop(request.group_id, group)
             return

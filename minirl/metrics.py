@@ -44,11 +44,11 @@ TABLE = (
     Metric("seconds", "wall time since training began (first prompt sent)"),
     Metric("reward/mean", "mean reward over the step's trajectories, as the task itself gave it"),
     Metric("reward/std", "population standard deviation of the same rewards"),
-    Metric("reward/shaped_mean", "mean of the rewards trained on: with format, length and clip"),
-    Metric("reward/format_frac", "share of them that has the form of tasks.format"),
+    Metric(
+        "reward/shaped_mean", "mean of the rewards trained on: less what over-long answers lose"
+    ),
     Metric("reward/penalty_mean", "mean reward those trajectories lost for being over-long"),
     Metric("reward/failures", "trajectories left out of the step's groups: no reward for them"),
-    Metric("reward/cached", "rewards taken from a verifier's cache: same prompt and answer"),
     Metric("eval/accuracy", "mean held-out reward, of the last evaluation that ended in this step"),
     Metric("eval/low", "lower end of its 95 % interval (docs/evaluation.md)"),
     Metric("eval/high", "upper end of the same"),

@@ -24,7 +24,6 @@ from minirl.errors import RecipeError, one_line
 
 LOGGERS = ("tensorboard", "wandb", "trackio")
 BUILTIN_TASKS = ("arithmetic", "calculator", "code", "countdown", "gsm8k", "math")
-FORMATS = ("boxed", "hashes", "think", "think_answer")
 NEEDED = ("model.path", "tasks.kind", "tasks.train_split")
 NAMES = (
     *NEEDED,
@@ -32,7 +31,6 @@ NAMES = (
     "tasks.test_split",
     "tasks.prompt_column",
     "tasks.reference_column",
-    "tasks.format",
 )
 """Keys that are one line of text; those of NEEDED are not empty."""
 FOREIGN_VALUES = {
@@ -98,9 +96,6 @@ RANGES = {
     "tasks.memory_gib": Range(0.25, 4096, "4 suits most rewards"),
     "tasks.max_failures": Range(0, 4094, "0 drops a group with its first failed reward"),
     "tasks.overlong_tokens": Range(0, 10**6, "0 is off; DAPO takes a fifth of the limit"),
-    "tasks.format_weight": Range(0, 1000, "0.1 is usual", is_low_open=True),
-    "tasks.length_weight": Range(0, 1000, "0 is off, 0.1 is much"),
-    "tasks.reward_weight": Range(0, 1000, "1 is usual", is_low_open=True),
     "devices.rollout": Range(1, 1024, "one box has 1 to 16 devices"),
     "devices.train": Range(1, 1024, "one box has 1 to 16 devices"),
     "devices.tensor_parallel": Range(1, 1024, "1 unless the model is too large for one GPU"),
@@ -185,7 +180,6 @@ def validate(config: Config) -> None:
     _validate_batch(config)
     _validate_algorithm(config)
     _validate_rest(config)
-    _validate_shaping(config)
 
 
 def _validate_names(config: Config) -> None:
@@ -282,25 +276,6 @@ def _validate_filters(config: Config) -> None:
     if -1 < target < 0:
         remedy = "-1 is as few as keep the trainer fed; 0 waits for every batch"
         raise RecipeError("buffer.target_staleness", target, "must be -1, or 0 or more", remedy)
-
-
-def _validate_shaping(config: Config) -> None:
-    tasks = config.tasks
-    if re.fullmatch(r"\w+", tasks.format) and tasks.format not in FORMATS:
-        near = difflib.get_close_matches(tasks.format, FORMATS, n=1)
-        remedy = f'did you mean "{near[0]}"?' if near else "or write a regular expression"
-        rule = f"must be one of {', '.join(FORMATS)}"
-        raise RecipeError("tasks.format", tasks.format, rule, remedy)
-    try:
-        re.compile(tasks.format)
-    except (re.error, OverflowError, RecursionError) as error:
-        rule = f"is no regular expression ({one_line(str(error), 80)})"
-        raise RecipeError("tasks.format", tasks.format, rule, 'such as "<a>.*</a>"') from None
-    clip = tasks.reward_clip
-    is_range = len(clip) == 2 and all(map(math.isfinite, clip)) and clip[0] < clip[1]
-    if clip and not is_range:
-        rule = "must be two finite numbers, the lower first"
-        raise RecipeError("tasks.reward_clip", clip, rule, "write it like [0.0, 1.0]")
 
 
 def _multiples(value: int, of: int) -> str:

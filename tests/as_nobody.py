@@ -1,5 +1,5 @@
-"""Runs attacks.py as nobody, as a program of its own: a Python and a minirl that only root may read
-are bound to where nobody can reach them, in a mount namespace that ends with the process.
+"""`python as_nobody.py NAME…` runs attacks.py as nobody: a Python and a minirl that only root may
+read are bound to where nobody can reach them, in a mount namespace that ends with the process.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ def main() -> None:
     python = str(place / "python" / "bin" / version)
     os.execve(
         python,
-        [python, str(place / "tests" / "attacks.py"), str(world), *sys.argv[2:]],
+        [python, str(place / "tests" / "attacks.py"), str(world), *sys.argv[1:]],
         {"PYTHONPATH": f"{place}", "LD_LIBRARY_PATH": f"{place}/python/lib"},
     )
 

@@ -4,7 +4,6 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from itertools import pairwise
 
 import pytest
 
@@ -106,21 +105,12 @@ def test_totals_stay_in_range_and_no_verb_comes_twice() -> None:
         assert len(set(verbs)) == len(verbs)
 
 
-def test_answers_to_other_problems_score_as_their_numbers_do() -> None:
-    problems = [draw_problem(3, Stream.TRAIN, index) for index in range(200)]
-    for asked, answered in pairwise(problems):
-        expected = float(asked.result == answered.result)
-        assert grade(asked, demonstration(answered)) == expected
-
-
-@pytest.mark.parametrize("text", ["", "9", "####", "#### ", "#### nine", "#### 9 #### ", "####9"])
-def test_an_answer_without_a_number_after_the_mark_scores_0(text: str) -> None:
-    assert TASK.reward(Example("", "9"), Answer(text, StopReason.STOP, 1)) == 0.0
-
-
-@pytest.mark.parametrize("text", ["#### 9", " #### 9.", "#### 4 #### 9", "7+2=9. #### 9 plums"])
-def test_the_number_after_the_last_mark_counts(text: str) -> None:
-    assert TASK.reward(Example("", "9"), Answer(text, StopReason.STOP, 1)) == 1.0
+def test_the_number_after_the_last_mark_counts() -> None:
+    right = ["#### 9", " #### 9.", "#### 4 #### 9", "7+2=9. #### 9 plums"]
+    wrong = ["", "9", "####", "#### ", "#### nine", "#### 9 #### ", "####9"]
+    for text in right + wrong:
+        reward = TASK.reward(Example("", "9"), Answer(text, StopReason.STOP, 1))
+        assert reward == (text in right), text
 
 
 def test_sloppy_demonstrations_guess_and_slip_as_often_as_told() -> None:

@@ -149,13 +149,14 @@ def test_equality(given: Any, expected: Any, is_equal: bool) -> None:
 
 
 def test_a_slow_answer_is_wrong_and_no_failure(folder: Path) -> None:
-    task = Code(config_of(data=str(folder), timeout_s=2.0, options={"test_s": 0.25}))
-    assert score(task, 0, "import time\ntime.sleep(60)") == 0.0
+    options = {"test_s": 0.25, "reward": "share"}
+    task = Code(config_of(data=str(folder), timeout_s=2.0, options=options))
+    assert score(task, 0, "import time\ntime.sleep(60)") == 0.0  # past its total time too
 
 
 def test_a_sandbox_that_fails_is_no_reward(folder: Path) -> None:
     task = Code(config_of(data=str(folder)))
-    task._limits = replace(task._limits, scratch_bytes=-1)
+    task._limits = replace(task._limits, memory_bytes=2**80)
     with pytest.raises(SandboxFailed):
         score(task, 0, ADD["solution"])
 
@@ -163,7 +164,7 @@ def test_a_sandbox_that_fails_is_no_reward(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("{", "line 2 is not JSON"),
+        ("{", "cannot be read, after line 1 (JSONDecodeError"),
         ("[]", "line 2"),
         ('{"prompt": "x", "tests": []}', "0 tests, where 1 to 1000 are allowed"),
         ('{"prompt": "x", "tests": [{"stdin": "1"}]}', "KeyError: 'stdout'"),
@@ -200,35 +201,36 @@ def test_a_real_verifier_grades_code(folder: Path, tmp_path: Path) -> None:
 
 
 FALLBACK = """
-import sys
 from test_code import ADD, Code, config_of, score
 task = Code(config_of(data=sys.argv[1], options={"unsafe": True}))
 print(score(task, 0, ADD["solution"]), score(task, 0, "print(3)"), score(task, 0, "1 / 0"))
 """
 
 
-def without_namespaces(*arguments: str) -> subprocess.CompletedProcess[str]:
+def without_landlock(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     here = Path(__file__).parent
+    start = "import sys, attacks\nattacks.enter_container(444)\n"
     return subprocess.run(
-        [sys.executable, str(here / "no_namespaces.py"), *arguments],
+        [sys.executable, "-c", start + program, *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": f"{Path(minirl.__file__).parent.parent}:{here}"},
     )
 
 
-def test_where_there_are_no_namespaces_code_is_refused(tmp_path: Path) -> None:
+def test_where_there_is_no_landlock_code_is_refused(tmp_path: Path) -> None:
     recipe = tmp_path / "code.toml"
     recipe.write_text('[tasks]\nkind = "code"\n[devices]\nkind = "cpu"\n')
-    done = without_namespaces(
-        "-m", "minirl.cli", "train", str(recipe), "--run-dir", str(tmp_path / "run")
+    run_dir = str(tmp_path / "run")
+    done = without_landlock(
+        "from minirl.cli import main\nmain()", "train", str(recipe), "--run-dir", run_dir
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
     assert "tasks.options.unsafe = false: code cannot be sandboxed here" in done.stderr
-    assert "unshare: Operation not permitted" in done.stderr
+    assert "Landlock: Function not implemented" in done.stderr
 
 
 def test_unless_the_recipe_says_so(folder: Path) -> None:
-    done = without_namespaces("-c", FALLBACK, str(folder))
+    done = without_landlock(FALLBACK, str(folder))
     assert done.stdout == "1.0 0.0 0.0\n", done.stderr

@@ -236,7 +236,6 @@ def valid_configs(draw: st.DrawFn) -> Config:
     for key in ("model.path", "tasks.kind", "tasks.train_split"):
         values[key] = f"x{values.get(key, '')}"
     values["log.to"] = draw(st.sampled_from([(), ("wandb",), ("trackio", "tensorboard")]))
-    values["tasks.format"] = draw(st.sampled_from(["", "boxed", "a+b", r"\d\s.*"]))
     options = values.pop(c.TABLE, {})
     return recipe._build(values | {f"{c.TABLE}.{name}": value for name, value in options.items()})
 

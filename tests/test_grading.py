@@ -1,8 +1,8 @@
 """Each finished group goes to one free verifier, oldest first."""
 
-from minirl.records import Example
+from minirl.records import Example, StopReason, Trajectory
 from minirl.tasks.grading import GradingQueue
-from minirl.tasks.verifier import Grade
+from minirl.tasks.verifier import Ask, Grade
 
 
 def request(group_id: int) -> Grade:
@@ -21,19 +21,13 @@ def test_one_group_to_a_free_verifier_in_order() -> None:
     assert assigned(queue, "a", "b") == {}  # both are at it
     assert (queue.is_busy("a"), queue.is_busy("c"), len(queue)) == (True, False, 3)
     assert queue.done("b") == request(1)
-    assert (queue.is_busy("b"), len(queue)) == (False, 2)
+    assert (queue.is_busy("b"), len(queue), queue.done("b")) == (False, 2, None)
     assert assigned(queue, "a", "b") == {"b": 2}
 
 
-def test_nothing_waits_nothing_is_assigned() -> None:
-    queue = GradingQueue()
+def test_a_turn_that_waits_for_its_reply_goes_first() -> None:
+    queue, turn = GradingQueue(), Trajectory(0, 2, 1, StopReason.STOP, 0, 0)
     assert assigned(queue, "a") == {} and len(queue) == 0
-
-
-def test_what_a_dead_verifier_was_at_is_known_once() -> None:
-    queue = GradingQueue()
-    queue.add(request(5))
-    assert assigned(queue, "a") == {"a": 5}
-    assert queue.done("a") == request(5)
-    assert queue.done("a") is None
-    assert len(queue) == 0
+    queue.add(request(1))
+    queue.add(Ask(2, 0, Example("", ""), turn))
+    assert assigned(queue, "a", "b") == {"a": 2, "b": 1}

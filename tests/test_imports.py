@@ -23,7 +23,6 @@ LEVELS = (
         "shm",
         "pace",
         "buffer",
-        "filters",
         "tasks",
         "fleet",
         "estimates",

@@ -147,10 +147,3 @@ def test_a_consumed_prompt_that_is_put_back_is_consumed_no_longer() -> None:
     prompts.consumed.add(1)
     prompts.put_back(4)
     assert (prompts.consumed.below, prompts.consumed.above) == (3, set())
-
-
-def test_consumed_once_more_is_once() -> None:
-    consumed = Consumed()
-    for index in (0, 2, 2, 1, 3):
-        consumed.add(index)
-    assert (consumed.below, consumed.above, len(consumed)) == (4, set(), 4)

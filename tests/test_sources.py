@@ -60,11 +60,8 @@ def test_one_file_holds_out_a_tenth_by_its_prompts(tmp_path: Path, kind: str) ->
     backwards = Plain(config(write(tmp_path / "back.jsonl", ROWS[::-1])))
     assert set(backwards.heldout(100)) == set(test), "the order does not matter"
     self_check(task, "mine")
-
-
-def test_a_handful_of_rows_still_holds_one_out(tmp_path: Path) -> None:
-    task = Plain(config(write(tmp_path / "rows.jsonl", ROWS[:2])))
-    assert (task.num_train, len(task.heldout(5))) == (1, 1)
+    task = Plain(config(write(tmp_path / "two.jsonl", ROWS[:2])))
+    assert (task.num_train, len(task.heldout(5))) == (1, 1), "of a handful of rows too"
 
 
 def test_a_folder_has_a_file_a_split_and_parts_are_one(tmp_path: Path) -> None:
@@ -78,16 +75,6 @@ def test_a_folder_has_a_file_a_split_and_parts_are_one(tmp_path: Path) -> None:
     assert held.num_train + len(held.heldout(99)) == 30
 
 
-def test_a_set_as_the_hub_library_saves_it_for_offline_use(tmp_path: Path) -> None:
-    """`datasets` itself reads the folder where it is given a name that is no file of ours."""
-    from datasets import load_dataset
-
-    write(tmp_path / "train.jsonl")
-    rows = load_dataset("json", data_files=str(tmp_path / "train.jsonl"), split="train")
-    rows.to_parquet(tmp_path / "out.parquet")
-    assert Plain(config(tmp_path / "out.parquet")).num_train > 40
-
-
 def test_prompts_may_be_messages_and_references_numbers(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
     rows = [{"q": chat, "a": 2}, {"q": chat[1:], "a": [1, "x"]}]
@@ -98,7 +85,7 @@ def test_prompts_may_be_messages_and_references_numbers(tmp_path: Path) -> None:
 
 
 BAD = [
-    ("train.jsonl", '{"q": 1', "line 1 is not JSON"),
+    ("train.jsonl", '{"q": 1', "cannot be read, after its start (JSONDecodeError"),
     ("train.jsonl", '{"q": "a", "a": "b"}\n[1]', "line 2 is no JSON object"),
     ("train.jsonl", '{"q": "a", "b": "c"}', 'line 1 has no column "a", it has q, b'),
     ("train.jsonl", '{"q": "a", "a": null}', 'line 1 is empty in its column "a"'),
@@ -110,12 +97,12 @@ BAD = [
     ),
     ("train.jsonl", '{"q": 7, "a": "b"}', 'line 1 has no prompt in its column "q": 7'),
     ("train.jsonl", "", "has no rows to train on"),
-    ("train.csv", "q,a\n1,2,3\n", "line 2 has more cells than the 2 columns"),
+    ("train.csv", "q,a\n1,2,3\n", "line 2 is no JSON object, or has more cells"),
     ("train.csv", "q,b\n1,2\n", 'line 2 has no column "a"'),
     ("train.csv", "q,a\n1\n", 'line 2 is empty in its column "a"'),
-    ("train.parquet", "no", "is not parquet"),
+    ("train.parquet", "no", "cannot be read, after its start (ArrowInvalid"),
     ("x.txt", "no", "is a file of another kind"),
-    ("train.jsonl", b"\xff\xfe", "is not UTF-8 text"),
+    ("train.jsonl", b"\xff\xfe", "cannot be read, after its start (UnicodeDecodeError"),
 ]
 
 
@@ -171,6 +158,11 @@ def test_built_in_tasks_take_ones_own_rows_and_columns(tmp_path: Path) -> None:
     )
     bare = Gsm8k(config(tmp_path, options={"instruction": ""}))
     assert bare.train(4).prompt == ({"role": "user", "content": "What is 4, twice?"},)
+    write(tmp_path / "dev.jsonl", [{"q": "x", "a": "none"}])
+    with pytest.raises(RecipeError, match='line 1 has no number in its column "a"'):
+        Gsm8k(config(tmp_path, train_split="dev")).train(0)
+    with pytest.raises(RecipeError, match=r"has no old.jsonl, old.csv or old.parquet"):
+        Gsm8k(config(tmp_path, test_split="old")).heldout(1)
     worked = [{"q": "Half?", "a": r"It is \boxed{\frac{1}{2}}."}, {"q": "Third?", "a": "1/3"}]
     write(tmp_path / "train.jsonl", worked)
     math = Mathematics(config(tmp_path))
@@ -180,12 +172,6 @@ def test_built_in_tasks_take_ones_own_rows_and_columns(tmp_path: Path) -> None:
     countdown = Countdown(config(write(tmp_path / "train.jsonl", rows).parent, test_split=""))
     self_check(countdown, "countdown")
     assert countdown.num_train == 1
-
-
-def test_a_reference_without_a_number_is_a_bad_row(tmp_path: Path) -> None:
-    write(tmp_path / "train.jsonl", [{"q": "x", "a": "none"}])
-    with pytest.raises(RecipeError, match='line 1 has no number in its column "a"'):
-        Gsm8k(config(tmp_path)).train(0)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,6 @@ class Total(IntEnum):
     RELOAD_S = 2
     RELOADS = 3
     STEPS = 4
-    CACHED = 5  # of a verifier: rewards that it did not have to compute again
 
 
 STATE, SINCE, BEAT, VERSION, RUNNING, TOTALS = range(6)

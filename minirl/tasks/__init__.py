@@ -13,14 +13,15 @@ Leaves out: tokens, processes, the hub (sources.py).
 """
 
 import difflib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from minirl.config import TasksConfig
-from minirl.errors import RecipeError
+from minirl.errors import RecipeError, one_line
 from minirl.records import Answer, Example
-from minirl.tasks.sources import Row, Source, bad_row, example_of
+from minirl.tasks.sources import Row, Source, bad_row, column
 
 TRAIN, TEST = "train", "test"
 
@@ -54,15 +55,22 @@ class Task:
 
     def load(self, split: str) -> Iterable[Row | Example | Mapping[str, Any]]:
         """The rows of "train" or "test". Unless a task says otherwise: those of tasks.data."""
-        config = self.config
-        source = Source(
-            config.data or self.data, config.train_split, config.test_split, self.prompt_column
-        )
-        return source.rows(split)
+        return self.source.rows(split)
 
     def example(self, row: Row) -> Example:
-        """One row as what is asked. Unless a task says otherwise: its two columns."""
-        return example_of(row, self.prompt_column, self.reference_column)
+        """One row as what is asked. Unless a task says otherwise: its two columns, a prompt as text
+        or chat messages, and what the reward knows."""
+        prompt, reference = column(row, self.prompt_column), column(row, self.reference_column)
+        if not isinstance(reference, str):
+            reference = json.dumps(reference, ensure_ascii=False, default=str)
+        if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
+            messages = [{"role": m["role"], "content": m["content"]} for m in prompt]
+            return Example(tuple(messages), reference)
+        if not isinstance(prompt, str) or not prompt.strip():
+            shown = one_line(repr(prompt), 40)
+            rule = f'has no prompt in its column "{self.prompt_column}": {shown}'
+            raise bad_row(row, rule, 'text, or messages like {"role": "user", "content": "…"}')
+        return Example(prompt, reference)
 
     def reward(self, example: Example, answer: Answer) -> float:
         """1 is right, 0 is wrong. An exception drops the group: it is never a reward of 0."""
@@ -93,6 +101,11 @@ class Task:
         """Up to `count` held-out examples, the same at every call."""
         return self._test[:count]
 
+    @property
+    def source(self) -> Source:
+        config, data = self.config, self.config.data or self.data
+        return Source(data, config.train_split, config.test_split, self.prompt_column)
+
     @cached_property
     def _train(self) -> list[Example]:
         return self._examples(TRAIN)
@@ -104,20 +117,23 @@ class Task:
     def _examples(self, split: str) -> list[Example]:
         found = []
         for number, row in enumerate(self.load(split), start=1):
-            if isinstance(row, Example):
-                found.append(row)
-            elif isinstance(row, Row):
-                found.append(self.example(row))
-            elif isinstance(row, Mapping):
-                name = f"{type(self).__name__}.load"
-                found.append(self.example(Row(row, name, f"row {number} of {split}")))
-            else:
-                place = Row({}, f"{type(self).__name__}.load", f"row {number} of {split}")
+            place = Row({}, f"{type(self).__name__}.load", f"row {number} of {split}")
+            if isinstance(row, Mapping):
+                row = self.example(
+                    row if isinstance(row, Row) else Row(row, place.source, place.place)
+                )
+            if not isinstance(row, Example):
                 raise bad_row(place, "is neither a dict nor an Example", "yield one of these")
+            found.append(row)
         if not found:
             where, rule = self.config.data or self.data, f"has no rows to {split} on"
             raise RecipeError("tasks.data", where, rule, "check data, splits and load")
         return found
+
+
+def _is_message(item: Any) -> bool:
+    texts = [item.get("role"), item.get("content")] if isinstance(item, Mapping) else [None]
+    return all(isinstance(text, str) for text in texts)
 
 
 def merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from fractions import Fraction
 
 HASHES = "####"
 MAX_DIGITS = 400
-"""A longer number is none: nobody means it, and to compare it costs."""
+"""A longer number is none: no answer means it, and to compare it costs."""
 
 # A dash after a digit or a word is no sign ("5-10"), and commas join only groups of three digits.
 _SIGN = r"(?P<sign>(?<![\w)])[-−–](?:\\?[$€£])?)?"
@@ -86,19 +86,10 @@ def final_number(text: str) -> Fraction | None:
 
 
 def written(value: Fraction) -> str:
-    """As a decimal where that is exact, else as a fraction."""
-    bottom = value.denominator
-    for prime in (2, 5):
-        while bottom % prime == 0:
-            bottom //= prime
-    if bottom != 1:
-        return str(value)
-    digits = 0
-    while (value * 10**digits).denominator != 1:
-        digits += 1
-    shown = f"{abs(value) * 10**digits}".rjust(digits + 1, "0")
-    sign = "-" if value < 0 else ""
-    return sign + (f"{shown[:-digits]}.{shown[-digits:]}" if digits else shown)
+    """As a decimal where that is short and exact, else as a fraction."""
+    decimal = f"{float(value):.10g}"
+    is_exact = value.denominator > 1 and Fraction(decimal) == value
+    return decimal if is_exact else str(value)
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

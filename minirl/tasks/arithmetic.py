@@ -15,8 +15,8 @@ Leaves out: files, torch, the tokenizer.
 import hashlib
 import random
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 
 from minirl.config import TasksConfig
@@ -33,8 +33,7 @@ DOUBLES = "doubles"
 
 GIVE_UP = 500  # draws in a row that gave nothing new: an easy setting has few problems
 STEP_WEIGHTS = (0.20, 0.24, 0.20, 0.14, 0.10, 0.07, 0.05)  # of 1, 2, ... 7 steps
-DOUBLES_SHARE = 0.12
-MAX_START, MAX_AMOUNT, MAX_TOTAL = 20, 9, 60
+MAX_TOTAL = 60
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,10 @@ class Difficulty:
     """What [tasks.options] sets. The defaults are what the tiny model is warmed up on."""
 
     step_weights: tuple[float, ...] = STEP_WEIGHTS
-    max_start: int = MAX_START
-    max_amount: int = MAX_AMOUNT
+    max_start: int = 20
+    max_amount: int = 9
     max_total: int = MAX_TOTAL
-    doubles: float = DOUBLES_SHARE
+    doubles: float = 0.12  # share of steps that double
 
 
 DEFAULT = Difficulty()
@@ -167,25 +166,29 @@ def _draw_step(
 
 def demonstration(problem: Problem) -> str:
     """The worked answer: it quotes each clause, so that a step is a copy plus a small sum."""
-    total, working = problem.start, ""
-    for step in problem.steps:
-        working += f" {step.clause}: {step.sum(total)}={step.apply(total)}."
-        total = step.apply(total)
-    return f"{working} {_MARK}{total}"
+    return _worked(problem, lambda total: total)
 
 
 def sloppy_demonstration(
     problem: Problem, rng: random.Random, no_working: float, slip: float
 ) -> str:
     """As `demonstration`, but a share `no_working` guesses without working, and each step of the
-    others slips with probability `slip` and goes on from its wrong total."""
+    others slips with probability `slip`; what follows is computed from its wrong total."""
     if rng.random() < no_working:
         return f" {_MARK}{problem.result}"
+
+    def slipped(total: int) -> int:
+        is_slip = rng.random() < slip
+        return max(1, total + rng.choice((-2, -1, 1, 2))) if is_slip else total
+
+    return _worked(problem, slipped)
+
+
+def _worked(problem: Problem, said: Callable[[int], int]) -> str:
+    """`said` is what the answer says in place of a step's total."""
     total, working = problem.start, ""
     for step in problem.steps:
-        after = step.apply(total)
-        if rng.random() < slip:
-            after = max(1, after + rng.choice((-2, -1, 1, 2)))
+        after = said(step.apply(total))
         working += f" {step.clause}: {step.sum(total)}={after}."
         total = after
     return f"{working} {_MARK}{total}"
@@ -195,13 +198,7 @@ class Arithmetic(Task):
     """Its prompts are text; the answer starts with a space."""
 
     num_train = 2**31
-    options = {  # noqa: RUF012
-        "step_weights": list(STEP_WEIGHTS),
-        "max_start": MAX_START,
-        "max_amount": MAX_AMOUNT,
-        "max_total": MAX_TOTAL,
-        "doubles": DOUBLES_SHARE,
-    }
+    options = {**asdict(DEFAULT), "step_weights": list(STEP_WEIGHTS)}  # noqa: RUF012
 
     def __init__(self, config: TasksConfig, seed: int = 0):
         super().__init__(config, seed)
@@ -220,7 +217,8 @@ class Arithmetic(Task):
         self.difficulty = Difficulty(**{**known, "step_weights": tuple(map(float, weights))})
 
     def _drawn(self, stream: Stream, index: int) -> Example:
-        return _example(draw_problem(self.seed, stream, index, difficulty=self.difficulty))
+        problem = draw_problem(self.seed, stream, index, difficulty=self.difficulty)
+        return Example(problem.prompt, str(problem.result), demonstration(problem))
 
     def train(self, index: int) -> Example:
         return self._drawn(Stream.TRAIN, index)
@@ -245,7 +243,3 @@ class Arithmetic(Task):
 
     def solution(self, example: Example) -> str:
         return f" {_MARK}{example.reference}"
-
-
-def _example(problem: Problem) -> Example:
-    return Example(problem.prompt, str(problem.result), demonstration(problem))

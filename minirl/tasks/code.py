@@ -17,26 +17,31 @@ the option `reward`: 1 for "all" tests passed, or the "share" of them.
 
 Only inputs go into the sandbox; what comes out is compared here, as bytes or as plain JSON. A
 sandbox that fails raises, and the group is dropped: it is never a 0.
+
+Leaves out: how code is run (sandbox.py, jail.py), packages beside the standard library.
 """
 
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from minirl.config import TasksConfig
 from minirl.errors import RecipeError
 from minirl.records import Answer, Example, StopReason
-from minirl.tasks import Task, need
-from minirl.tasks.code_problems import HELDOUT, TRAIN
-from minirl.tasks.sandbox import Call, Limits, Outcome, Sandbox, why_not
-from minirl.tasks.sources import Row, bad_row
+from minirl.tasks import TEST, TRAIN, Task, need
+from minirl.tasks.sandbox import Call, Limits, Outcome, run, why_not
+from minirl.tasks.sources import Row, bad_row, file_rows
+
+BUILT_IN = Path(__file__).with_name("code_problems.jsonl")
 
 BLOCK = re.compile(r"^[ \t]*```(?:python|py|Python|python3)[ \t]*\r?\n(.*?)^[ \t]*```", re.M | re.S)
 INSTRUCTION = "Write the solution in Python, in one ```python block."
-FLOAT_TOLERANCE = 1e-6
+TOLERANCE = 1e-6
 WALL_OVER_CPU = 4.0  # a machine that is busy with other things is not the answer's fault
 SHARE_OF_TIMEOUT = 0.8  # of tasks.timeout_s: a slow answer is wrong, and its verifier stays
 MAX_TESTS = 1000
@@ -51,9 +56,8 @@ class Test:
 
 @dataclass(frozen=True)
 class Problem:
-    prompt: str
+    example: Example  # its reference is the solution
     tests: tuple[Test, ...]
-    solution: str
 
 
 class Code(Task):
@@ -65,75 +69,46 @@ class Code(Task):
         need(self, "reward", kind in ("all", "share"), "must be all or share")
         need(self, "test_s", 0 < test_s <= 3600, "must be above 0 and at most 3600 seconds")
         why = why_not()
-        self._is_isolated = not why
         if why and not self.options["unsafe"]:
             rule = f"code cannot be sandboxed here ({why})"
-            remedy = "see docs/sandbox.md; true runs code with limits alone, as your own user"
+            remedy = "see docs/sandbox.md; true runs code that can use every file that you can"
             raise RecipeError("tasks.options.unsafe", False, rule, remedy)
-        self._problems = {split: self._read(split) for split in ("train", "test")}
-        self._is_share = kind == "share"
-        self._limits = Limits(
-            cpu_s=math.ceil(test_s),
-            wall_s=WALL_OVER_CPU * test_s,
-            total_s=SHARE_OF_TIMEOUT * config.timeout_s,
-        )
+        limits = Limits(cpu_s=math.ceil(test_s), wall_s=WALL_OVER_CPU * test_s)
+        self._limits = replace(limits, max_abi=0) if why else limits
+        self._total_s = SHARE_OF_TIMEOUT * config.timeout_s
+        problems = [_problem(row) for split in (TRAIN, TEST) for row in self.load(split)]
+        self._tests = {_key(problem.example): problem.tests for problem in problems}
 
-    def _read(self, split: str) -> list[Problem]:
-        if not self.config.data:
-            return [_problem(row) for row in {"train": TRAIN, "test": HELDOUT}[split]]
-        problems = []
-        for row in self.load(split):
-            assert isinstance(row, Row)
-            try:
-                problems.append(_problem(row))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                rule = f"is no problem ({type(error).__name__}: {error})"
-                remedy = '"prompt", "tests" and "solution" are needed; see docs/sandbox.md'
-                raise bad_row(row, rule, remedy) from None
-        if not problems:
-            rule = f"has no rows to {split} on"
-            raise RecipeError("tasks.data", self.config.data, rule, "write a problem a line")
-        return problems
+    def load(self, split: str) -> Iterable[Row]:
+        if self.config.data:
+            return self.source.rows(split)
+        return [row for row in file_rows(BUILT_IN) if row["split"] == split]
 
-    @property
-    def num_train(self) -> int:
-        return len(self._problems["train"])
-
-    def train(self, index: int) -> Example:
-        return self._example("train", index)
-
-    def heldout(self, count: int) -> Sequence[Example]:
-        return [self._example("test", i) for i in range(len(self._problems["test"]))[:count]]
-
-    def _example(self, split: str, index: int) -> Example:
-        """The reference is the problem's place: tests may be large, and verifiers have them."""
-        message = {"role": "user", "content": self._problems[split][index].prompt}
-        return Example((message,), f"{split}/{index}")
-
-    def _problem(self, example: Example) -> Problem:
-        split, _, index = example.reference.partition("/")
-        return self._problems[split][int(index)]
+    def example(self, row: Row) -> Example:
+        """Without the tests: they may be large, and each verifier has read them."""
+        return _problem(row).example
 
     def reward(self, example: Example, answer: Answer) -> float:
         code = extract(answer.text)
         if answer.stop is not StopReason.STOP or code is None:
             return 0.0
-        tests = self._problem(example).tests
+        tests, end = self._tests[_key(example)], time.monotonic() + self._total_s
         num_passed = 0
-        for test, outcome in self._outcomes(code, tests):
-            is_passed = passes(test, outcome)
+        for test in tests:
+            is_passed = self._passes(test, code, end - time.monotonic())
             num_passed += is_passed
-            if not is_passed and not self._is_share:
+            if not is_passed and self.options["reward"] == "all":
                 return 0.0
         return num_passed / len(tests)
 
-    def _outcomes(self, code: str, tests: Sequence[Test]) -> Iterator[tuple[Test, Outcome]]:
-        with Sandbox(self._limits, self._is_isolated) as box:
-            for test in tests:
-                yield test, box.run(code, test.stdin, test.call)
+    def _passes(self, test: Test, code: str, left_s: float) -> bool:
+        if left_s <= 0:
+            return False
+        limits = replace(self._limits, wall_s=min(self._limits.wall_s, left_s))
+        return passes(test, run(code, test.stdin, test.call, limits))
 
     def solution(self, example: Example) -> str:
-        return f"```python\n{self._problem(example).solution}\n```"
+        return f"```python\n{example.reference}\n```"
 
 
 def extract(text: str) -> str | None:
@@ -167,9 +142,8 @@ def equal(given: Any, expected: Any) -> bool:
         is_like = isinstance(given, dict) and given.keys() == expected.keys()
         return is_like and all(equal(given[key], value) for key, value in expected.items())
     if isinstance(expected, float) and isinstance(given, (int, float)):
-        tolerance = FLOAT_TOLERANCE
         try:
-            return math.isclose(given, expected, rel_tol=tolerance, abs_tol=tolerance)
+            return math.isclose(given, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
         except OverflowError:  # an integer beyond all floats
             return False
     return bool(given == expected)
@@ -178,21 +152,32 @@ def equal(given: Any, expected: Any) -> bool:
 # -- data
 
 
-def _problem(row: Mapping[str, Any]) -> Problem:
-    tests = tuple(_test(test) for test in row["tests"])
-    if not 1 <= len(tests) <= MAX_TESTS:
-        raise ValueError(f"{len(tests)} tests, where 1 to {MAX_TESTS} are allowed")
-    forms = {test.call.function if test.call else None for test in tests}
-    if len(forms) != 1:
-        raise ValueError("tests of several forms or functions")
-    function = forms.pop()
-    how = f"Write a function `{function}`." if function else "Read stdin and print to stdout."
-    return Problem(f"{row['prompt']}\n{how} {INSTRUCTION}", tests, row["solution"])
+def _problem(row: Row) -> Problem:
+    try:
+        tests = tuple(_test(test) for test in row["tests"])
+        if not 1 <= len(tests) <= MAX_TESTS:
+            raise ValueError(f"{len(tests)} tests, where 1 to {MAX_TESTS} are allowed")
+        forms = {test.call.function if test.call else "" for test in tests}
+        if len(forms) != 1:
+            raise ValueError("tests of several forms or functions")
+        function = forms.pop()
+        how = f"Write a function `{function}`." if function else "Read stdin and print to stdout."
+        message = {"role": "user", "content": f"{row['prompt']}\n{how} {INSTRUCTION}"}
+        return Problem(Example((message,), row["solution"]), tests)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        rule = f"is no problem ({type(error).__name__}: {error})"
+        remedy = '"prompt", "tests" and "solution" are needed; see docs/sandbox.md'
+        raise bad_row(row, rule, remedy) from None
 
 
-def _test(row: dict[str, Any]) -> Test:
-    if "call" in row:
-        if not str(row["call"]).isidentifier() or not isinstance(row["args"], list):
-            raise ValueError('"call" must be a name, and "args" a list')
-        return Test("", Call(row["call"], tuple(row["args"])), row["returns"])
-    return Test(str(row["stdin"]), None, str(row["stdout"]))
+def _key(example: Example) -> str:
+    """Two rows may share a prompt, and differ in what is right."""
+    return repr((example.prompt, example.reference))
+
+
+def _test(row: Mapping[str, Any]) -> Test:
+    if row.get("call") is None:  # a table of parquet has every column in every row
+        return Test(str(row["stdin"]), None, str(row["stdout"]))
+    if not str(row["call"]).isidentifier() or not isinstance(row["args"], list):
+        raise ValueError('"call" must be a name, and "args" a list')
+    return Test("", Call(row["call"], tuple(row["args"])), row["returns"])

@@ -5,14 +5,16 @@
 
 Takes a seed (or rows with the numbers and the target), gives examples that have a solution by
 construction, and rewards. The expression is what stands in the last <answer>…</answer>, else in the
-last box, else on the last line; what follows a "=" there is not read. It is parsed, exactly, by the
-few lines below, never evaluated as code. It is right when its value is the target and it uses the
+last box, else on the last line; what follows a "=" there is not read. It is parsed, and computed
+exactly, never run as code. It is right when its value is the target and it uses the
 numbers as asked: each exactly once, or with use = "some" each at most once.
 
 Leaves out: powers, signs before a number, numbers made of digits put together.
 """
 
+import ast
 import json
+import operator
 import random
 import re
 from collections import Counter
@@ -30,6 +32,8 @@ MAX_CHARS = 200  # of an expression
 MAX_NUMBERS = 6  # a solution is found by trying, and 7 would take minutes
 HELDOUT_SHARE = 8
 OPERATORS = "+-*/"
+APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+SYMBOLS: dict[type, str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 Part = tuple[Fraction, str]  # a value and the expression that has it
 _SPELLINGS = {"×": "*", "÷": "/", "−": "-", "–": "-", "\\times": "*", "\\cdot": "*", "\\div": "/"}
 
@@ -131,21 +135,9 @@ def _combined(rng: random.Random, parts: list[Part]) -> Part:
     """All numbers joined, two at a time."""
     while len(parts) > 1:
         a, b = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
-        operator = rng.choice(OPERATORS if b[0] else "+-*")
-        parts.append((_apply(operator, a[0], b[0]), f"({a[1]}{operator}{b[1]})"))
+        symbol = rng.choice(OPERATORS if b[0] else "+-*")
+        parts.append((APPLY[symbol](a[0], b[0]), f"({a[1]}{symbol}{b[1]})"))
     return parts[0]
-
-
-def _apply(operator: str, a: Fraction, b: Fraction) -> Fraction:
-    match operator:
-        case "+":
-            return a + b
-        case "-":
-            return a - b
-        case "*":
-            return a * b
-        case _:
-            return a / b
 
 
 def expression_of(text: str) -> str:
@@ -155,48 +147,31 @@ def expression_of(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
     box = last_box(text)
     given = tagged[-1] if tagged else box if box is not None else lines[-1] if lines else ""
-    for spelling, operator in _SPELLINGS.items():
-        given = given.replace(spelling, operator)
+    for spelling, symbol in _SPELLINGS.items():
+        given = given.replace(spelling, symbol)
     return given.partition("=")[0].strip()
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
     """The value of an expression and the numbers in it; None where it is none."""
-    if len(text) > MAX_CHARS or re.search(r"[^\d+\-*/() \t]|\d\s+\d|\*\*|//", text):
+    if len(text) > MAX_CHARS or re.search(r"[^\d+\-*/() \t]|\*\*|//", text):
         return None
-    tokens = re.findall(r"\d+|[-+*/()]", text)
+    text = re.sub(r"(?<!\d)0+(?=\d)", "", text.strip())  # 07 is 7 here, and no Python
     try:
-        value, rest = _sum(tokens)
-    except (IndexError, ValueError, ZeroDivisionError):
+        value = _value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
-    return None if rest else (value, [int(t) for t in tokens if t.isdigit()])
+    return value, [int(number) for number in re.findall(r"\d+", text)]
 
 
-def _sum(tokens: list[str]) -> tuple[Fraction, list[str]]:
-    value, rest = _product(tokens)
-    while rest and rest[0] in "+-":
-        operator = rest[0]
-        right, rest = _product(rest[1:])
-        value = _apply(operator, value, right)
-    return value, rest
-
-
-def _product(tokens: list[str]) -> tuple[Fraction, list[str]]:
-    value, rest = _term(tokens)
-    while rest and rest[0] in "*/":
-        operator = rest[0]
-        right, rest = _term(rest[1:])
-        value = _apply(operator, value, right)
-    return value, rest
-
-
-def _term(tokens: list[str]) -> tuple[Fraction, list[str]]:
-    if tokens[0] != "(":
-        return Fraction(int(tokens[0])), tokens[1:]
-    value, rest = _sum(tokens[1:])
-    if rest[0] != ")":
-        raise ValueError("not closed")
-    return value, rest[1:]
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int(number)):
+            return Fraction(number)
+        case ast.BinOp(left=left, op=kind, right=right):
+            return APPLY[SYMBOLS[type(kind)]](_value(left), _value(right))
+        case _:
+            raise ValueError("neither a number nor one of the four operations")
 
 
 @lru_cache(maxsize=256)
@@ -226,7 +201,7 @@ def _search(
 
 
 def _joined(a: Part, b: Part, is_first: bool) -> Iterator[Part]:
-    for operator in OPERATORS:
-        if (operator in "+*" and not is_first) or (operator == "/" and not b[0]):
+    for symbol in OPERATORS:
+        if (symbol in "+*" and not is_first) or (symbol == "/" and not b[0]):
             continue
-        yield _apply(operator, a[0], b[0]), f"({a[1]}{operator}{b[1]})"
+        yield APPLY[symbol](a[0], b[0]), f"({a[1]}{symbol}{b[1]})"

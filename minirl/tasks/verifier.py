@@ -10,10 +10,12 @@ task's replies too, where it has several turns: both are the user's code.
 A reward that raises is never a 0 (rule 7): it is None, and one too many fails the whole group. One
 that hangs or crashes is the controller's business: it sees on the board which one this worker has
 been GRADING and for how long, replaces the worker, and may have the group graded without that one.
-One that runs out of memory takes this worker down, which comes to the same. An answer that was
-graded here before is not graded again, unless the task says that its rewards are random.
+One that runs out of memory takes this worker down, which comes to the same.
+
+Leaves out: what the recipe makes of a reward (rewards.py), and time limits: the controller watches.
 """
 
+import resource
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,12 +24,10 @@ from typing import Any
 from minirl.config import Config
 from minirl.guard import reward_problem
 from minirl.records import Answer, Example, Trajectory
-from minirl.shm.board import BEAT_S, BoardWriter, State, Total
+from minirl.shm.board import BEAT_S, BoardWriter, State
 from minirl.shm.ring import TornEntry, TrajectoryRing
 from minirl.tasks import Task
-from minirl.tasks.limits import RewardCache, bounded_output, limit_memory
 from minirl.tasks.registry import make_task
-from minirl.tasks.shaping import is_formed
 from minirl.tasks.turns import Dialogue, readable, reply_tokens, texts_of
 
 
@@ -46,7 +46,6 @@ class Graded:
     rewards: tuple[float | None, ...]  # None: failed, as `error` says
     texts: tuple[str, ...]
     error: str = ""
-    formed: tuple[bool, ...] = ()  # which have the form of tasks.format, where it is set
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,6 @@ def run(setup: VerifierSetup, board: BoardWriter, pipe: Connection) -> None:
 
     tokenizer = Tokenizer.from_file(str(Path(setup.folder) / "tokenizer.json"))
     task = make_task(setup.config)
-    cache = None if getattr(task, "is_random", False) else RewardCache()
     limit_memory(setup.config.tasks.memory_gib)
     while True:
         board.enter(State.WAITING_FOR_ANSWERS)
@@ -91,31 +89,32 @@ def run(setup: VerifierSetup, board: BoardWriter, pipe: Connection) -> None:
             board.enter(State.WAITING_FOR_ANSWERS)
         request = pipe.recv()
         if isinstance(request, Grade):
-            pipe.send(grade(request, task, setup, tokenizer, board, cache))
+            pipe.send(grade(request, task, setup, tokenizer, board))
         elif isinstance(request, Ask):
             pipe.send(reply(request, task, setup, tokenizer, board))
         else:
             return
 
 
+def limit_memory(gib: float) -> None:
+    """Of this process: private memory only, since the ring's shared memory is not its own. What
+    goes beyond is a MemoryError in the code that asks for it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = int(gib * 2**30)
+    soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
 def grade(
-    request: Grade,
-    task: Task,
-    setup: VerifierSetup,
-    tokenizer: Any,
-    board: BoardWriter,
-    cache: RewardCache | None = None,
+    request: Grade, task: Task, setup: VerifierSetup, tokenizer: Any, board: BoardWriter
 ) -> Graded:
     rewards: list[float | None] = []
     texts: list[str] = []
-    formed: list[bool] = []
-    format, limits = setup.config.tasks.format, setup.config.guard.reward_range
     error = ""
     for place, trajectory in enumerate(request.trajectories):
         if place in request.skip:
             rewards.append(None)
             texts.append("")
-            formed.append(False)
             continue
         board.serving(-1, place)
         # Anew: tasks.timeout_s counts for each reward.
@@ -123,22 +122,13 @@ def grade(
         view = setup.ring.read(trajectory.cell, request.group_id)
         turns = texts_of(view, tokenizer, setup.dialogue)
         answer = Answer(turns[-1], trajectory.stop, int(view.mask.sum()), turns)
-        reward = cache.get(request.example, answer) if cache is not None else None
-        if reward is not None:
-            board.add(Total.CACHED, 1)
-        else:
-            reward, why = compute(task, request.example, answer, limits)
-            error = why or error
-            if cache is not None and reward is not None:
-                cache.put(request.example, answer, reward)
+        reward, why = compute(task, request.example, answer, setup.config.guard.reward_range)
+        error = why or error
         rewards.append(reward)
         texts.append(readable(turns))
-        # Here and not in the controller: a regular expression can take for ever.
-        formed.append(bool(format) and is_formed(format, answer.text))
         if rewards.count(None) > request.max_failures:
             return Graded(request.group_id, (), (), error)
-    forms = tuple(formed) if format else ()
-    return Graded(request.group_id, tuple(rewards), tuple(texts), error, forms)
+    return Graded(request.group_id, tuple(rewards), tuple(texts), error)
 
 
 def compute(
@@ -146,8 +136,7 @@ def compute(
 ) -> tuple[float | None, str]:
     """The reward, or None and why there is none."""
     try:
-        with bounded_output():
-            reward = float(task.reward(example, answer))
+        reward = float(task.reward(example, answer))
     except MemoryError:
         raise  # what is left may be too little for the next: it takes this process down
     except Exception as failure:  # a task is the user's code: whatever it raises is one failure
@@ -168,8 +157,7 @@ def reply(
         return Replied(request.group_id, request.place, (), str(gone))
     last, turns = int(view.tokens[-1]), texts_of(view, tokenizer, setup.dialogue)
     try:
-        with bounded_output():
-            text = task.reply(request.example, turns)
+        text = task.reply(request.example, turns)
         if text is None:
             return Replied(request.group_id, request.place, ())
         tokens = reply_tokens(text, request.example, last, tokenizer, setup.dialogue)

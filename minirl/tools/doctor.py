@@ -238,7 +238,7 @@ def _sandbox() -> Finding:
     if why := why_not():
         detail = f'none for code ({why}): tasks.kind = "code" is refused; see docs/sandbox.md'
         return Finding("sandbox", True, detail)
-    return Finding("sandbox", True, "code runs in namespaces of its own, behind a filter (tried)")
+    return Finding("sandbox", True, "code runs behind Landlock, seccomp and rlimits (tried)")
 
 
 def _disk(name: str, folder: Path) -> Finding:

@@ -80,7 +80,6 @@ class Switch:
 
 class SlowTask:
     num_train = 2**31
-    is_random = True  # rewards of the same answer are to be waited for each time
 
     def __init__(self, config: TasksConfig, seed: int = 0):
         self._switch = Switch(Segment.open(config.data, Switch.NUM_BYTES))

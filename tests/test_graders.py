@@ -1,9 +1,10 @@
-"""The graders against answers that were labelled by hand for this project, one file a task."""
+"""The graders of gsm8k and math against answers that were labelled by hand for this project."""
 
 import json
 import os
 from collections import Counter
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from minirl.config import TasksConfig
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Task
 from minirl.tasks import math as mathematics
-from minirl.tasks.gsm8k import Gsm8k
+from minirl.tasks.answers import written
+from minirl.tasks.gsm8k import INSTRUCTION, Gsm8k
 from minirl.tasks.math import Mathematics, is_equal
+from minirl.tasks.registry import self_check
 
 DATA = Path(__file__).parent / "data"
 
@@ -40,10 +43,16 @@ def test_every_label_is_met(name: str, kind: type[Task]) -> None:
     assert not verdict(task, right, StopReason.LENGTH), "what was cut is not an answer"
 
 
-def test_the_cases_that_the_issue_names_are_there() -> None:
-    answers = {str(case["answer"]) for case in cases("gsm8k")}
-    named = {"#### $1,234.50", "#### -3", "#### 3/4", "#### 12 apples", "\\boxed{\\boxed{5}}"}
-    assert named <= answers
+def test_gsm8ks_references_are_the_numbers_at_their_marks(tmp_path: Path) -> None:
+    answers = ["48 + 24 = 72\n#### 72", "A lot: <<1000*1.5=1500>>\n#### 1,500", "#### -0.25"]
+    rows = [{"question": f"{number}?", "answer": text} for number, text in enumerate(answers)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = Gsm8k(replace(TasksConfig(), data=str(tmp_path), test_split="train"))
+    assert [e.reference for e in task.heldout(9)] == ["72", "1500", "-0.25"]
+    assert task.train(1).worked == "A lot: \n#### 1,500"
+    assert task.train(1).prompt == ({"role": "user", "content": f"1?\n{INSTRUCTION}"},)
+    self_check(task, "gsm8k")
+    assert written(Fraction(1, 3)) == "1/3" and written(Fraction(10**20)) == str(10**20)
 
 
 @pytest.mark.slow
@@ -82,10 +91,7 @@ def test_math_that_takes_too_long_raises_what_a_verifier_survives(
     assert is_equal("9", r"\boxed{9}"), "and it goes on"
 
 
-def test_a_reference_that_is_no_mathematics_raises() -> None:
+def test_a_reference_that_is_no_mathematics_raises_and_a_box_of_a_book_is_wrong() -> None:
     with pytest.raises(ValueError, match="cannot be read as mathematics"):
         is_equal("", r"\boxed{9}")
-
-
-def test_a_box_of_a_book_is_wrong_at_once() -> None:
     assert not is_equal("9", r"\boxed{" + "9+" * 5000 + "9}")
