@@ -16,7 +16,7 @@ from minirl.cli import app
 from minirl.errors import MinirlError, RecipeError
 from minirl.run_dir import RunDir
 from minirl.view import report
-from minirl.view.report import accuracy_points, charts, families, length_points, reward_points
+from minirl.view.charts import accuracy_points, charts, families, length_points, reward_points
 from minirl.view.trace import Slice
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
