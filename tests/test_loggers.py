@@ -159,8 +159,12 @@ def test_wandb_offline_keeps_metrics_and_answers(
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     log_three_steps(tmp_path, with_loggers("wandb"))
-    kept = b"".join(path.read_bytes() for path in tmp_path.rglob("*.wandb"))
-    assert b"reward/mean" in kept and b"answers" in kept
+
+    def is_kept() -> bool:  # its service writes the file a moment after `finish`
+        kept = b"".join(path.read_bytes() for path in tmp_path.rglob("*.wandb"))
+        return b"reward/mean" in kept and b"answers" in kept
+
+    wait_until(is_kept)
 
 
 def test_trackio_keeps_metrics_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
