@@ -230,7 +230,7 @@ class LogConfig:
     samples: int = 2
     """Readable trajectories to a step, in samples.jsonl."""
     trace: bool = False
-    """Write a timeline: trace.json.gz opens in ui.perfetto.dev, and `minirl report` draws it."""
+    """Write a timeline: trace.json opens in ui.perfetto.dev, and `minirl report` draws it."""
     to: tuple[str, ...] = ()
     """Where metrics go beside metrics.jsonl: "tensorboard", "wandb", "trackio", each an extra."""
     stall_s: float = 300.0

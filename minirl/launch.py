@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
@@ -47,7 +47,6 @@ from minirl.train.messages import TrainerSetup
 from minirl.train.tiny import tiny_model_folder
 from minirl.view.console import ConsoleView
 from minirl.view.loggers import Loggers
-from minirl.view.trace import FOLDER, merge
 from minirl.workers import Died, Fleet, Role
 
 INTERRUPTED = 130
@@ -166,8 +165,8 @@ def _run(
     began = time.monotonic()
     places = devices.place(config, kind, job.available)
     num_workers = len(places[0]) + len(places[1]) + config.tasks.verifiers
-    fleet = Fleet(run_dir / "logs", num_workers, run_dir / FOLDER if config.log.trace else None)
-    loggers: Loggers | None = None
+    trace = run_dir / "trace.json" if config.log.trace else None
+    fleet = Fleet(run_dir / "logs", num_workers, trace)
     try:
         dialogue = None
         if has_turns(task):  # else the tokenizer loads while workers start
@@ -188,7 +187,7 @@ def _run(
             loop.after_step = lambda: corrector.look(journal.log.lines, journal.began - began)
         loggers = Loggers(config, run_dir, start.step, view.note)
         try:
-            with _signals(loop, view) as came, view.watching(loop, run_dir, loggers.check):
+            with _signals(loop, view) as came, view.watching(loop, run_dir):
                 loop.run()
         except BaseException:
             journal.close()  # what was recorded until now is kept
@@ -200,9 +199,6 @@ def _run(
             journal.close()
             view.note(corrector.why)
             return None
-        if config.log.trace:
-            with suppress(OSError):  # a full disk: `minirl trace` can do it later
-                merge(run_dir)
         is_whole = loop.step == config.train.steps
         extra = {"run_dir": str(run_dir), "seed": config.seed, "drops": dict(buffer.drops)}
         found = balance(journal.log.lines, config.devices.rollout, config.devices.train)
@@ -220,8 +216,6 @@ def _run(
         return 0 if is_whole else INTERRUPTED
     finally:
         with _deaf():  # what is left takes a moment, and must be done
-            if loggers is not None:
-                loggers.kill()
             fleet.kill()
             devices.sweep_temp(run_dir / "tmp")
             checkpoint.sweep(run_dir)

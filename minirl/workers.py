@@ -38,7 +38,7 @@ from minirl.devices import Placement
 from minirl.errors import MinirlError
 from minirl.secrets import Scrubbed, secret_names
 from minirl.shm.board import Board
-from minirl.view.trace import Tracer
+from minirl.shm.tracer import TraceFile, Tracer
 
 LAST_WORDS_LINES = 12
 STOP_GRACE_S = 10.0
@@ -53,7 +53,6 @@ class Role(StrEnum):
     VERIFY = "verify"
     WARMUP = "warmup"  # makes the tiny model, before the others
     SFT = "sft"  # a rank of `minirl sft`
-    LOG = "log"  # gives the metrics to another tool; its death is no harm
     BENCH = "bench"  # a part of a benchmark
 
 
@@ -121,9 +120,11 @@ class Worker:
 
 
 class Fleet:
-    def __init__(self, log_dir: Path, num_workers: int, trace_dir: Path | None = None):
-        self.log_dir, self.trace_dir = log_dir, trace_dir
-        self._session = f"{os.getpid()}-{time.time():.0f}"
+    def __init__(self, log_dir: Path, num_workers: int, trace: Path | None = None):
+        self.log_dir = log_dir
+        self._trace = TraceFile(trace) if trace else None
+        if self._trace:
+            self._trace.begin()
         self.board = Board(num_workers)
         self.workers: list[Worker] = []
         # torch.multiprocessing is this plus a way to send tensors, which never go through pipes here:
@@ -144,7 +145,6 @@ class Fleet:
         worker.connect(ours)
         self.board.reset(worker.row)
         log = self.log_dir / f"{worker.name}.log"
-        trace = self.trace_dir / f"{worker.name}.jsonl" if self.trace_dir else None
         process = self._context.Process(
             target=_child,
             args=(worker.body, worker.setup, worker.placement, self.board, worker.row),
@@ -152,13 +152,13 @@ class Fleet:
                 "pipe": theirs,
                 "log": log,
                 "parent": os.getpid(),
-                "trace": (trace, self._session) if trace else None,
+                "trace": self._trace,
                 "delay_s": delay_s,
             },
             name=f"minirl-{worker.name}",
         )
-        # A reward may ask a service, and a logger is one: only these are given keys.
-        hidden = [] if worker.role in (Role.VERIFY, Role.LOG) else secret_names()
+        # A reward may call a service: only verifiers get the keys.
+        hidden = [] if worker.role is Role.VERIFY else secret_names()
         if self._context.get_start_method() == "spawn":
             resource_tracker.ensure_running()  # here, since the first time it unblocks signals
         with _environment(worker.placement.env, hidden), _undisturbed():
@@ -349,7 +349,7 @@ def _child(
     pipe: Connection,
     log: Path,
     parent: int,
-    trace: tuple[Path, str] | None,
+    trace: TraceFile | None,
     delay_s: float,
 ) -> None:
     """What every worker process runs."""
@@ -366,7 +366,7 @@ def _child(
     devices.bind(placement)
     writer = board.writer(row)
     if trace is not None:
-        writer.tracer = Tracer(*trace)
+        writer.tracer = Tracer(trace, log.stem)
         writer.tracer.state("starting", {})
     time.sleep(delay_s)
     try:
@@ -380,6 +380,8 @@ def _child(
         traceback.print_exc()
         _report(pipe, Failed(f"{type(error).__name__}: {error}", is_ours=False))
     finally:
+        if writer.tracer is not None:
+            writer.tracer.close()
         sys.stdout.flush()
         sys.stderr.flush()
 

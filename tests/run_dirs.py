@@ -1,37 +1,20 @@
-"""Run directories without a run: written by the real journal, buffer, metrics log and tracer, fed
-with made-up answers. What only a trainer writes (trajectories.jsonl) has its shape from a real run,
-which test_run.py checks.
+"""Run directories without a run: the files in the form that a run writes (test_run.py checks that),
+filled with made-up answers. The trace is written by the real tracer.
 """
 
 import json
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from minirl.buffer import Buffer, OnStale
 from minirl.config import Config
-from minirl.devices import Placement
-from minirl.evaluation import EVAL_IDS, Evaluation
-from minirl.journal import LOCK, Journal
 from minirl.recipe import to_toml
-from minirl.records import Batch, Example, Group, Prompt, StopReason, Trajectory
-from minirl.tools import machine
-from minirl.view.trace import FOLDER, Tracer
-from minirl.workers import Fleet, Role, Worker
+from minirl.shm.tracer import TraceFile, Tracer
 
 QUESTION = 'Is <b>2 & 2</b> "4"?\nSay so.'  # must come out as text
-HELDOUT = [Prompt(i, Example(f"{QUESTION} {i}", "4"), (1, 2)) for i in range(4)]
-
-
-class Silent:
-    """A view that shows nothing."""
-
-    def note(self, text: str) -> None: ...
-
-    def evaluated(self, version: int, accuracy: float) -> None: ...
-
-    def step(self, line: dict[str, Any]) -> None: ...
+MACHINE = {"device_kind": "cpu", "cpu": "a CPU", "cores": 2, "packages": {"torch": "2.13.0"}}
 
 
 def make_config(seed: int = 0, steps: int = 6, eta: int = 2, lr: float = 1e-6) -> Config:
@@ -39,69 +22,48 @@ def make_config(seed: int = 0, steps: int = 6, eta: int = 2, lr: float = 1e-6) -
     return replace(
         base,
         train=replace(base.train, steps=steps, batch_size=2, lr=lr),
-        rollout=replace(base.rollout, group_size=2, max_new_tokens=32),
         buffer=replace(base.buffer, max_staleness=eta),
-        eval=replace(base.eval, num_prompts=len(HELDOUT)),
         log=replace(base.log, trace=True),
     )
 
 
 def write_run(path: Path, config: Config, is_whole: bool = True, is_traced: bool = True) -> Path:
-    (path / "logs").mkdir(parents=True)
-    (path / LOCK).touch()
+    path.mkdir(parents=True)
+    (path / "lock").touch()
     (path / "recipe.toml").write_text(to_toml(config))
-    facts = machine.describe("cpu")
-    machine.write(path, facts)
-    dice = random.Random(config.seed)
-    fleet = Fleet(path / "logs", 2)
-    place = Placement("cpu")
-    fleet.workers += [
-        Worker(Role.ROLLOUT, 0, 0, "", None, place),
-        Worker(Role.TRAIN, 0, 1, "", None, place),
-    ]
-    buffer = Buffer(config.train.batch_size, config.buffer.max_staleness, OnStale.MASK)
-    journal = Journal(config, path, fleet, Silent())
-    journal.begin()
-    evaluate(journal, version=0, right=1)
-    for step in range(1, config.train.steps + 1):
-        is_last = step == config.train.steps
-        batch = make_batch(config, buffer, step, dice)
-        for group in batch.groups:
-            prompt = Prompt(group.prompt_index, Example(QUESTION, "4"), (1, 2))
-            journal.keep_texts(group.id, prompt, ("<i>4</i>",) * len(group.rewards))
-        buffer.published()
-        journal.trained(step, batch, made_up_values(step, dice), buffer, is_last)
-        write_trajectories(path, batch)
-        if step == config.train.steps // 2 or is_last:
-            evaluate(journal, version=step, right=3)
+    (path / "machine.json").write_text(json.dumps(MACHINE))
+    dice, steps = random.Random(config.seed), range(1, config.train.steps + 1)
+    write_lines(path / "metrics.jsonl", (metrics(step, dice) for step in steps))
+    write_lines(path / "batches.jsonl", (batch(step, dice) for step in steps))
+    write_lines(path / "samples.jsonl", (sample(step) for step in steps))
+    half, last = config.train.steps // 2, config.train.steps
+    write_lines(path / "evals.jsonl", (evaluation(step) for step in (0, half, last)))
     if is_traced:
-        write_trace(path, config)
+        write_trace(path / "trace.json", config.train.steps)
     if is_whole:
-        journal.summarise(True, {"seed": config.seed, **facts})
-    journal.close()
+        (path / "summary.json").write_text(json.dumps({"finished": True, "balance": "even"}))
     return path
 
 
-def make_batch(config: Config, buffer: Buffer, step: int, dice: random.Random) -> Batch:
-    for _ in range(config.train.batch_size):
-        ticket = buffer.admit(step * 10, buffer.version)
-        trajectories = []
-        for place in range(config.rollout.group_size):
-            written = dice.randint(2, 32)
-            stop = StopReason.LENGTH if written == 32 else StopReason.STOP
-            version = buffer.version
-            trajectories.append(Trajectory(place, written + 2, written, stop, version, version))
-        rewards = tuple(float(dice.random() < step / 7) for _ in trajectories)
-        buffer.finish(Group(ticket.group_id, step * 10, tuple(trajectories), rewards))
-    batch = buffer.next_batch(step)
-    assert batch is not None
-    return batch
+def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def made_up_values(step: int, dice: random.Random) -> dict[str, float | None]:
+def metrics(step: int, dice: random.Random) -> dict[str, Any]:
     return {
+        "step": step,
+        "version": step,
+        "seconds": 2.0 * step,
+        "reward/mean": dice.random() * step / 7,
+        "reward/std": 0.4,
+        "rollout/length_mean": 10.0,
+        "rollout/truncated_frac": 0.0,
+        "rollout/tokens_per_s": 500.0,
+        "rollout/idle_frac": 0.1,
         "buffer/staleness_mean": 0.0,
         "buffer/staleness_max": 0.0,
+        "buffer/groups_dropped": 0,
         "train/tokens": 50.0,
         "train/entropy": 1 / step,
         "train/clip_frac": 0.01 * dice.random(),
@@ -109,61 +71,67 @@ def made_up_values(step: int, dice: random.Random) -> dict[str, float | None]:
         "train/logprob_gap": 1e-6 * (1 + dice.random()),
         "train/grad_norm": 1.0,
         "train/tokens_per_s": 1000.0 + dice.random(),
+        "train/idle_frac": 0.2,
     }
 
 
-def write_trajectories(path: Path, batch: Batch) -> None:
+def batch(step: int, dice: random.Random) -> dict[str, Any]:
     groups = [
         {
-            "group": group.id,
-            "prompt": group.prompt_index,
-            "rewards": list(group.rewards),
-            "advantages": [reward - 0.5 for reward in group.rewards],
-            "versions": [[t.head_version, t.tail_version] for t in group.trajectories],
-            "written": [t.num_written for t in group.trajectories],
-            "cut": [int(t.stop) for t in group.trajectories],
-            "masked": [],
+            "id": 2 * step + n,
+            "prompt": step,
+            "prompt_tokens": 2,
+            "rewards": [1.0, 0.0],
+            "lengths": [dice.randint(2, 32), 32],
+            "versions": [[step - 1, step - 1], [max(0, step - 2), step - 1]],
+            "stops": ["stop", "length"],
         }
-        for group in batch.groups
+        for n in range(2)
     ]
-    kept = {
-        "group": batch.groups[0].id,
-        "ids": [5, 6, 7],
-        "pieces": [" <4>", "\n", "&"],
-        "versions": [max(0, batch.version - 1), batch.version, batch.version],
-        "trained": [0, 1, 1],
-        "logprobs": [-0.1, -0.2, -0.3],
-        "gaps": [None, 1e-7, 0.02],
-        "progress": 0.0,
-        "left_out": 9,
+    return {"step": step, "version": step - 1, "groups": groups}
+
+
+def sample(step: int) -> dict[str, Any]:
+    return {
+        "step": step,
+        "group": 2 * step,
+        "prompt": QUESTION,
+        "answer": "<i>4</i>",
+        "reference": "4",
+        "reward": 1.0,
+        "shaped": 1.0,
+        "versions": [max(0, step - 4), step - 1],
+        "stop": "stop",
+        "tokens": [" <4>", "\n", "&"],
+        "token_versions": [max(0, step - 4), max(0, step - 2), step - 1],
+        "token_gaps": [None, 1e-7, 0.02],
     }
-    line = {"step": batch.step, "version": batch.version, "groups": groups, "tokens": [kept]}
-    with (path / "trajectories.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
 
 
-def evaluate(journal: Journal, version: int, right: int) -> None:
-    evaluation = Evaluation(HELDOUT, first_cell=0)
-    for place in range(len(HELDOUT)):
-        evaluation.answered(Trajectory(place, 5, 3, StopReason.STOP, version, version))
-        evaluation.texts[EVAL_IDS + place] = f"as version {version} says: <4>"
-        evaluation.graded(EVAL_IDS + place, float(place < right))
-    journal.evaluated(evaluation)
+def evaluation(step: int) -> dict[str, Any]:
+    text = f"as version {step} says: <4>"
+    answer = {"prompt": QUESTION, "reference": "4", "answer": text, "reward": 1.0}
+    middle = 0.25 + 0.5 * (step > 0)
+    interval = {"accuracy": middle, "low": middle - 0.2, "high": middle + 0.2, "count": 4}
+    return {"step": step, "version": step, "seconds": 2.0 * step, **interval, "answers": [answer]}
 
 
-def write_trace(path: Path, config: Config) -> None:
-    """An engine and a rank, one group a step: through the real tracer, in no time at all."""
-    engine, rank = (Tracer(path / FOLDER / f"{name}-0.jsonl", "s") for name in ("rollout", "train"))
+def write_trace(path: Path, steps: int) -> None:
+    """One engine and one rank, one group per step, in no time at all."""
+    file = TraceFile(path)
+    file.begin()
+    engine, rank = Tracer(file, "rollout-0"), Tracer(file, "train-0")
     engine.state("waiting for prompts", {})
     rank.state("waiting for batch", {})
-    for step in range(1, config.train.steps + 1):
+    for step in range(1, steps + 1):
         engine.state("generating", {})
         engine.begin_sequence(step)
         engine.first_token(step)
-        engine.end_sequence(step, {"group": step, "place": 0, "tokens": 3, "versions": [0, 0]})
+        engine.end_sequence(step, step, 0, {"place": 0})
         engine.state("waiting for prompts", {})
-        rank.step(step, step - 1, [step])
+        rank.step(step, step - 1, [(step, 0)])
         rank.state("training", {"phase": "forward and backward"})
-        rank.state("training", {"phase": "optimizer step"})
         rank.state("publishing", {"version": step})
         rank.state("waiting for batch", {})
+    engine.close()
+    rank.close()

@@ -1,4 +1,4 @@
-"""`minirl report` and `minirl trace`: a run as a page of pictures, and as a timeline."""
+"""`minirl report`: runs as a page of pictures."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from minirl.cli.app import app
-from minirl.errors import RecipeError
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN [RUN …]", help="Run directories.")]
 
@@ -24,7 +23,7 @@ Examples:
   minirl report runs/smoke-20260101-120000
   minirl report runs/seed-* runs/other-seed-* --out comparison
 
-It goes to RUN/report, for several runs to ./report. PNGs need the extra `report`.
+It goes to RUN/report, for several runs to ./report.
 """
 )
 def report(
@@ -33,31 +32,10 @@ def report(
         Path | None, typer.Option(metavar="DIR", help="Where it goes; see above.")
     ] = None,
 ) -> None:
-    from minirl.view.report.rundir import open_run
-    from minirl.view.report.write import write
+    from minirl.run_dir import open_run
+    from minirl.view.report import write
 
     opened = [open_run(path) for path in dict.fromkeys(runs)]
     folder = out or (opened[0].path / "report" if len(opened) == 1 else Path("report"))
-    written = write(opened, folder)
-    for path in written.files:
+    for path in write(opened, folder):
         typer.echo(path)
-    for note in written.notes:
-        typer.echo(f"note: {note}", err=True)
-
-
-@app.command(
-    help="""Merge what the workers of a run with log.trace = true wrote into trace.json.gz.
-
-A run does this itself when it ends; this is for one that goes on or was killed. The file opens in
-ui.perfetto.dev and chrome://tracing.
-"""
-)
-def trace(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]) -> None:
-    from minirl.view.report.rundir import open_run
-    from minirl.view.trace import merge
-
-    merged = merge(open_run(run).path)
-    if merged is None:
-        remedy = "train with --set log.trace=true"
-        raise RecipeError("RUN", str(run), "was not traced: it has no trace/", remedy)
-    typer.echo(merged)

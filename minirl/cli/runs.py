@@ -1,4 +1,4 @@
-"""`minirl runs`, `minirl inspect` and `minirl diff`: runs, from their directories' files alone."""
+"""`minirl runs` and `minirl inspect`: runs, from their directories' files alone."""
 
 from pathlib import Path
 from typing import Annotated
@@ -28,7 +28,7 @@ def runs(
         Path, typer.Argument(metavar="[DIR]", help="Where the run directories are.")
     ] = RUNS,
 ) -> None:
-    from minirl.view.report.tables import list_runs, run_rows
+    from minirl.view.runs import list_runs, run_rows
 
     if folder == RUNS and not folder.exists():
         typer.echo(f"no runs yet: {RUNS}/ is made by the first minirl train")
@@ -41,9 +41,9 @@ def runs(
 
 
 @app.command(
-    help="""Print what a step trained: every trajectory's reward, advantage, versions and length.
+    help="""Print what a step trained: every trajectory's reward, versions, length and stop.
 
-Below them the answers that were kept readable (log.samples a step).
+Below them the answers that were kept readable (log.samples per step).
 
 \b
 Examples:
@@ -58,8 +58,8 @@ def inspect(
     ] = None,
     group: Annotated[int | None, typer.Option(metavar="ID", help="Only this group.")] = None,
 ) -> None:
-    from minirl.view.report.rundir import open_run
-    from minirl.view.report.tables import find_step, sample_texts, trajectory_rows
+    from minirl.run_dir import open_run
+    from minirl.view.runs import find_step, sample_texts, trajectory_rows
 
     opened = open_run(run)
     line = find_step(opened, step)
@@ -69,18 +69,3 @@ def inspect(
         show_columns(trajectory_rows(line, group))
     for text in sample_texts(opened, line["step"], group):
         typer.echo(f"\n{text}")
-
-
-@app.command(help="Say what differs between two runs: recipe, result, hardware and versions.")
-def diff(run: Run, other: Annotated[Path, typer.Argument(metavar="RUN")]) -> None:
-    from minirl.view.report.rundir import open_run
-    from minirl.view.report.tables import diff_rows, told_apart
-
-    a, b = open_run(run), open_run(other)
-    names = told_apart((a, b))
-    for title, rows in zip(("RECIPE", "RESULT", "MACHINE"), diff_rows(a, b), strict=True):
-        if rows:
-            show_columns([(title, *names), *rows])
-        else:
-            typer.echo(f"{title}  no difference")
-        typer.echo()

@@ -277,7 +277,8 @@ class RolloutWorker:
         self.num_running_eval -= group.is_eval
         self.recomputing.discard(key)
         if self.board.tracer is not None:
-            self.board.tracer.end_sequence(key, facts_of(request))
+            cell = group.cells[request.index]
+            self.board.tracer.end_sequence(key, group.group_id, cell, facts_of(request))
         self.num_running[group.group_id] -= 1
         if not self.num_running[group.group_id]:
             del self.num_running[group.group_id]
@@ -369,7 +370,6 @@ class RolloutWorker:
 def facts_of(request: Request) -> dict[str, object]:
     """For the timeline."""
     return {
-        "group": request.group.group_id,
         "place": request.index,
         "tokens": len(request.tokens),
         "versions": [request.versions[0], request.versions[-1]] if request.versions else [],

@@ -11,7 +11,7 @@ from enum import IntEnum
 import numpy as np
 
 from minirl.shm.segment import Segment
-from minirl.view.trace import Tracer
+from minirl.shm.tracer import Tracer
 
 BEAT_S = 0.25  # a worker that waits says so this often
 

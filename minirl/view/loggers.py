@@ -1,265 +1,172 @@
-"""Metrics for other people's tools: TensorBoard, Weights & Biases, trackio (`log.to`).
+"""Metrics for other tools: TensorBoard, Weights & Biases, trackio (`log.to`).
 
-Takes a run directory, gives its metrics.jsonl to each logger that the recipe names. A logger is a
-process of its own that follows that file. So training never waits for it: one that raises, hangs,
-crashes or finds its disk full is noted once, and the file has everything all the same. On resume it
-goes on after the checkpoint's step.
+Takes a run directory. One daemon thread per logger follows its metrics.jsonl and evals.jsonl, so
+training never waits for a logger: the files are its queue. The first exception turns a logger off
+with one note; one that hangs is left behind at the end of the run.
 
-What leaves the machine is the metrics and the recipe, without secrets (`redacted`). Not sent: code,
-git state, command line, environment, console output, samples.
-
-A new logger is a class with `write` and `close`, and a line in LOGGERS.
+Gives each logger the metrics, the recipe, and the answers of an evaluation where the logger has a
+table. Leaves out: code, git state, command line, environment, console output.
 """
 
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from threading import Event, Thread
+from typing import Any
 
 from minirl.config import KEYS, Config, get
-from minirl.devices import Placement
-from minirl.secrets import scrub
-from minirl.shm.board import BoardWriter, State
-from minirl.workers import Died, Fleet, Role, Worker
 
-POLL_S = 1.0  # how often a logger looks for new lines
-SLOW_START_S = 60.0  # then it is said that a logger has not begun
-END_S = 20.0  # what a logger gets at the end to send what it has
-BODY = "minirl.view.loggers:run"
-
-
-class Logger(Protocol):
-    def write(self, step: int, values: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+POLL_S = 1.0
+END_S = 20.0  # at the end of a run, for all loggers together
+FILES = {"metrics.jsonl": "", "evals.jsonl": "eval/"}  # and the prefix of their names
+COLUMNS = ("step", "version", "prompt", "reference", "answer", "reward")
+Values = dict[str, Any]
+Rows = list[list[Any]]
 
 
 @dataclass(frozen=True)
-class LoggerSetup:
-    """What a logger is spawned with."""
-
-    name: str
-    config: Config
-    run_dir: str
-    last_step: int  # of the checkpoint: lines up to it were logged before
+class Logger:
+    write: Callable[[int, Values, Rows], None]  # step, numbers, answers
+    close: Callable[[], None]
 
 
-class TensorBoard:
-    """Event files in RUN/tensorboard, by tensorboard's own writer: neither torch nor TensorFlow."""
+def open_tensorboard(config: Config, run_dir: Path, last_step: int) -> Logger:
+    """Event files in RUN/tensorboard. It has no table."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, setup: LoggerSetup):
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    purge_step = last_step + 1 if last_step else None
+    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
 
-        self._event, self._summary = Event, Summary
-        self._writer = EventFileWriter(str(Path(setup.run_dir) / "tensorboard"), flush_secs=10)
-        if setup.last_step:  # what an interrupted run logged past its checkpoint is taken back
-            start = SessionLog(status=SessionLog.START)
-            event = Event(wall_time=time.time(), step=setup.last_step + 1, session_log=start)
-            self._writer.add_event(event)
+    def write(step: int, values: Values, answers: Rows) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
-    def write(self, step: int, values: dict[str, float]) -> None:
-        pairs = values.items()
-        summary = self._summary(
-            value=[self._summary.Value(tag=name, simple_value=value) for name, value in pairs]
-        )
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
+    return Logger(write, writer.close)
 
 
-class WeightsAndBiases:
+def open_wandb(config: Config, run_dir: Path, last_step: int) -> Logger:
     """Project WANDB_PROJECT, else "minirl"; WANDB_MODE=offline keeps it on this machine."""
+    import wandb
 
-    def __init__(self, setup: LoggerSetup):
-        import wandb
-
-        settings = wandb.Settings(
-            console="off",
-            disable_code=True,
-            disable_git=True,
-            disable_job_creation=True,
-            save_code=False,
-            silent=True,
-            x_disable_meta=True,
-            x_disable_stats=True,
-        )
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "minirl"),
-            name=Path(setup.run_dir).name,
-            id=run_id(setup),
-            resume="allow",
-            dir=setup.run_dir,
-            config=recipe_without_secrets(setup.config),
-            settings=settings,
-        )
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        self._run.log(values, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    off = ("disable_code", "disable_git", "disable_job_creation", "x_disable_meta")
+    settings = dict.fromkeys((*off, "x_disable_stats", "silent"), True)
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "minirl"),
+        name=run_dir.name,
+        id=run_id(run_dir),
+        resume="allow",
+        dir=str(run_dir),
+        config=recipe_of(config),
+        settings=wandb.Settings(console="off", save_code=False, **settings),
+    )
+    # The step is a value: wandb's own counter would refuse an evaluation that ends after later
+    # steps, and steps that are redone.
+    run.define_metric("*", step_metric="step")
+    return _with_table(lambda step, values: run.log({"step": step, **values}), run, wandb.Table)
 
 
-class Trackio:
+def open_trackio(config: Config, run_dir: Path, last_step: int) -> Logger:
     """Project TRACKIO_PROJECT, else "minirl", in trackio's folder on this machine."""
+    import trackio
 
-    def __init__(self, setup: LoggerSetup):
-        import trackio
-
-        self._run = trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", "minirl"),
-            name=f"{Path(setup.run_dir).name}-{run_id(setup)[:6]}",
-            config=recipe_without_secrets(setup.config),
-            resume="allow" if setup.last_step else "never",
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        self._run.log(values, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    run = trackio.init(
+        project=os.environ.get("TRACKIO_PROJECT", "minirl"),
+        name=f"{run_dir.name}-{run_id(run_dir)[:6]}",
+        config=recipe_of(config),
+        resume="allow",
+        embed=False,
+        auto_log_gpu=False,
+        auto_log_cpu=False,
+    )
+    return _with_table(lambda step, values: run.log(values, step=step), run, trackio.Table)
 
 
-LOGGERS: dict[str, Callable[[LoggerSetup], Logger]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-    "trackio": Trackio,
+def _with_table(log: Callable[[int, Values], None], run: Any, table: Any) -> Logger:
+    def write(step: int, values: Values, answers: Rows) -> None:
+        if answers:
+            values = {**values, "answers": table(columns=[*COLUMNS], data=answers)}
+        log(step, values)
+
+    return Logger(write, run.finish)
+
+
+LOGGERS: dict[str, Callable[[Config, Path, int], Logger]] = {
+    "tensorboard": open_tensorboard,
+    "wandb": open_wandb,
+    "trackio": open_trackio,
 }
 
 
-def run_id(setup: LoggerSetup) -> str:
+def run_id(run_dir: Path) -> str:
     """The same for every start of one run."""
-    return hashlib.sha256(str(Path(setup.run_dir).absolute()).encode()).hexdigest()[:16]
+    return hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:16]
 
 
-def recipe_without_secrets(config: Config) -> dict[str, Any]:
-    return {key: redacted(get(config, key)) for key in KEYS}
-
-
-def redacted(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [redacted(item) for item in value]
-    return scrub(value) if isinstance(value, str) else value
-
-
-# -- in the logger's process
-
-
-def run(setup: LoggerSetup, board: BoardWriter, pipe: Connection) -> None:
-    """The body of a logger: until the controller says that the run has ended."""
-    os.nice(10)
-    logger = LOGGERS[setup.name](setup)
-    board.enter(State.WAITING_FOR_ANSWERS)  # no longer starting
-    lines = follow(Path(setup.run_dir) / "metrics.jsonl", setup.last_step)
-    is_over = False
-    while True:
-        for line in next(lines):
-            step = int(line.pop("step"))
-            logger.write(step, line)
-        if is_over:
-            logger.close()
-            sys.stdout.flush()
-            os._exit(0)  # some libraries leave threads that would never let a process end
-        if pipe.poll(POLL_S):
-            pipe.recv()
-            is_over = True  # once more, for what came meanwhile
-
-
-def follow(path: Path, last_step: int) -> Iterator[list[dict[str, float]]]:
-    """At each look the whole lines that are new and past `last_step`."""
-    place = 0
-    while True:
-        fresh = []
-        with path.open("rb") as file:
-            file.seek(place)
-            for raw in file:
-                if not raw.endswith(b"\n"):
-                    break
-                place += len(raw)
-                line = json.loads(raw)
-                if line["step"] > last_step:
-                    fresh.append(line)
-        yield fresh
-
-
-# -- in the controller
+def recipe_of(config: Config) -> Values:
+    values = {key: get(config, key) for key in KEYS}
+    return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
 
 
 class Loggers:
-    """The processes of a run's loggers. `check` is called now and then; it never waits."""
+    """The loggers of a run. `last_step` is that of the checkpoint from which it resumes."""
 
-    def __init__(self, config: Config, run_dir: Path, step: int, note: Callable[[str], None]):
-        self._note, self._names = note, config.log.to
-        self._is_late: set[str] = set()
-        self._fleet: Fleet | None = None
-        if not self._names:
-            return
-        self._fleet = Fleet(run_dir / "logs", len(self._names))
-        place = Placement("cpu", env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
-        for rank, name in enumerate(self._names):
-            setup = LoggerSetup(name, config, str(run_dir), step)
-            self._fleet.spawn(Role.LOG, rank, BODY, setup, place)
+    def __init__(self, config: Config, run_dir: Path, last_step: int, note: Callable[[str], None]):
+        self._config, self._run_dir, self._note = config, run_dir, note
+        self._is_over = Event()
+        self._threads = []
+        for name in config.log.to:
+            news = {prefix: follow(run_dir / file) for file, prefix in FILES.items()}
+            for lines in news.values():
+                next(lines)  # here, so that a line of this run cannot come before the thread
+            thread = Thread(target=self._run, args=(name, news, last_step), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
-    def check(self) -> None:
-        if self._fleet is None:
-            return
-        for worker, message in self._fleet.hear(0):
-            if isinstance(message, Died):
-                self._off(worker, message.how)
-        for worker in self._living():
-            if worker.failure:  # it said so, but its library's threads keep it from ending
-                self._off(worker, worker.failure.message)
-                continue
-            row = self._fleet.board.row(worker.row)
-            is_late = row.state is State.STARTING and row.since_s > SLOW_START_S
-            if is_late and worker.name not in self._is_late:
-                self._is_late.add(worker.name)
-                name = self._names[worker.rank]
-                self._note(f"{name} has not begun after {row.since_s:.0f} s; training goes on")
-
-    def _living(self) -> list[Worker]:
-        return [w for w in self._fleet.workers if w.process is not None] if self._fleet else []
-
-    def _off(self, worker: Worker, how: str) -> None:
-        assert self._fleet is not None
-        self._fleet.retire(worker)
-        name = self._names[worker.rank]
-        self._note(f"{name} is off, training goes on: {how} (its log: logs/{worker.name}.log)")
+    def _run(self, name: str, news: dict[str, Iterator[list[Values]]], last_step: int) -> None:
+        try:
+            logger = LOGGERS[name](self._config, self._run_dir, last_step)
+            is_over = False
+            while not is_over:
+                is_over = self._is_over.wait(POLL_S)  # then one more pass, for the last lines
+                for prefix, lines in news.items():
+                    for line in next(lines):
+                        if "rolled_back_to" not in line:
+                            logger.write(*_split(line, prefix))
+                        elif not prefix:  # open it again: later points are taken back
+                            logger.close()
+                            last_step = line["rolled_back_to"]
+                            logger = LOGGERS[name](self._config, self._run_dir, last_step)
+            logger.close()
+        except Exception as error:  # a foreign library may raise anything; none of it ends the run
+            self._note(f"{name} is off, training continues: {type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """Each gets a while to send the rest; what hangs is left behind."""
-        if self._fleet is None:
-            return
-        self.check()
-        for worker in self._living():
-            worker.send(None)
+        self._is_over.set()
         deadline = time.monotonic() + END_S
-        for worker in self._living():
-            worker.process.join(max(0.0, deadline - time.monotonic()))
-        for worker, message in self._fleet.hear(0):
-            if isinstance(message, Died) and (worker.failure or worker.process.exitcode):
-                self._off(worker, message.how)
-        for worker in self._living():
-            if worker.process.is_alive():
-                why = (
-                    worker.failure.message if worker.failure else f"took over {END_S:.0f} s to end"
-                )
-                self._off(worker, why)
-        self._fleet.kill()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                self._note(f"{thread.name} is left behind: it did not end within {END_S:.0f} s")
 
-    def kill(self) -> None:
-        if self._fleet is not None:
-            self._fleet.kill()
+
+def follow(path: Path) -> Iterator[list[Values]]:
+    """At each `next` the whole lines since the last. Begins at the end of the file: earlier lines
+    were logged before a resume."""
+    with path.open("a+", errors="replace") as file:
+        file.seek(0, os.SEEK_END)
+        rest = ""
+        while True:
+            *lines, rest = (rest + file.read()).split("\n")
+            yield [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def _split(line: Values, prefix: str) -> tuple[int, Values, Rows]:
+    step, version, answers = line.pop("step"), line.get("version"), line.pop("answers", [])
+    values = {f"{prefix}{k}": v for k, v in line.items() if isinstance(v, (int, float))}
+    rows = [[step, version, *(str(a.get(key)) for key in COLUMNS[2:])] for a in answers]
+    return step, values, rows

@@ -3,7 +3,6 @@ an error; only a path that is no run directory is one.
 """
 
 import json
-import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from minirl.errors import RecipeError
 from minirl.journal import LOCK
 
 Line = dict[str, Any]
-STEP = re.compile(rb'\{"step": ?(\d+)')
 MARKS = ("recipe.toml", "metrics.jsonl", "summary.json")
 
 
@@ -48,45 +46,19 @@ class RunDir:
 
     @cached_property
     def metrics(self) -> list[Line]:
-        return self._by_step("metrics.jsonl")
-
-    @cached_property
-    def samples(self) -> list[Line]:
-        return _latest(read_lines(self.path / "samples.jsonl"), ("step", "group"))
-
-    @cached_property
-    def trajectory_places(self) -> dict[int, int]:
-        """Where each step's line of trajectories.jsonl begins: a long run's are not all read."""
-        places: dict[int, int] = {}
-        at = 0
-        for text in _raw_lines(self.path / "trajectories.jsonl"):
-            match = STEP.match(text)
-            if match and text.endswith(b"}\n"):
-                step = int(match[1])
-                if places and step <= next(reversed(places)):  # resumed from before it
-                    places = {s: place for s, place in places.items() if s < step}
-                places[step] = at
-            at += len(text)
-        return places
-
-    def trajectories(self, step: int) -> Line:
-        """What a step trained; empty where that is not known."""
-        if step not in self.trajectory_places:
-            return {}
-        with (self.path / "trajectories.jsonl").open("rb") as file:
-            file.seek(self.trajectory_places[step])
-            try:
-                return json.loads(file.readline())
-            except ValueError:
-                return {}
-
-    @cached_property
-    def lengths(self) -> list[Line]:
-        return self._by_step("lengths.jsonl")
+        return read_lines(self.path / "metrics.jsonl")
 
     @cached_property
     def evals(self) -> list[Line]:
-        return _latest(read_lines(self.path / "evals.jsonl"), ("version",))
+        return read_lines(self.path / "evals.jsonl")
+
+    @cached_property
+    def samples(self) -> list[Line]:
+        return read_lines(self.path / "samples.jsonl")
+
+    @cached_property
+    def batches(self) -> list[Line]:
+        return read_lines(self.path / "batches.jsonl")
 
     @cached_property
     def summary(self) -> Line:
@@ -94,11 +66,7 @@ class RunDir:
 
     @cached_property
     def machine(self) -> Line:
-        """Of older runs: what the summary says."""
-        return _read_object(self.path / "machine.json") or self.summary
-
-    def _by_step(self, name: str) -> list[Line]:
-        return _latest(read_lines(self.path / name), ("step",))
+        return _read_object(self.path / "machine.json")
 
     @property
     def changed(self) -> float:
@@ -127,9 +95,6 @@ class RunDir:
             return False
         return False
 
-    def last(self, name: str) -> float | None:
-        return next((line[name] for line in reversed(self.metrics) if name in line), None)
-
 
 def open_run(path: Path) -> RunDir:
     """The one error: a path at which there is no run."""
@@ -147,47 +112,24 @@ def is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in MARKS)
 
 
-def read_lines(path: Path) -> Iterator[Line]:
-    """Lines that are whole JSON objects; others were cut by a crash."""
-    try:
-        file = path.open(errors="replace")
-    except OSError:
-        return
-    with file:
-        for text in file:
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(line, dict):
-                yield line
-
-
-def _raw_lines(path: Path) -> Iterator[bytes]:
-    try:
-        with path.open("rb") as file:
-            yield from file
-    except OSError:
-        return
-
-
-def _latest(lines: Iterator[Line], keys: tuple[str, ...]) -> list[Line]:
-    """A run that was resumed goes over some steps again: the later account counts. The first key
-    only grows within an account, in which all keys together come once."""
+def read_lines(path: Path) -> list[Line]:
+    """Whole JSON objects with a step, without those that a rollback cancels."""
     kept: list[Line] = []
-    here: set[tuple[Any, ...]] = set()  # of the last value of the first key
-    for line in lines:
-        at = line.get(keys[0])
-        if not isinstance(at, (int, float)):
+    try:
+        texts = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return kept
+    for text in texts:
+        try:
+            line = json.loads(text)
+        except ValueError:
             continue
-        mark = tuple(str(line.get(key)) for key in keys)
-        if kept and (at < kept[-1][keys[0]] or mark in here):
-            while kept and kept[-1][keys[0]] >= at:
-                kept.pop()
-        if not kept or kept[-1][keys[0]] != at:
-            here = set()
-        here.add(mark)
-        kept.append(line)
+        if not isinstance(line, dict):
+            continue
+        if isinstance(last := line.get("rolled_back_to"), int):
+            kept = [earlier for earlier in kept if earlier["step"] <= last]
+        elif isinstance(line.get("step"), int):
+            kept.append(line)
     return kept
 
 
