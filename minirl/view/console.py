@@ -1,9 +1,10 @@
-"""What a person sees while a run goes on: the dashboard in a terminal, plain lines elsewhere.
+"""What a person sees while a run trains: plain lines, or the dashboard in a terminal.
 
 Takes notes and metrics lines, gives text. It never fails a run and never waits. While the dashboard
-is on, notes stand in its panel; when it ends they are printed, so that none is lost.
+is on, notes stand in its panel; when it ends they are printed, so that none is lost. `Bar` is the
+progress of commands beside train.
 
-Leaves out: what the dashboard shows and how (dashboard/).
+Leaves out: what the dashboard shows and how (dashboard.py).
 """
 
 import contextlib
@@ -21,11 +22,11 @@ from rich.text import Text
 
 from minirl.lines import Patient
 from minirl.secrets import scrub
-from minirl.view.dashboard.lines import step_text
+from minirl.view.dashboard import KEYS, Reporter, Screen, can_draw
+from minirl.view.status import Observer, step_text
 
 if TYPE_CHECKING:
     from minirl.loop import Loop
-    from minirl.view.dashboard.live import Reporter
 
 NUM_NOTES, NUM_PANEL_NOTES = 1000, 40
 QUIET_S = 1.0  # between two plain lines of a bar, at least
@@ -45,83 +46,49 @@ class ConsoleView:
         self._began = time.monotonic()
         self._notes: deque[tuple[float, str]] = deque(maxlen=NUM_PANEL_NOTES)
         self._unprinted: deque[tuple[float, str]] = deque(maxlen=NUM_NOTES)
-        self._reporter: Reporter | None = None
-
-    @property
-    def recent(self) -> list[tuple[float, str]]:
-        return list(self._notes)
-
-    @property
-    def _is_drawn(self) -> bool:
-        screen = self._reporter.screen if self._reporter else None
-        return screen is not None and screen.is_on
+        self._screen: Screen | None = None
 
     def note(self, text: str) -> None:
         """From any thread, and from a signal's handler: takes no lock."""
         note = (time.monotonic() - self._began, scrub(text))
         self._notes.append(note)
         self._unprinted.append(note)
-        if not self._is_drawn:
+        if self._screen is None or not self._screen.is_on:
             self._print_notes()
 
     def _print_notes(self) -> None:
         while self._unprinted:
-            seconds, text = self._unprinted.popleft()
-            self.console.print(Text.assemble((f"{seconds:6.1f} s  ", "dim"), text))
+            self._print(*self._unprinted.popleft())
+
+    def _print(self, seconds: float, text: str) -> None:
+        self.console.print(Text.assemble((f"{seconds:6.1f} s  ", "dim"), text))
 
     def evaluated(self, version: int, accuracy: float) -> None:
         self.note(f"held-out accuracy {accuracy:.1%} at version {version}")
 
     def step(self, line: dict[str, Any]) -> None:
-        if self._is_drawn:
+        if self._screen is not None and self._screen.is_on:
             return
         done = line["step"]
         left_s = line["seconds"] / done * (self.steps - done)
-        seconds = time.monotonic() - self._began
         text = f"step {done}/{self.steps}  {step_text(line)}  ETA {left_s:.0f} s"
-        self.console.print(Text.assemble((f"{seconds:6.1f} s  ", "dim"), text))
+        self._print(time.monotonic() - self._began, text)
 
     @contextlib.contextmanager
     def watching(
         self, loop: "Loop", run_dir: Path, check: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
         """While the loop runs: status.json, a `check` a second, and in a terminal the dashboard."""
-        from minirl.view.dashboard.live import Reporter
-        from minirl.view.dashboard.observer import Observer
-        from minirl.view.dashboard.screen import Screen, is_possible
-        from minirl.view.dashboard.snapshot import FAILED, FINISHED, STOPPED
-
-        can_draw = not self.is_plain and is_possible(self.console)
-        screen = Screen(self.console) if can_draw else None
-        observer = Observer(loop, self, run_dir.name)
-        reporter = self._reporter = Reporter(observer, run_dir, self.note, screen, check)
-        state, reason = FAILED, ""
-        try:
-            with screen.suspendable() if screen else contextlib.nullcontext():
-                reporter.start()
-                with self._captured() if screen else contextlib.nullcontext():
-                    yield
-            is_whole = loop.step == loop.config.train.steps
-            state = FINISHED if is_whole else STOPPED
-            reason = "" if is_whole else "asked to; saved"
-        except BaseException as error:
-            reason = str(error) or type(error).__name__
-            state = STOPPED if isinstance(error, KeyboardInterrupt) else FAILED
-            raise
-        finally:
-            try:
-                reporter.stop()
-            finally:
-                reporter.ended(state, reason)
-                self._print_notes()
-
-    @contextlib.contextmanager
-    def _captured(self) -> Iterator[None]:
-        """What libraries print would stand across the picture: it becomes notes."""
-        with (
-            contextlib.redirect_stdout(_ToNotes(self)),  # type: ignore[type-var]
-            contextlib.redirect_stderr(_ToNotes(self)),  # type: ignore[type-var]
-        ):
+        observer = Observer(loop, run_dir.name, self._notes)
+        with contextlib.ExitStack() as stack:
+            if not self.is_plain and can_draw(self.console):
+                self._screen = Screen(self.console, KEYS)
+                stack.callback(self._print_notes)
+                stack.enter_context(self._screen.suspendable())
+                # What libraries print would stand across the picture: it becomes notes.
+                stack.enter_context(contextlib.redirect_stdout(cast(TextIO, _ToNotes(self))))
+                stack.enter_context(contextlib.redirect_stderr(cast(TextIO, _ToNotes(self))))
+            stack.enter_context(Reporter(observer, run_dir, self.note, check, self._screen))
             yield
 
     def finished(self, summary: dict[str, Any], try_next: str) -> None:
@@ -149,8 +116,8 @@ class ConsoleView:
 
     def close(self) -> None:
         """However it ends, the terminal is given back."""
-        if self._reporter is not None and self._reporter.screen is not None:
-            self._reporter.screen.leave()
+        if self._screen is not None:
+            self._screen.close()
         self._print_notes()
 
 
