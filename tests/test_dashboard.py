@@ -15,7 +15,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from test_cli import minirl
 
-from minirl.view import dashboard, status
+from minirl.view import dashboard
 from minirl.view.dashboard import KEYS, Frame, bar, braille, look, resample, strip
 from minirl.view.status import Lane, Phase, Sample, Status
 
@@ -199,27 +199,27 @@ def test_plots() -> None:
 
 def test_a_status_comes_back_from_its_file_whatever_else_is_in_it(tmp_path: Path) -> None:
     shown = example(eta_s=None, tokens_per_s=math.inf)
-    status.save(shown, tmp_path)
-    assert status.read(tmp_path) == shown
+    shown.save(tmp_path)
+    assert Status.read(tmp_path) == shown
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
     (tmp_path / "status.json").write_text('{"step": 7, "weather": {"sunny": true}}')
-    assert status.read(tmp_path) == Status(step=7)
+    assert Status.read(tmp_path) == Status(step=7)
     for text in ("", "{", "[]", "null", '{"step": "x"}', '{"lanes": [3]}', '{"curves": {"a": 1}}'):
         (tmp_path / "status.json").write_text(text)
-        assert status.read(tmp_path) is None
+        assert Status.read(tmp_path) is None
         assert "no status.json" in lines_of(look(tmp_path), 120, 24)[1]
 
 
 def test_watch_shows_a_run_that_is_over_and_one_that_is_gone(tmp_path: Path) -> None:
     gone = example(time=time.time() - 12, pid=2**22 + 1, host=socket.gethostname())
-    status.save(gone, tmp_path)
+    gone.save(tmp_path)
     assert look(tmp_path).reason == "and its process is gone"
     done = minirl("watch", str(tmp_path))
     assert done.returncode == 0
     assert "step 40/100  reward 0.700" in done.stdout and "no news for 1" in done.stdout
-    status.save(dataclasses.replace(gone, pid=os.getpid()), tmp_path)
+    dataclasses.replace(gone, pid=os.getpid()).save(tmp_path)
     assert look(tmp_path).reason == ""
-    status.save(dataclasses.replace(gone, state=Phase.STOPPED, reason="saved"), tmp_path)
+    dataclasses.replace(gone, state=Phase.STOPPED, reason="saved").save(tmp_path)
     once = minirl("watch", str(tmp_path), "--once")
     assert once.returncode == 0 and "stopped: saved" in once.stdout
     assert len(once.stdout.splitlines()) >= 24 and "sample of step 40" in once.stdout

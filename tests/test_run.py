@@ -13,7 +13,7 @@ from minirl.launch import _hold
 from minirl.replay import Replay
 from minirl.view.report.rundir import RunState, open_run
 from minirl.view.report.write import write
-from minirl.view.status import read as read_status
+from minirl.view.status import Status
 
 pytestmark = pytest.mark.vllm
 
@@ -67,7 +67,7 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
         os.listdir(run.dir)
     )
     assert "step 4/4" in ended.out and "run directory" in ended.out
-    status = read_status(run.dir)
+    status = Status.read(run.dir)
     assert status is not None and (status.state, status.step) == ("finished", 4)
     assert [lane.name for lane in status.lanes] == ["rollout-0", "rollout-1", "train-0", "train-1"]
     assert sum(status.staleness) == run.summary()["trained_tokens"] and status.samples

@@ -30,18 +30,23 @@ if TYPE_CHECKING:
 
 NUM_NOTES, NUM_PANEL_NOTES = 1000, 40
 QUIET_S = 1.0  # between two plain lines of a bar, at least
+SUMMARY = {  # rows at the end; one whose value is not known is left out
+    "held-out accuracy": "{accuracy_before:.1%} before, {accuracy_after:.1%} after",
+    "steps": "{steps} in {seconds:.0f} s",
+    "trained tokens": "{trained_tokens:,}",
+    "max staleness": "{staleness_max:.0f} (allowed: {max_staleness_allowed})",
+    "trajectories over several versions": "{multi_version_trajectories:,}",
+    "largest logprob gap, vLLM to trainer": "{logprob_gap_max:.1e}",
+    "balance": "{balance}",
+    "run directory": "{run_dir}",
+    "try next": "{try_next}",
+}
 
 
 class ConsoleView:
-    def __init__(
-        self,
-        steps: int,
-        first_step: int = 0,
-        console: Console | None = None,
-        is_plain: bool = False,
-    ):
+    def __init__(self, steps: int, is_plain: bool = False):
         stream = cast(TextIO, Patient(sys.stdout))  # a run does not end with the disk of its log
-        self.console = console or Console(file=stream, soft_wrap=True, highlight=False)
+        self.console = Console(file=stream, soft_wrap=True, highlight=False)
         self.steps, self.is_plain = steps, is_plain
         self._began = time.monotonic()
         self._notes: deque[tuple[float, str]] = deque(maxlen=NUM_PANEL_NOTES)
@@ -53,8 +58,12 @@ class ConsoleView:
         note = (time.monotonic() - self._began, scrub(text))
         self._notes.append(note)
         self._unprinted.append(note)
-        if self._screen is None or not self._screen.is_on:
+        if not self._is_drawn:
             self._print_notes()
+
+    @property
+    def _is_drawn(self) -> bool:
+        return self._screen is not None and self._screen.is_on
 
     def _print_notes(self) -> None:
         while self._unprinted:
@@ -67,7 +76,7 @@ class ConsoleView:
         self.note(f"held-out accuracy {accuracy:.1%} at version {version}")
 
     def step(self, line: dict[str, Any]) -> None:
-        if self._screen is not None and self._screen.is_on:
+        if self._is_drawn:
             return
         done = line["step"]
         left_s = line["seconds"] / done * (self.steps - done)
@@ -94,25 +103,11 @@ class ConsoleView:
     def finished(self, summary: dict[str, Any], try_next: str) -> None:
         self.close()
 
-        def row(name: str, value: object) -> None:
-            self.console.print(Text.assemble((f"{name:<38}", "bold"), str(value)))
-
-        before, after = summary["accuracy_before"], summary["accuracy_after"]
-        if before is not None:
-            row("held-out accuracy", f"{before:.1%} before, {after:.1%} after")
-        row("steps", f"{summary['steps']} in {summary['seconds']:.0f} s")
-        row("trained tokens", f"{summary['trained_tokens']:,}")
-        row(
-            "max staleness",
-            f"{summary['staleness_max']:.0f} (allowed: {summary['max_staleness_allowed']})",
-        )
-        row("trajectories over several versions", f"{summary['multi_version_trajectories']:,}")
-        if summary["logprob_gap_max"] is not None:
-            row("largest logprob gap, vLLM to trainer", f"{summary['logprob_gap_max']:.1e}")
-        if summary["balance"] is not None:
-            row("balance", summary["balance"])
-        row("run directory", summary["run_dir"])
-        row("try next", try_next)
+        known = {name: value for name, value in summary.items() if value is not None}
+        for name, form in SUMMARY.items():
+            with contextlib.suppress(KeyError):
+                text = form.format_map({**known, "try_next": try_next})
+                self.console.print(Text.assemble((f"{name:<38}", "bold"), text))
 
     def close(self) -> None:
         """However it ends, the terminal is given back."""
@@ -134,35 +129,21 @@ class _ToNotes(TextIOBase):
                 self._view.note(line.rstrip())
         return len(text)
 
-    def writable(self) -> bool:
-        return True
-
-    def isatty(self) -> bool:
-        return False
-
-    def fileno(self) -> int:
-        return sys.__stdout__.fileno() if sys.__stdout__ else 1
+    def fileno(self) -> int:  # for a subprocess that is given it
+        return 1
 
 
 class Bar:
     """Progress of something that is counted: a live bar in a terminal, a line now and then else."""
 
-    def __init__(self, what: str, console: Console | None = None):
-        self.console = console or Console(soft_wrap=True, highlight=False, stderr=True)
+    def __init__(self, what: str):
+        self.console = Console(soft_wrap=True, highlight=False, stderr=True)
         self.what = what
         self._began = self._last = time.monotonic()
-        self._is_live = False
         self._total = 0
-        self._progress = Progress(
-            TextColumn(f"[bold]{what}"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=30),
-            TextColumn("{task.fields[text]}"),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            console=self.console,
-            transient=True,
-        )
+        columns = (TextColumn(f"[bold]{what}"), MofNCompleteColumn(), BarColumn(bar_width=30))
+        more = (TextColumn("{task.fields[text]}  ETA"), TimeRemainingColumn())
+        self._progress = Progress(*columns, *more, console=self.console, transient=True)
 
     def note(self, text: str) -> None:
         stamp = f"{time.monotonic() - self._began:6.1f} s  "
@@ -173,11 +154,10 @@ class Bar:
         self._total = count
         self._bar = self._progress.add_task(self.what, total=count, text="")
         if self.console.is_terminal:
-            self._is_live = True
             self._progress.start()
 
     def at(self, done: int, text: str) -> None:
-        if self._is_live:
+        if self._progress.live.is_started:
             self._progress.update(self._bar, completed=done, text=text)
             return
         now = time.monotonic()
@@ -187,6 +167,5 @@ class Bar:
             self.note(f"{self.what} {done}/{self._total}  {text}")
 
     def close(self) -> None:
-        if self._is_live:
+        if self._progress.live.is_started:
             self._progress.stop()
-            self._is_live = False

@@ -38,30 +38,12 @@ from rich.style import Style
 from rich.text import Text
 
 from minirl.errors import one_line
-from minirl.view.status import (
-    NUM_LETTERS,
-    RARE,
-    Lane,
-    Observer,
-    Phase,
-    Point,
-    Status,
-    read,
-    save,
-    step_text,
-)
+from minirl.view.status import NUM_LETTERS, RARE, Lane, Observer, Phase, Point, Status, step_text
 
 Line = list[tuple[str, str]]  # text and its style
 
 GLYPHS = dict(zip("s.grtpck ", "·░█▓█▓▒█ ", strict=True))  # by a strip's letters
-COLOURS = {
-    ".": "bright_black",
-    "g": "green",
-    "r": "yellow",
-    "t": "blue",
-    "p": "magenta",
-    "c": "cyan",
-}
+COLOURS = dict(g="green", r="yellow", t="blue", p="magenta", c="cyan", k="blue")
 STATES = {"generating": "green", "reloading": "yellow", "training": "blue"}
 SLOTS = dict(sampling="green", grading="yellow", ready="magenta", training="blue", free="dim")
 PLOTS = (  # metric, title, form of a value, form of the last point's x, colour
@@ -202,7 +184,7 @@ def lane(one: Lane, status: Status, width: int) -> Line:
     return [
         (set_cell_size(shorten(one.name, 9), 10), "bold"),
         (set_cell_size(shorten(state, state_width - 1), state_width), style),
-        *((GLYPHS.get(letter, " "), COLOURS.get(letter, "")) for letter in letters),
+        *((GLYPHS.get(letter, " "), COLOURS.get(letter, "bright_black")) for letter in letters),
         (tail, ""),
         (memory, "dim"),
     ]
@@ -572,7 +554,8 @@ class Reporter:
             state, reason = Phase.STOPPED, "asked to; saved"
         with contextlib.suppress(Exception):  # the result of the run is elsewhere
             last = self._observer.status(self._cost)
-            save(replace(last, state=state, reason=reason, doing="", eta_s=None), self._run_dir)
+            last = replace(last, state=state, reason=reason, doing="", eta_s=None)
+            last.save(self._run_dir)
 
     def _run(self) -> None:
         began, before = time.monotonic(), time.thread_time()
@@ -584,7 +567,7 @@ class Reporter:
                     next_look = time.monotonic() + LOOK_S
                     status = self._observer.status(self._cost)
                     with contextlib.suppress(OSError):  # a full disk costs `minirl watch` alone
-                        save(status, self._run_dir)
+                        status.save(self._run_dir)
                     self._check()
                 self._draw(status)
             except Exception as error:
@@ -623,7 +606,7 @@ class Reporter:
 
 
 def look(run_dir: Path) -> Status:
-    found = read(run_dir)
+    found = Status.read(run_dir)
     if found is None:
         return Status(name=run_dir.name, time=time.time(), doing=f"no status.json in {run_dir}")
     is_silent = not found.state.is_over and time.time() - found.time >= NO_NEWS_S

@@ -11,9 +11,10 @@ import math
 import os
 import socket
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,22 +126,21 @@ class Status:
     notes: list[tuple[float, str]] = field(default_factory=list)  # seconds, text; newest last
     cost: float = 0.0  # CPU seconds per second that the reporter takes
 
+    def save(self, run_dir: Path) -> None:
+        """Atomic, but without fsync: during a checkpoint that could take seconds."""
+        aside = run_dir / f".{FILE}.tmp"
+        aside.write_bytes(JSON.dump_json(self))
+        os.replace(aside, run_dir / FILE)
 
-ADAPTER = TypeAdapter(Status)
+    @staticmethod
+    def read(run_dir: Path) -> "Status | None":
+        try:
+            return JSON.validate_json((run_dir / FILE).read_bytes())
+        except (OSError, ValidationError):
+            return None
 
 
-def save(status: Status, run_dir: Path) -> None:
-    """Atomic, but without fsync: during a checkpoint that could take seconds."""
-    aside = run_dir / f".{FILE}.tmp"
-    aside.write_bytes(ADAPTER.dump_json(status))
-    os.replace(aside, run_dir / FILE)
-
-
-def read(run_dir: Path) -> Status | None:
-    try:
-        return ADAPTER.validate_json((run_dir / FILE).read_bytes())
-    except (OSError, ValidationError):
-        return None
+JSON = TypeAdapter(Status)
 
 
 def step_text(line: dict[str, Any]) -> str:
@@ -209,7 +209,7 @@ class Observer:
         loop, buffer, config = self.loop, self.loop.buffer, self.loop.config
         is_up = len(loop.up) == len(self._workers)
         self._look_at_lines()
-        looks = list(self._looks)
+        looks, ages = list(self._looks), list(loop.journal.recent_ages)
         return Status(
             name=self.name,
             host=socket.gethostname(),
@@ -226,7 +226,7 @@ class Observer:
             lanes=[self._lane(worker, looks) for worker in self._workers],
             slots=self._slots(),
             batch_size=buffer.batch_size,
-            staleness=self._staleness(),
+            staleness=[sum(counts) for counts in zip_longest(*ages, fillvalue=0)],
             max_staleness=config.buffer.max_staleness,
             max_new_tokens=config.rollout.max_new_tokens,
             tokens_per_s=_slope([(look.time, look.tokens) for look in looks[-SPEED_LETTERS:]]),
@@ -300,12 +300,6 @@ class Observer:
             "training": max(0, in_flight - running - ready),
             "free": buffer.num_free,
         }
-
-    def _staleness(self) -> list[int]:
-        total: Counter[int] = Counter()
-        for counts in list(self.loop.journal.recent_ages):
-            total.update(dict(enumerate(counts)))
-        return [total[staleness] for staleness in range(max(total, default=-1) + 1)]
 
 
 def _slope(points: list[Point]) -> float:
