@@ -16,7 +16,8 @@ from rich.console import Console
 from test_cli import minirl
 
 from minirl.view import dashboard
-from minirl.view.dashboard import KEYS, Frame, bar, braille, look, resample, strip
+from minirl.view.curves import bar, braille, resample, strip
+from minirl.view.dashboard import KEYS, Frame, look
 from minirl.view.status import Lane, Phase, Sample, Status
 
 NOW = 1_700_000_000.0

@@ -1,4 +1,4 @@
-"""`minirl bench dashboard`: what it costs to be watched.
+"""`python -m tests.bench dashboard`: what it costs to be watched.
 
     dashboard_cost     CPU seconds a second that the reporter takes of one core: samples of the
                        board, a status, status.json, a frame, and writing it to a terminal of
