@@ -10,6 +10,7 @@ Leaves out: where a Status comes from (status.py), plots (curves.py), plain line
 import contextlib
 import math
 import os
+import re
 import select
 import signal
 import socket
@@ -60,6 +61,7 @@ TALL = 9  # rows of a plot, from which on more plots say more than larger ones
 TICK_S, LOOK_S, JOIN_S = 0.25, 1.0, 3.0
 NO_NEWS_S, SILENT_S = 5.0, 30.0  # of the controller; of a worker without a heartbeat
 UNSHOWN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")  # Unicode's categories
+UNKNOWN = r"nan( tok/s|%)?"  # a metric that the last step has not
 KEYS = {"q": "finish and save", "p": "another sample", "s": "save a checkpoint now"}
 WATCH_KEYS = {"q": "leave (the run continues)", "p": "another sample"}
 GONE = "and its process is gone"
@@ -206,7 +208,7 @@ def speed(status: Status, width: int, height: int) -> list[Line]:
     last["max"] = status.max_new_tokens
     lines = [header("speed", width, f"version {status.version}")]
     for name, form, metric, colour in rows:
-        text = f"{name:<12}{form.format_map(last)} ".replace("nan", "–")
+        text = f"{name:<12}{re.sub(UNKNOWN, '–', form.format_map(last))} "
         room = min(24, width - len(text))
         drawn = sparkline(status.curves.get(metric, []), room) if room >= 6 else ""
         lines.append([(text.ljust(width - len(drawn)), ""), (drawn, colour)])
