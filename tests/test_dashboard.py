@@ -1,57 +1,109 @@
-"""The dashboard's picture: a pure function of a snapshot, exactly as large as the terminal."""
+"""The dashboard's picture as a function of a Status, status.json, and `minirl watch`."""
 
 import dataclasses
-import json
 import math
 import os
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
-from snapshots import example
 from test_cli import minirl
 
-from minirl.view.dashboard import parts, plots, snapshot
-from minirl.view.dashboard.files import snapshot_from_files
-from minirl.view.dashboard.frame import STYLES, Options, render
-from minirl.view.dashboard.snapshot import Curve, Lane, Note, Sample, Snapshot, thinned
-from minirl.view.dashboard.watch import look
+from minirl.view import dashboard
+from minirl.view.curves import bar, braille, resample, strip
+from minirl.view.dashboard import KEYS, Frame, look
+from minirl.view.status import Lane, Phase, Sample, Status
 
 NOW = 1_700_000_000.0
-KEYS = (("q", "finish and save"), ("p", "another sample"))
-SIZES = [(80, 24), (100, 30), (160, 50), (130, 24), (60, 16), (50, 14), (200, 60), (20, 5), (1, 1)]
+SIZES = [(80, 24), (120, 40), (100, 30), (160, 50), (130, 24), (60, 16), (50, 14), (200, 60)]
 
 
-def lines_of(shown: Snapshot, width: int, height: int, which: int = 0) -> list[str]:
-    frame = render(shown, width, height, shown.time, Options(which, KEYS))
-    assert all(style in STYLES for line in frame.lines for _, style in line)
-    return frame.plain().split("\n")
+def example(num_engines: int = 2, **changes: Any) -> Status:
+    """As a run in the middle of its work gives it."""
+    engine = ("g" * 9 + "r" + "g" * 14 + "." * 3) * 5
+    rank = ("t" * 8 + "p" + "." * 7) * 8
+    lanes = [
+        Lane(f"rollout-{i}", "generating", 3.0, 0.1, 40, 31, 0.12, engine[-120 + i :], 900 << 20)
+        for i in range(num_engines)
+    ]
+    lanes.append(Lane("train-0", "waiting for a batch", 2, 2, -1, 0, 0.41, rank[-120:], 1200 << 20))
+    steps = [float(step) for step in range(1, 41)]
+    speed = [(x, 7000 + 500 * math.sin(x)) for x in steps]
+    prompt = "Tom has 7 apples and buys 12 more. How many apples does Tom have now?"
+    answer = "Tom has 7 apples.\n7 + 12 = 19, so Tom has 19 apples.\nThe answer is 19."
+    values: dict[str, Any] = {
+        "name": "smoke-20260101-120000",
+        "time": NOW,
+        "state": Phase.RUNNING,
+        "step": 40,
+        "steps": 100,
+        "version": 40,
+        "seconds": 321.0,
+        "eta_s": 480.0,
+        "verdict": "generation-bound: trainers idle 41%, one GPU more for rollout would give +20%",
+        "lanes": lanes,
+        "slots": {"sampling": 48, "grading": 2, "ready": 12, "training": 32, "free": 2},
+        "batch_size": 32,
+        "staleness": [71000, 24000, 5000],
+        "max_staleness": 2,
+        "max_new_tokens": 128,
+        "tokens_per_s": 7105.0,
+        "curves": {
+            "reward/mean": [(x, 1 - math.exp(-x / 15) + 0.05 * math.sin(x * 7)) for x in steps],
+            "eval/accuracy": [(0.0, 0.21), (10.0, 0.44), (20.0, 0.7), (30.0, 0.81)],
+            "rollout/tokens_per_s": speed,
+            "train/tokens_per_s": speed,
+            "rollout/length_mean": speed,
+            "train/logprob_gap": [(x, 3e-6) for x in steps],
+        },
+        "last": {
+            "train/tokens_per_s": 12033.0,
+            "rollout/length_mean": 43.2,
+            "rollout/truncated_frac": 0.03,
+            "train/logprob_gap": 3.1e-6,
+            "reward/mean": 0.7,
+        },
+        "free_bytes": 9 << 30,
+        "samples": [
+            Sample(step, prompt, answer, "19", 1.0, [step - 2, step - 1], "stop")
+            for step in range(35, 41)
+        ],
+        "notes": [
+            (0.1, "waiting for workers to start"),
+            (93.4, "held-out accuracy 81.2% at version 30"),
+            (99.0, "rollout-1 was killed by SIGKILL: replaced"),
+        ],
+        **changes,
+    }
+    return Status(**values)
 
 
-def assert_fits(lines: list[str], width: int, height: int) -> None:
-    assert len(lines) == height
-    assert {cell_len(line) for line in lines} == {width}
+def lines_of(shown: Status, width: int, height: int, which: int = 0, now: float = NOW) -> list[str]:
+    """Exactly as large as the terminal, or it would scroll."""
+    console = Console(width=width, height=height)
+    options = console.options.update(width=width, height=height)
+    rows = console.render_lines(Frame(shown, now, which, KEYS), options)
+    lines = ["".join(segment.text for segment in row) for row in rows]
+    assert len(lines) == height and {cell_len(line) for line in lines} == {width}
+    return lines
 
 
 @pytest.mark.parametrize("width, height", SIZES)
-@pytest.mark.parametrize("num_engines", [1, 2, 15])
-def test_a_frame_is_exactly_as_large_as_the_terminal(
-    width: int, height: int, num_engines: int
-) -> None:
-    assert_fits(lines_of(example(num_engines), width, height), width, height)
-    assert_fits(lines_of(Snapshot(time=NOW), width, height), width, height)
+@pytest.mark.parametrize("num_engines", [1, 15])
+def test_a_frame_fills_the_terminal(width: int, height: int, num_engines: int) -> None:
+    lines_of(example(num_engines), width, height)
+    lines_of(Status(time=NOW), width, height)
 
 
 numbers = st.one_of(st.floats(), st.integers(-5, 10**9).map(float))
 text = st.text(st.characters(codec="utf-8"), max_size=60)
-curves = st.lists(st.tuples(numbers, numbers), max_size=20).map(
-    lambda points: Curve([x for x, _ in points], [y for _, y in points])
-)
+curves = st.lists(st.tuples(numbers, numbers), max_size=20)
 lanes = st.builds(
     Lane, text, text, numbers, numbers, st.integers(-1, 99), st.integers(0, 999), numbers, text,
     st.integers(0, 10**13),
@@ -59,42 +111,40 @@ lanes = st.builds(
 samples = st.builds(
     Sample, st.integers(0, 999), text, text, text, numbers, st.lists(st.integers(-1, 9)), text
 )
-snapshots = st.builds(
-    Snapshot,
+statuses = st.builds(
+    Status,
     name=text,
     time=st.just(NOW),
-    state=st.sampled_from(["starting", "running", "finished", "stopped", "failed", "?"]),
+    state=st.sampled_from(Phase),
     reason=text,
     doing=text,
     step=st.integers(0, 10**6),
     steps=st.integers(0, 10**6),
-    seconds=numbers.filter(math.isfinite),
+    seconds=numbers,
     eta_s=st.none() | numbers,
     verdict=text,
     lanes=st.lists(lanes, max_size=5),
-    slots=st.dictionaries(st.sampled_from(list(parts.SLOTS)), st.integers(0, 10**6)),
+    slots=st.dictionaries(st.sampled_from(list(dashboard.SLOTS)), st.integers(0, 10**6)),
     staleness=st.lists(st.integers(0, 10**6), max_size=12),
     tokens_per_s=numbers,
-    curves=st.dictionaries(st.sampled_from(["reward/mean", "train/logprob_gap"]), curves),
+    curves=st.dictionaries(st.sampled_from([plot[0] for plot in dashboard.PLOTS]), curves),
     last=st.dictionaries(st.sampled_from(["train/logprob_gap", "rollout/length_mean"]), numbers),
-    accuracies=curves,
     samples=st.lists(samples, max_size=3),
-    notes=st.lists(st.builds(Note, numbers, text), max_size=4),
+    notes=st.lists(st.tuples(numbers, text), max_size=4),
 )
 
 
-@settings(deadline=None, max_examples=150)
-@given(snapshots, st.integers(1, 180), st.integers(1, 60), st.integers(0, 9))
-def test_whatever_a_snapshot_holds_it_fits_and_obeys_nobody(
-    shown: Snapshot, width: int, height: int, which: int
+@settings(deadline=None, max_examples=100)
+@given(statuses, st.integers(50, 180), st.integers(14, 60), st.integers(0, 9))
+def test_whatever_a_status_holds_it_fits_and_obeys_no_text(
+    shown: Status, width: int, height: int, which: int
 ) -> None:
-    lines = lines_of(shown, width, height, which)
-    assert_fits(lines, width, height)
-    assert "\x1b" not in "".join(lines)
+    assert "\x1b" not in "".join(lines_of(shown, width, height, which))
 
 
-def test_at_80_by_24_everything_is_there() -> None:
-    told = "\n".join(lines_of(example(1), 80, 24))
+@pytest.mark.parametrize("width, height", [(80, 24), (120, 40)])
+def test_everything_is_there(width: int, height: int) -> None:
+    shown = "\n".join(lines_of(example(1), width, height))
     for words in (
         "step 40/100",
         "ETA 8:00",
@@ -117,142 +167,68 @@ def test_at_80_by_24_everything_is_there() -> None:
         "was killed by SIGKILL",
         "q finish and save",
     ):
-        assert words in told, f"{words}\n{told}"
+        assert words in shown, f"{words}\n{shown}"
 
 
 def test_p_shows_another_sample() -> None:
-    titles = {lines_of(example(), 80, 24, which)[16] for which in range(6)}
-    assert len(titles) == 6
-    assert lines_of(example(), 80, 24, 6) == lines_of(example(), 80, 24, 0)
+    pictures = ["\n".join(lines_of(example(), 80, 24, which)) for which in range(7)]
+    assert len(set(pictures)) == 6 and pictures[6] == pictures[0]
 
 
-def test_without_colours_states_still_differ() -> None:
-    glyphs = [parts.GLYPHS[letter][0] for letter in ".gr"]
-    assert len(set(glyphs)) == 3
-    console = Console(no_color=True, force_terminal=True, color_system="256")
-    with console.capture() as captured:
-        console.print(render(example(), 80, 24, NOW), soft_wrap=True)
-    assert "\x1b[3" not in captured.get() and "░" in captured.get()
-
-
-def test_it_says_when_a_run_is_silent_or_over() -> None:
-    shown = example(time=NOW)
-    assert "no news for 12 s" in render(shown, 80, 24, NOW + 12).plain()
-    assert "no news" not in render(shown, 80, 24, NOW + 2).plain()
-    failed = dataclasses.replace(shown, state="failed", reason="train-0 was killed by SIGKILL")
-    second = render(failed, 80, 24, NOW + 90).plain().split("\n")[1]
+def test_it_says_when_a_run_or_a_worker_is_silent_and_how_a_run_ended() -> None:
+    assert "no news for 12 s" in lines_of(example(), 80, 24, now=NOW + 12)[1]
+    assert "no news" not in lines_of(example(), 80, 24, now=NOW + 2)[1]
+    failed = example(state=Phase.FAILED, reason="train-0 was killed by SIGKILL")
+    second = lines_of(failed, 80, 24, now=NOW + 90)[1]
     assert "ended 1:30 ago, failed: train-0 was killed by SIGKILL" in second
-
-
-def test_a_silent_worker_is_named() -> None:
     lane = Lane("rollout-0", "generating", 95.0, 95.0, 3, 8, 0.0, "g" * 120)
     assert "generating, silent 1:35" in "\n".join(lines_of(example(lanes=[lane]), 100, 30))
 
 
-# -- plots
-
-
-def test_a_curve_rises_from_the_lower_left_to_the_upper_right() -> None:
-    rows = plots.braille([i / 19 for i in range(20)], 10, 3, 0.0, 1.0)
-    assert [len(row) for row in rows] == [10, 10, 10]
+def test_plots() -> None:
+    rows, low, high = braille(tuple(i / 19 for i in range(20)), 3)
+    assert [len(row) for row in rows] == [10, 10, 10] and (low, high) == (0.0, 1.0)
     assert rows[0][0] == "⠀" != rows[0][-1] and rows[2][-1] == "⠀" != rows[2][0]
+    assert resample(((0.0, 0.0), (10.0, 1.0)), 5) == (0.0, 0.25, 0.5, 0.75, 1.0)
+    assert resample(((0.0, 0.0), (1.0, 2.0), (2.0, 4.0), (3.0, 6.0)), 2) == (1.0, 5.0)
+    assert resample(((1.0, 2.0),), 3) == (2.0,) and resample(((1.0, math.nan),), 3) == ()
+    assert bar(0.0, 4) == "    " and bar(1e-6, 4) == "▏   " and bar(9.0, 4) == "████"
+    assert strip("g" * 60 + "." * 60, 2) == "g."
+    assert strip("g" * 59 + "r" + "." * 60, 2) == "r."  # a reload is seen, however short
+    assert strip("g" * 30, 4) == "   g"
 
 
-def test_resample_draws_lines_between_points_and_means_of_many() -> None:
-    assert plots.resample([0, 10], [0.0, 1.0], 5) == [0.0, 0.25, 0.5, 0.75, 1.0]
-    assert plots.resample([0, 1, 2, 3], [0.0, 2.0, 4.0, 6.0], 2) == [1.0, 5.0]
-    assert plots.resample([], [], 3) == [None] * 3
-    assert plots.resample([4], [2.0], 3) == [None, None, 2.0]
-
-
-def test_a_bar_shows_little_as_more_than_nothing() -> None:
-    assert plots.bar(0.0, 4) == "    "
-    assert plots.bar(1e-6, 4) == "▏   "
-    assert plots.bar(1.0, 4) == "████" == plots.bar(9.0, 4)
-
-
-def test_a_strip_shows_what_was_most_and_what_is_rare() -> None:
-    assert plots.strip("gggg....", 2, 8, "r") == "g."
-    assert plots.strip("gggr....", 2, 8, "r") == "r."
-    assert plots.strip("g", 4, 4, "r") == "   g"
-
-
-def test_thinning_keeps_the_mean_and_the_ends_near() -> None:
-    curve = Curve([float(i) for i in range(10_000)], [float(i) for i in range(10_000)])
-    thin = thinned(curve)
-    assert len(thin.x) == snapshot.MAX_POINTS
-    assert sum(thin.y) / len(thin.y) == pytest.approx(4999.5, rel=1e-3)
-
-
-# -- the file, and a run directory alone
-
-
-def test_a_snapshot_comes_back_from_its_file(tmp_path: Path) -> None:
-    shown = example()
-    snapshot.write(shown, tmp_path)
-    assert snapshot.read(tmp_path) == shown
+def test_a_status_comes_back_from_its_file_whatever_else_is_in_it(tmp_path: Path) -> None:
+    shown = example(eta_s=None, tokens_per_s=math.inf)
+    shown.save(tmp_path)
+    assert Status.read(tmp_path) == shown
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", '{"step": "7"}', '{"lanes": [3]}', '{"curves": {"a": []}}']
-)
-def test_a_file_that_cannot_be_read_is_none(text: str, tmp_path: Path) -> None:
-    (tmp_path / "status.json").write_text(text)
-    assert snapshot.read(tmp_path) is None
-    assert_fits(lines_of(look(tmp_path), 80, 24), 80, 24)
-
-
-def test_fields_of_another_minirl_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text('{"step": 7, "weather": {"sunny": true}}')
-    assert snapshot.read(tmp_path) == Snapshot(step=7)
-
-
-def run_dir(folder: Path) -> Path:
-    """What a run of an older minirl left, cut off in the middle of a line."""
-    lines = [
-        {"step": step, "version": step, "seconds": 3.0 * step, "reward/mean": step / 10,
-         "rollout/idle_frac": 0.0, "train/idle_frac": 0.5}
-        for step in range(1, 8)
-    ]  # fmt: skip
-    lines[3] |= {"eval/accuracy": 0.25, "eval/version": 3}
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "metrics.jsonl").write_text(text + '{"step": 8, "rew')
-    sample = {"step": 7, "prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4",
-              "reference": "4", "reward": 1.0, "versions": [6, 6], "stop": "stop"}  # fmt: skip
-    (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n" + '{"step": 8, "pro')
-    (folder / "recipe.toml").write_text("[train]\nsteps = 20\n")
-    return folder
-
-
-def test_a_run_without_a_status_is_shown_from_its_other_files(tmp_path: Path) -> None:
-    shown = snapshot_from_files(run_dir(tmp_path))
-    assert (shown.state, shown.step, shown.steps) == ("running", 7, 20)
-    assert shown.eta_s == pytest.approx(3.0 * 13)
-    assert shown.accuracies == Curve([3.0], [0.25])
-    assert shown.samples[0].prompt == "2 + 2?"
-    assert shown.verdict.startswith("generation-bound: trainers idle 50%")
-    (tmp_path / "summary.json").write_text('{"finished": true}')
-    assert snapshot_from_files(tmp_path).state == "finished"
+    assert Status.read(tmp_path) == Status(step=7)
+    for text in ("", "{", "[]", "null", '{"step": "x"}', '{"lanes": [3]}', '{"curves": {"a": 1}}'):
+        (tmp_path / "status.json").write_text(text)
+        assert Status.read(tmp_path) is None
+        assert "no status.json" in lines_of(look(tmp_path), 120, 24)[1]
 
 
 def test_watch_shows_a_run_that_is_over_and_one_that_is_gone(tmp_path: Path) -> None:
     gone = example(time=time.time() - 12, pid=2**22 + 1, host=socket.gethostname())
-    snapshot.write(gone, tmp_path)
+    gone.save(tmp_path)
     assert look(tmp_path).reason == "and its process is gone"
     done = minirl("watch", str(tmp_path))
     assert done.returncode == 0
     assert "step 40/100  reward 0.700" in done.stdout and "no news for 1" in done.stdout
-    snapshot.write(dataclasses.replace(gone, pid=os.getpid()), tmp_path)
+    dataclasses.replace(gone, pid=os.getpid()).save(tmp_path)
     assert look(tmp_path).reason == ""
-    snapshot.write(dataclasses.replace(gone, state="stopped", reason="saved"), tmp_path)
+    dataclasses.replace(gone, state=Phase.STOPPED, reason="saved").save(tmp_path)
     once = minirl("watch", str(tmp_path), "--once")
-    assert once.returncode == 0 and "ended" in once.stdout and "stopped: saved" in once.stdout
+    assert once.returncode == 0 and "stopped: saved" in once.stdout
+    assert len(once.stdout.splitlines()) >= 24 and "sample of step 40" in once.stdout
 
 
 def test_watch_names_a_run_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    for name, words in (("nowhere", "no such directory"), ("empty", "has no recipe.toml")):
+    for name, words in (("nowhere", "no such directory"), ("empty", "has no status.json")):
         done = minirl("watch", name, cwd=tmp_path)
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
         assert words in done.stderr

@@ -164,7 +164,7 @@ def test_import_minirl_does_no_work() -> None:
         "minirl.model",
         "minirl.workers",
         "minirl.tools.plan.report",
-        "minirl.view.dashboard.watch",
+        "minirl.view.dashboard",
     ],
 )
 def test_light_modules_load_no_torch(module: str) -> None:

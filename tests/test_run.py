@@ -11,8 +11,8 @@ from minirl.errors import RecipeError
 from minirl.launch import _hold
 from minirl.replay import Replay
 from minirl.run_dir import RunState, open_run
-from minirl.view.dashboard import snapshot
 from minirl.view.report import write
+from minirl.view.status import Status
 
 pytestmark = pytest.mark.vllm
 
@@ -66,7 +66,7 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
         os.listdir(run.dir)
     )
     assert "step 4/4" in ended.out and "run directory" in ended.out
-    status = snapshot.read(run.dir)
+    status = Status.read(run.dir)
     assert status is not None and (status.state, status.step) == ("finished", 4)
     assert [lane.name for lane in status.lanes] == ["rollout-0", "rollout-1", "train-0", "train-1"]
     assert sum(status.staleness) == run.summary()["trained_tokens"] and status.samples

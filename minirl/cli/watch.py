@@ -13,8 +13,8 @@ from minirl.errors import RecipeError
 @app.command(
     help="""Show the dashboard of a run that was started elsewhere, from its files alone.
 
-Also of one that is over, or dead: it says so. Keys: q leaves (the run goes on), p shows another
-sample. Without a terminal it prints one plain line a step until the run is over.
+Also of one that is over, or dead: it says so. Keys: q leaves (the run continues), p shows another
+sample. Without a terminal it prints one plain line per step until the run is over.
 
 \b
 Examples:
@@ -30,14 +30,16 @@ def watch(
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print it once, and stop.")] = False,
 ) -> None:
-    from minirl.view.dashboard.watch import watch as show
+    from minirl.view import dashboard
 
-    show(find_run(run), once)
+    dashboard.watch(find_run(run), once)
 
 
 def find_run(run: Path | None) -> Path:
+    from minirl.view.status import FILE
+
     if run is None:
-        found = sorted(RUNS.glob("*/recipe.toml"), key=lambda path: path.stat().st_mtime)
+        found = sorted(RUNS.glob(f"*/{FILE}"), key=lambda path: path.stat().st_mtime)
         if not found:
             remedy = "name a run directory, or start a run with minirl train"
             raise RecipeError("RUN", str(RUNS), "there is no run in it", remedy)
@@ -45,7 +47,7 @@ def find_run(run: Path | None) -> Path:
     if not run.is_dir():
         remedy = "name the run directory that minirl train printed"
         raise RecipeError("RUN", str(run), "no such directory", remedy)
-    if not any((run / name).exists() for name in ("recipe.toml", "status.json", "metrics.jsonl")):
-        rule = "has no recipe.toml, status.json or metrics.jsonl"
-        raise RecipeError("RUN", str(run), rule, "name a run directory")
+    if not (run / FILE).exists():
+        remedy = "wait until its workers start, or name a run directory"
+        raise RecipeError("RUN", str(run), f"has no {FILE}", remedy)
     return run

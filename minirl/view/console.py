@@ -1,9 +1,10 @@
-"""What a person sees while a run goes on: the dashboard in a terminal, plain lines elsewhere.
+"""What a person sees while a run trains: plain lines, or the dashboard in a terminal.
 
 Takes notes and metrics lines, gives text. It never fails a run and never waits. While the dashboard
-is on, notes stand in its panel; when it ends they are printed, so that none is lost.
+is on, notes stand in its panel; when it ends they are printed, so that none is lost. `Bar` is the
+progress of commands beside train.
 
-Leaves out: what the dashboard shows and how (dashboard/).
+Leaves out: what the dashboard shows and how (dashboard.py).
 """
 
 import contextlib
@@ -21,40 +22,36 @@ from rich.text import Text
 
 from minirl.lines import Patient
 from minirl.secrets import scrub
-from minirl.view.dashboard.lines import step_text
+from minirl.view.dashboard import KEYS, Reporter, Screen, can_draw
+from minirl.view.status import Observer, step_text
 
 if TYPE_CHECKING:
     from minirl.loop import Loop
-    from minirl.view.dashboard.live import Reporter
 
 NUM_NOTES, NUM_PANEL_NOTES = 1000, 40
 QUIET_S = 1.0  # between two plain lines of a bar, at least
+SUMMARY = {  # rows at the end; one whose value is not known is left out
+    "held-out accuracy": "{accuracy_before:.1%} before, {accuracy_after:.1%} after",
+    "steps": "{steps} in {seconds:.0f} s",
+    "trained tokens": "{trained_tokens:,}",
+    "max staleness": "{staleness_max:.0f} (allowed: {max_staleness_allowed})",
+    "trajectories over several versions": "{multi_version_trajectories:,}",
+    "largest logprob gap, vLLM to trainer": "{logprob_gap_max:.1e}",
+    "balance": "{balance}",
+    "run directory": "{run_dir}",
+    "try next": "{try_next}",
+}
 
 
 class ConsoleView:
-    def __init__(
-        self,
-        steps: int,
-        first_step: int = 0,
-        console: Console | None = None,
-        is_plain: bool = False,
-    ):
+    def __init__(self, steps: int, is_plain: bool = False):
         stream = cast(TextIO, Patient(sys.stdout))  # a run does not end with the disk of its log
-        self.console = console or Console(file=stream, soft_wrap=True, highlight=False)
+        self.console = Console(file=stream, soft_wrap=True, highlight=False)
         self.steps, self.is_plain = steps, is_plain
         self._began = time.monotonic()
         self._notes: deque[tuple[float, str]] = deque(maxlen=NUM_PANEL_NOTES)
         self._unprinted: deque[tuple[float, str]] = deque(maxlen=NUM_NOTES)
-        self._reporter: Reporter | None = None
-
-    @property
-    def recent(self) -> list[tuple[float, str]]:
-        return list(self._notes)
-
-    @property
-    def _is_drawn(self) -> bool:
-        screen = self._reporter.screen if self._reporter else None
-        return screen is not None and screen.is_on
+        self._screen: Screen | None = None
 
     def note(self, text: str) -> None:
         """From any thread, and from a signal's handler: takes no lock."""
@@ -64,10 +61,16 @@ class ConsoleView:
         if not self._is_drawn:
             self._print_notes()
 
+    @property
+    def _is_drawn(self) -> bool:
+        return self._screen is not None and self._screen.is_on
+
     def _print_notes(self) -> None:
         while self._unprinted:
-            seconds, text = self._unprinted.popleft()
-            self.console.print(Text.assemble((f"{seconds:6.1f} s  ", "dim"), text))
+            self._print(*self._unprinted.popleft())
+
+    def _print(self, seconds: float, text: str) -> None:
+        self.console.print(Text.assemble((f"{seconds:6.1f} s  ", "dim"), text))
 
     def evaluated(self, version: int, accuracy: float) -> None:
         self.note(f"held-out accuracy {accuracy:.1%} at version {version}")
@@ -77,80 +80,39 @@ class ConsoleView:
             return
         done = line["step"]
         left_s = line["seconds"] / done * (self.steps - done)
-        seconds = time.monotonic() - self._began
         text = f"step {done}/{self.steps}  {step_text(line)}  ETA {left_s:.0f} s"
-        self.console.print(Text.assemble((f"{seconds:6.1f} s  ", "dim"), text))
+        self._print(time.monotonic() - self._began, text)
 
     @contextlib.contextmanager
     def watching(
         self, loop: "Loop", run_dir: Path, check: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
         """While the loop runs: status.json, a `check` a second, and in a terminal the dashboard."""
-        from minirl.view.dashboard.live import Reporter
-        from minirl.view.dashboard.observer import Observer
-        from minirl.view.dashboard.screen import Screen, is_possible
-        from minirl.view.dashboard.snapshot import FAILED, FINISHED, STOPPED
-
-        can_draw = not self.is_plain and is_possible(self.console)
-        screen = Screen(self.console) if can_draw else None
-        observer = Observer(loop, self, run_dir.name)
-        reporter = self._reporter = Reporter(observer, run_dir, self.note, screen, check)
-        state, reason = FAILED, ""
-        try:
-            with screen.suspendable() if screen else contextlib.nullcontext():
-                reporter.start()
-                with self._captured() if screen else contextlib.nullcontext():
-                    yield
-            is_whole = loop.step == loop.config.train.steps
-            state = FINISHED if is_whole else STOPPED
-            reason = "" if is_whole else "asked to; saved"
-        except BaseException as error:
-            reason = str(error) or type(error).__name__
-            state = STOPPED if isinstance(error, KeyboardInterrupt) else FAILED
-            raise
-        finally:
-            try:
-                reporter.stop()
-            finally:
-                reporter.ended(state, reason)
-                self._print_notes()
-
-    @contextlib.contextmanager
-    def _captured(self) -> Iterator[None]:
-        """What libraries print would stand across the picture: it becomes notes."""
-        with (
-            contextlib.redirect_stdout(_ToNotes(self)),  # type: ignore[type-var]
-            contextlib.redirect_stderr(_ToNotes(self)),  # type: ignore[type-var]
-        ):
+        observer = Observer(loop, run_dir.name, self._notes)
+        with contextlib.ExitStack() as stack:
+            if not self.is_plain and can_draw(self.console):
+                self._screen = Screen(self.console, KEYS)
+                stack.callback(self._print_notes)
+                stack.enter_context(self._screen.suspendable())
+                # What libraries print would stand across the picture: it becomes notes.
+                stack.enter_context(contextlib.redirect_stdout(cast(TextIO, _ToNotes(self))))
+                stack.enter_context(contextlib.redirect_stderr(cast(TextIO, _ToNotes(self))))
+            stack.enter_context(Reporter(observer, run_dir, self.note, check, self._screen))
             yield
 
     def finished(self, summary: dict[str, Any], try_next: str) -> None:
         self.close()
 
-        def row(name: str, value: object) -> None:
-            self.console.print(Text.assemble((f"{name:<38}", "bold"), str(value)))
-
-        before, after = summary["accuracy_before"], summary["accuracy_after"]
-        if before is not None:
-            row("held-out accuracy", f"{before:.1%} before, {after:.1%} after")
-        row("steps", f"{summary['steps']} in {summary['seconds']:.0f} s")
-        row("trained tokens", f"{summary['trained_tokens']:,}")
-        row(
-            "max staleness",
-            f"{summary['staleness_max']:.0f} (allowed: {summary['max_staleness_allowed']})",
-        )
-        row("trajectories over several versions", f"{summary['multi_version_trajectories']:,}")
-        if summary["logprob_gap_max"] is not None:
-            row("largest logprob gap, vLLM to trainer", f"{summary['logprob_gap_max']:.1e}")
-        if summary["balance"] is not None:
-            row("balance", summary["balance"])
-        row("run directory", summary["run_dir"])
-        row("try next", try_next)
+        known = {name: value for name, value in summary.items() if value is not None}
+        for name, form in SUMMARY.items():
+            with contextlib.suppress(KeyError):
+                text = form.format_map({**known, "try_next": try_next})
+                self.console.print(Text.assemble((f"{name:<38}", "bold"), text))
 
     def close(self) -> None:
         """However it ends, the terminal is given back."""
-        if self._reporter is not None and self._reporter.screen is not None:
-            self._reporter.screen.leave()
+        if self._screen is not None:
+            self._screen.close()
         self._print_notes()
 
 
@@ -167,35 +129,21 @@ class _ToNotes(TextIOBase):
                 self._view.note(line.rstrip())
         return len(text)
 
-    def writable(self) -> bool:
-        return True
-
-    def isatty(self) -> bool:
-        return False
-
-    def fileno(self) -> int:
-        return sys.__stdout__.fileno() if sys.__stdout__ else 1
+    def fileno(self) -> int:  # for a subprocess that is given it
+        return 1
 
 
 class Bar:
     """Progress of something that is counted: a live bar in a terminal, a line now and then else."""
 
-    def __init__(self, what: str, console: Console | None = None):
-        self.console = console or Console(soft_wrap=True, highlight=False, stderr=True)
+    def __init__(self, what: str):
+        self.console = Console(soft_wrap=True, highlight=False, stderr=True)
         self.what = what
         self._began = self._last = time.monotonic()
-        self._is_live = False
         self._total = 0
-        self._progress = Progress(
-            TextColumn(f"[bold]{what}"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=30),
-            TextColumn("{task.fields[text]}"),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            console=self.console,
-            transient=True,
-        )
+        columns = (TextColumn(f"[bold]{what}"), MofNCompleteColumn(), BarColumn(bar_width=30))
+        more = (TextColumn("{task.fields[text]}  ETA"), TimeRemainingColumn())
+        self._progress = Progress(*columns, *more, console=self.console, transient=True)
 
     def note(self, text: str) -> None:
         stamp = f"{time.monotonic() - self._began:6.1f} s  "
@@ -206,11 +154,10 @@ class Bar:
         self._total = count
         self._bar = self._progress.add_task(self.what, total=count, text="")
         if self.console.is_terminal:
-            self._is_live = True
             self._progress.start()
 
     def at(self, done: int, text: str) -> None:
-        if self._is_live:
+        if self._progress.live.is_started:
             self._progress.update(self._bar, completed=done, text=text)
             return
         now = time.monotonic()
@@ -220,6 +167,5 @@ class Bar:
             self.note(f"{self.what} {done}/{self._total}  {text}")
 
     def close(self) -> None:
-        if self._is_live:
+        if self._progress.live.is_started:
             self._progress.stop()
-            self._is_live = False

@@ -11,7 +11,7 @@ from minirl.config import Config
 from minirl.lines import read_lines
 from minirl.metrics import read
 from minirl.recipe import to_toml
-from minirl.view.dashboard import snapshot
+from minirl.view.status import Phase, Status
 from tests.soak.disk import Disk
 from tests.soak.life import Life, living
 from tests.soak.witness import Witness
@@ -109,7 +109,7 @@ class Run:
 
     def are_up(self, workers: Iterable[str], since: float) -> bool:
         """As the run says, of a moment after `since` (Unix seconds): verifiers have no lane."""
-        seen = snapshot.read(self.run_dir)
+        seen = Status.read(self.run_dir)
         if seen is None or seen.time <= since:
             return False
         starting = [lane.name for lane in seen.lanes if lane.state == "starting"]
@@ -119,8 +119,8 @@ class Run:
         """What a controller that was just killed had been at, by the files that it left."""
         if self.is_saving:
             return "save"
-        seen = snapshot.read(self.run_dir)
-        if seen is None or seen.pid != self.life.pid or seen.state == snapshot.STARTING:
+        seen = Status.read(self.run_dir)
+        if seen is None or seen.pid != self.life.pid or seen.state == Phase.STARTING:
             return "start"
         every = self.config.eval.every
         lines = read(self.run_dir / "metrics.jsonl")
