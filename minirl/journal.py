@@ -34,7 +34,6 @@ from minirl.blackbox import NUM_LINES, BlackBox, Why
 from minirl.buffer import Buffer
 from minirl.config import Config
 from minirl.evaluation import Evaluation
-from minirl.filters import penalty
 from minirl.guard import Action, Breach, GuardStop
 from minirl.lines import Lines, keep_lines, replace_text
 from minirl.metrics import DROPPED, MetricsLog, cut
@@ -42,6 +41,7 @@ from minirl.record import Recorder
 from minirl.records import Batch, Prompt, StopReason, Trajectory
 from minirl.secrets import scrub
 from minirl.shm.board import Total
+from minirl.tasks.shaping import overlong
 from minirl.tools.simulate.lengths import line_of
 from minirl.workers import Fleet, Role
 
@@ -238,7 +238,6 @@ class Journal:
         ledger = buffer.ledger
         trajectories = [t for group in batch.groups for t in group.trajectories]
         rewards = [reward for group in batch.groups for reward in group.own_rewards]
-        formed = [is_formed for group in batch.groups for is_formed in group.formed]
         cut = [t.stop is StopReason.LENGTH for t in trajectories]
         self.trained_tokens += int(values["train/tokens"] or 0)
         self.num_multi_version += sum(t.head_version != t.tail_version for t in trajectories)
@@ -251,8 +250,7 @@ class Journal:
             "reward/shaped_mean": fmean(
                 reward for group in batch.groups for reward in group.rewards
             ),
-            "reward/format_frac": fmean(formed) if formed else None,
-            "reward/penalty_mean": fmean(penalty(self.config, t) for t in trajectories),
+            "reward/penalty_mean": fmean(overlong(self.config, t) for t in trajectories),
             "reward/failures": self._num_per_step - len(trajectories),
             "rollout/length_mean": fmean(t.num_written for t in trajectories),
             "rollout/turns_mean": self._turns(trajectories),

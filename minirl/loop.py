@@ -340,7 +340,7 @@ class Loop(Recovery):
             return
         prompt = self.prompts[request.group_id]
         ticket = (request.group_id, prompt.index)
-        group = judge(self.config, ticket, request.trajectories, graded.rewards, graded.formed)
+        group = judge(self.config, ticket, request.trajectories, graded.rewards)
         if isinstance(group, Drop):
             self.drop(request.group_id, group)
             return

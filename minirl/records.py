@@ -83,7 +83,6 @@ class Group(NamedTuple):
     rewards: tuple[float, ...]
     masked: frozenset[int] = frozenset()  # places that count in the baseline but are not trained
     plain: tuple[float, ...] = ()  # the task's own rewards, where the recipe shapes them
-    formed: tuple[bool, ...] = ()  # which answers have the form of tasks.format, where it is set
 
     @property
     def own_rewards(self) -> tuple[float, ...]:

@@ -7,8 +7,9 @@ import pytest
 
 from minirl.buffer import Drop
 from minirl.config import Config
-from minirl.filters import judge, penalty
+from minirl.filters import judge
 from minirl.records import Group, StopReason, Trajectory
+from minirl.tasks.shaping import overlong
 
 
 def config(**changes: Any) -> Config:
@@ -47,13 +48,14 @@ def test_failed_rewards_are_left_out_up_to_the_limit_and_are_never_a_0() -> None
     ("length", "lost"), [(1, 0.0), (103, 0.0), (108, 0.2), (118, 0.6), (128, 1.0)]
 )
 def test_the_penalty_rises_from_the_zone_to_the_limit(length: int, lost: float) -> None:
-    assert penalty(config(overlong_tokens=25), answers(length)[0]) == pytest.approx(lost)
-    assert penalty(config(), answers(length)[0]) == 0.0
+    assert overlong(config(overlong_tokens=25), answers(length)[0]) == pytest.approx(lost)
+    assert overlong(config(), answers(length)[0]) == 0.0
 
 
 def test_the_penalty_is_taken_off_the_reward() -> None:
     group = judge(config(overlong_tokens=25), (0, 0), answers(10, 118, 128), (1.0, 1.0, 0.0))
     assert isinstance(group, Group) and group.rewards == pytest.approx((1.0, 0.4, -1.0))
+    assert group.own_rewards == (1.0, 1.0, 0.0)
 
 
 def test_cut_answers_are_masked_but_count_in_the_baseline() -> None:

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from processes import assert_accounted
 
-from minirl.recipe import load
+from minirl.recipe import check_task, load
 from minirl.records import Answer, StopReason
-from minirl.rules import check_task
 from minirl.tasks.registry import make_task, self_check
 
 PAGE = Path(__file__).parent.parent / "docs" / "write-a-task.md"
@@ -118,15 +117,12 @@ def test_it_trains_and_goes_on_from_another_folder(
     folder: Path, tied_folder: Path, tmp_path: Path
 ) -> None:
     model = ("--set", f"model.path={tied_folder}")  # random weights, in the tiny model's place
-    done = minirl(COMMANDS[1], folder, *model, "--set", "tasks.format=.*a.*")
+    done = minirl(COMMANDS[1], folder, *model)
     assert done.returncode == 0, done.stdout + done.stderr
     run = folder / "backwards-run"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert_accounted(lines, max_staleness=2)
-    assert len(lines) == 2 and all(0 <= line["reward/format_frac"] <= 1 for line in lines)
-    for line in lines:
-        bonus = 0.1 * line["reward/format_frac"]
-        assert line["reward/shaped_mean"] == pytest.approx(line["reward/mean"] + bonus)
+    assert len(lines) == 2
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert all("backwards is" in sample["prompt"] for sample in samples)
     resumed = load(run / "recipe.toml").config  # as --resume reads it, here from another folder

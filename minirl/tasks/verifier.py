@@ -14,20 +14,19 @@ One that runs out of memory takes this worker down, which comes to the same. An 
 graded here before is not graded again, unless the task says that its rewards are random.
 """
 
+import math
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from minirl.config import Config
-from minirl.guard import reward_problem
 from minirl.records import Answer, Example, Trajectory
 from minirl.shm.board import BEAT_S, BoardWriter, State, Total
 from minirl.shm.ring import TornEntry, TrajectoryRing
 from minirl.tasks import Task
 from minirl.tasks.limits import RewardCache, bounded_output, limit_memory
 from minirl.tasks.registry import make_task
-from minirl.tasks.shaping import is_formed
 from minirl.tasks.turns import Dialogue, readable, reply_tokens, texts_of
 
 
@@ -46,7 +45,6 @@ class Graded:
     rewards: tuple[float | None, ...]  # None: failed, as `error` says
     texts: tuple[str, ...]
     error: str = ""
-    formed: tuple[bool, ...] = ()  # which have the form of tasks.format, where it is set
 
 
 @dataclass(frozen=True)
@@ -108,14 +106,11 @@ def grade(
 ) -> Graded:
     rewards: list[float | None] = []
     texts: list[str] = []
-    formed: list[bool] = []
-    format, limits = setup.config.tasks.format, setup.config.guard.reward_range
     error = ""
     for place, trajectory in enumerate(request.trajectories):
         if place in request.skip:
             rewards.append(None)
             texts.append("")
-            formed.append(False)
             continue
         board.serving(-1, place)
         # Anew: tasks.timeout_s counts for each reward.
@@ -127,23 +122,18 @@ def grade(
         if reward is not None:
             board.add(Total.CACHED, 1)
         else:
-            reward, why = compute(task, request.example, answer, limits)
+            reward, why = compute(task, request.example, answer)
             error = why or error
             if cache is not None and reward is not None:
                 cache.put(request.example, answer, reward)
         rewards.append(reward)
         texts.append(readable(turns))
-        # Here and not in the controller: a regular expression can take for ever.
-        formed.append(bool(format) and is_formed(format, answer.text))
         if rewards.count(None) > request.max_failures:
             return Graded(request.group_id, (), (), error)
-    forms = tuple(formed) if format else ()
-    return Graded(request.group_id, tuple(rewards), tuple(texts), error, forms)
+    return Graded(request.group_id, tuple(rewards), tuple(texts), error)
 
 
-def compute(
-    task: Task, example: Example, answer: Answer, limits: tuple[float, ...] = ()
-) -> tuple[float | None, str]:
+def compute(task: Task, example: Example, answer: Answer) -> tuple[float | None, str]:
     """The reward, or None and why there is none."""
     try:
         with bounded_output():
@@ -152,8 +142,7 @@ def compute(
         raise  # what is left may be too little for the next: it takes this process down
     except Exception as failure:  # a task is the user's code: whatever it raises is one failure
         return None, f"{type(failure).__name__}: {failure}"
-    problem = reward_problem(reward, limits)
-    return (None, problem) if problem else (reward, "")
+    return (reward, "") if math.isfinite(reward) else (None, f"reward is {reward}")
 
 
 def reply(

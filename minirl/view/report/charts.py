@@ -67,7 +67,7 @@ KINDS = (
         "of the policy at trained tokens, in nats; a fall to 0 ends exploration",
         (("train/entropy", ""),),
     ),
-    Kind("kl", "KL to the first model", "by train.kl_kind, in nats", (("train/kl", ""),)),
+    Kind("kl", "KL to the first model", "in nats", (("train/kl", ""),)),
     Kind(
         "clip",
         "Clipped and capped",
