@@ -250,10 +250,7 @@ class LogConfig:
     """Readable trajectories per step, in samples.jsonl."""
     trace: bool = False
     """Write a timeline: trace.json opens in ui.perfetto.dev, and `minirl report` draws it."""
-    to: Annotated[
-        tuple[Literal["tensorboard", "wandb", "trackio"], ...],
-        Field(strict=False, examples=[["tensorboard"]]),
-    ] = ()
+    to: Annotated[tuple[str, ...], Field(strict=False, examples=[["tensorboard"]])] = ()
     """Where metrics go beside metrics.jsonl: "tensorboard", "wandb", "trackio", each an extra."""
     stall_s: Annotated[float, Field(ge=1, le=604_800)] = 300.0
     """When nothing moves for this long, stacks are written and the run ends with exit code 3."""

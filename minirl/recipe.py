@@ -29,6 +29,7 @@ ANCHORED = ("tasks.kind", "tasks.data")
 """Keys that may name a file beside the recipe."""
 OPTIONS = "tasks.options"
 """The one key that is a table of its own, whose names the task decides."""
+LOGGERS = ("tensorboard", "wandb", "trackio")
 BUILTIN_TASKS = ("arithmetic", "calculator", "code", "countdown", "gsm8k", "math")
 
 FOREIGN_NAMES = {
@@ -159,9 +160,7 @@ def _wrong(key: str, value: Any, error: Mapping[str, Any]) -> RecipeError:
         rule = "must be one line of text" if given.strip() else "must not be empty"
     elif kind == "literal_error":
         choices = re.findall(r"'(.+?)'", error["ctx"]["expected"])
-        wanted = FOREIGN_VALUES.get(str(given), str(given))
-        if near := difflib.get_close_matches(wanted, choices, n=1):
-            remedy = f'did you mean "{near[0]}"?'
+        remedy = _near(str(given), choices, remedy)
     elif isinstance(value, str) and isinstance(_parse_value(value), (int, float)):
         remedy = "take the quotes away"
     elif kind.endswith("_type"):
@@ -170,6 +169,12 @@ def _wrong(key: str, value: Any, error: Mapping[str, Any]) -> RecipeError:
     if isinstance(value, (list, tuple)) and len(loc) > 1:
         rule = f"each item {rule}"
     return RecipeError(key, value, rule, remedy)
+
+
+def _near(given: str, known: Sequence[str], otherwise: str) -> str:
+    """The remedy for a value that is near a known one."""
+    near = difflib.get_close_matches(FOREIGN_VALUES.get(given, given), known, n=1)
+    return f'did you mean "{near[0]}"?' if near else otherwise
 
 
 # Reading ----------------------------------------------------------------------------------------
@@ -220,7 +225,9 @@ def _read_layer(path: Path, key: str, value: str, origin: str = "") -> _Layer:
             text = file.read(MAX_RECIPE_BYTES).decode("utf-8-sig")
         table = tomllib.loads(text)
     except OSError as error:
-        raise wrong(f"cannot be read ({error.strerror})", _suggest_file(path)) from None
+        is_missing = isinstance(error, FileNotFoundError)
+        rule = "no such file" if is_missing else f"cannot be read ({error.strerror})"
+        raise wrong(rule, _suggest_file(path)) from None
     except (ValueError, RecursionError) as error:
         rule = f"is not valid TOML: {one_line(str(error).partition(';')[0])}"
         raise wrong(rule, "mend it there (strings take quotes, numbers none)") from None
@@ -380,8 +387,13 @@ def validate(config: Config) -> None:
         f"must be above tasks.timeout_s = {tasks.timeout_s}",
         "raise it, or a slow reward looks like a stall",
     )
-    is_twice = len(set(config.log.to)) < len(config.log.to)
-    need("log.to", not is_twice, "names one twice", "take it out")
+    strange = next((name for name in config.log.to if name not in LOGGERS), "")
+    need(
+        "log.to",
+        not strange and len(set(config.log.to)) == len(config.log.to),
+        f"must name some of {', '.join(LOGGERS)}, each once",
+        _near(strange, LOGGERS, "[] is metrics.jsonl alone"),
+    )
 
 
 def _multiples(value: int, of: int) -> str:
@@ -427,8 +439,7 @@ def check_task(config: Config) -> None:
     place, colon, name = kind.rpartition(":")
     wanted = 'write "my_task.py:MyTask" or "package.module:MyTask"'
     if not colon and kind not in BUILTIN_TASKS:
-        near = difflib.get_close_matches(kind, BUILTIN_TASKS, n=1)
-        remedy = f'did you mean "{near[0]}"?' if near else 'your own is "my_task.py:MyTask"'
+        remedy = _near(kind, BUILTIN_TASKS, 'your own is "my_task.py:MyTask"')
         raise RecipeError("tasks.kind", kind, f"is none of {', '.join(BUILTIN_TASKS)}", remedy)
     if colon and not name.isidentifier():
         raise RecipeError("tasks.kind", kind, "has no class name", wanted)

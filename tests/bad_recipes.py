@@ -10,7 +10,7 @@ BAD_FILES = [
     ('[model]\npath = tiny', 'recipe = "bad.toml": is not valid TOML: Invalid value (at line 2, column 8); mend it there (strings take quotes, numbers none)'),
     ('seed = ' + "9" * 5000, 'recipe = "bad.toml": is not valid TOML: Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits; mend it there (strings take quotes, numbers none)'),
     ('x = ' + "[" * 3000, 'recipe = "bad.toml": is not valid TOML: maximum recursion depth exceeded; mend it there (strings take quotes, numbers none)'),
-    ('extends = "nowhere.toml"', 'extends = "nowhere.toml": cannot be read (No such file or directory); name a TOML file, such as recipes/smoke.toml (bad.toml:1)'),
+    ('extends = "nowhere.toml"', 'extends = "nowhere.toml": no such file; name a TOML file, such as recipes/smoke.toml (bad.toml:1)'),
     ('extends = "bad.toml"', 'extends = "bad.toml": recipes extend each other in a circle (bad.toml -> bad.toml); take one of these lines out (bad.toml:1)'),
     ('extends = 3', 'extends = 3: must be a string; name one other recipe, such as extends = "base.toml" (bad.toml:1)'),
     ('extends = ""', 'extends = "": cannot be read (Is a directory); name a TOML file, such as recipes/smoke.toml (bad.toml:1)'),
@@ -91,7 +91,7 @@ BAD_SETS = [
     ('extends=x.toml', 'extends = "x.toml": cannot be set from outside; write it in a recipe (--set)'),
     ('seed=1\nfoo=2', 'seed = "1\\nfoo=2": must be a whole number; write it like 0 (--set)'),
     ('log.to=wandb', 'log.to = "wandb": must be a list; write it like ["tensorboard"] (--set)'),
-    ('log.to=["tb"]', 'log.to = ["tb"]: each item must be \'tensorboard\', \'wandb\' or \'trackio\'; did you mean "tensorboard"? (--set)'),
-    ('log.to=["wandb","wandb"]', 'log.to = ["wandb", "wandb"]: names one twice; take it out (--set)'),
+    ('log.to=["tb"]', 'log.to = ["tb"]: must name some of tensorboard, wandb, trackio, each once; did you mean "tensorboard"? (--set)'),
+    ('log.to=["wandb","wandb"]', 'log.to = ["wandb", "wandb"]: must name some of tensorboard, wandb, trackio, each once; [] is metrics.jsonl alone (--set)'),
     ('model.dtype=half', 'model.dtype = "half": must be \'float32\' or \'bfloat16\'; did you mean "bfloat16"? (--set)'),
 ]

@@ -88,8 +88,7 @@ def test_files_that_are_none(folder: Path) -> None:
     Path("recipes").mkdir()
     write("recipes/smoke.toml", "")
     assert line_of(Path("smok.toml")) == (
-        'recipe = "smok.toml": cannot be read (No such file or directory); '
-        "did you mean recipes/smoke.toml?"
+        'recipe = "smok.toml": no such file; did you mean recipes/smoke.toml?'
     )
     assert "cannot be read (Is a directory)" in line_of(Path("recipes"))
     assert "cannot be read (File name too long)" in line_of(Path("x" * 5000))
