@@ -35,10 +35,11 @@ class Rule:
     remedy: str
 
 
+MAX_SKIPPED = 3
 NOT_FINITE = Rule(
     "not_finite",
     "NaN or inf in the loss, a gradient, vLLM's or the trainer's logprobs",
-    "skip; stop after guard.max_skipped steps in a row without any update",
+    f"skip; stop after {MAX_SKIPPED} steps in a row without any update",
     "trainer",
     "look at the saved batch with the command below; a lower train.lr or train.grad_clip helps "
     "most often",
@@ -53,15 +54,15 @@ WEIGHTS = Rule(
 )
 REWARD = Rule(
     "reward",
-    "a reward that is NaN, inf, or outside guard.reward_range",
+    "a reward that is NaN or inf",
     "skip: the reward has failed, as tasks.max_failures says",
     "verifier",
-    "mend the task's reward, or widen guard.reward_range",
+    "mend the task's reward",
 )
 LOGPROB_GAP = Rule(
     "logprob_gap",
     "train/logprob_gap above guard.max_logprob_gap",
-    "guard.on_logprob_gap",
+    "warn",
     "controller",
     'vLLM and trainer do not compute the same policy: try model.dtype = "float32" and '
     'rollout.on_update = "recompute", or raise guard.max_logprob_gap',
@@ -69,7 +70,7 @@ LOGPROB_GAP = Rule(
 ENTROPY = Rule(
     "entropy",
     "train/entropy below guard.min_entropy",
-    "guard.on_entropy",
+    "warn",
     "controller",
     "the policy hardly explores any more: raise train.clip_high, add train.kl_coef, lower "
     "train.lr, or lower guard.min_entropy",
@@ -124,32 +125,22 @@ class Guard:
         gap, entropy = values.get("train/logprob_gap"), values.get("train/entropy")
         is_updated = (values.get("train/skipped_updates") or 0) < self._num_minibatches
         self._num_idle = 0 if is_updated else self._num_idle + 1
-        if self._num_idle >= limits.max_skipped:
-            limit = f"guard.max_skipped = {limits.max_skipped}"
-            found.append(self._breach(NOT_FINITE, "stop", self._num_idle, limit))
+        if self._num_idle >= MAX_SKIPPED:
+            limit = f"a limit of {MAX_SKIPPED} steps"
+            found.append(self._breach(NOT_FINITE, Action.STOP, self._num_idle, limit))
         # "not <=", so that a value that is not a number breaks the rule too.
         if limits.max_logprob_gap and gap is not None and not gap <= limits.max_logprob_gap:
             limit = f"guard.max_logprob_gap = {limits.max_logprob_gap:g}"
-            found.append(self._breach(LOGPROB_GAP, limits.on_logprob_gap, gap, limit))
+            found.append(self._breach(LOGPROB_GAP, Action.WARN, gap, limit))
         # A step whose updates were all left out has said so already.
         if is_updated and entropy is not None and not entropy >= limits.min_entropy:
             limit = f"guard.min_entropy = {limits.min_entropy:g}"
-            found.append(self._breach(ENTROPY, limits.on_entropy, entropy, limit))
+            found.append(self._breach(ENTROPY, Action.WARN, entropy, limit))
         return found
 
-    def _breach(self, rule: Rule, action: str, value: float, limit: str) -> Breach:
+    def _breach(self, rule: Rule, action: Action, value: float, limit: str) -> Breach:
         self._counts[rule.name] += 1
-        return Breach(rule, Action(action), value, limit, self._counts[rule.name])
-
-
-def reward_problem(reward: float, reward_range: tuple[float, ...]) -> str:
-    """Why a reward may not be trained on, or ""."""
-    if not math.isfinite(reward):
-        return f"reward is {reward}"
-    if reward_range and not reward_range[0] <= reward <= reward_range[1]:
-        low, high = reward_range
-        return f"reward is {reward:g}, outside guard.reward_range = [{low:g}, {high:g}]"
-    return ""
+        return Breach(rule, action, value, limit, self._counts[rule.name])
 
 
 def as_markdown() -> str:

@@ -25,12 +25,18 @@ from minirl.journal import LOCK, Journal
 from minirl.lines import Patient, replace_text
 from minirl.loop import Loop
 from minirl.pace import Pace
-from minirl.recipe import Loaded, to_toml
+from minirl.recipe import (
+    Loaded,
+    check_devices,
+    check_memory,
+    check_model,
+    read_model_config,
+    to_toml,
+)
 from minirl.record import Recorder, most_bytes
 from minirl.records import Prompt
 from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
 from minirl.rollout.worker import RolloutSetup, Stop
-from minirl.rules import check_devices, check_memory, check_model, read_model_config
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.tasks import Task

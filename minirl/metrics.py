@@ -44,9 +44,7 @@ TABLE = (
     Metric("seconds", "wall time since training began (first prompt sent)"),
     Metric("reward/mean", "mean reward over the step's trajectories, as the task itself gave it"),
     Metric("reward/std", "population standard deviation of the same rewards"),
-    Metric(
-        "reward/shaped_mean", "mean of the rewards trained on: less what over-long answers lose"
-    ),
+    Metric("reward/shaped_mean", "mean of the rewards trained on: less the overlong penalty"),
     Metric("reward/penalty_mean", "mean reward those trajectories lost for being over-long"),
     Metric("reward/failures", "trajectories left out of the step's groups: no reward for them"),
     Metric("eval/accuracy", "mean held-out reward, of the last evaluation that ended in this step"),
@@ -86,7 +84,7 @@ TABLE = (
     Metric("train/loss", "minus the objective, weighted by train.loss_norm, per trained token"),
     Metric("train/grad_norm", "gradient norm before clipping, mean over minibatches"),
     Metric("train/skipped_updates", "updates left out: loss or gradient was not finite"),
-    Metric("train/kl", "mean KL to the first model over trained tokens, by train.kl_kind"),
+    Metric("train/kl", "mean KL to the first model over trained tokens"),
     Metric("train/value_loss", "critic: half the squared error, mean over trained tokens"),
     Metric("train/entropy", "mean entropy of the policy's distribution at trained tokens, in nats"),
     Metric("train/clip_frac", "share of trained tokens whose ratio was clipped"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from minirl import devices
 from minirl.config import Config
 from minirl.errors import RecipeError, one_line
-from minirl.rules import find_model
+from minirl.recipe import find_model
 
 if TYPE_CHECKING:
     from minirl.shm.weights import TensorSpec

@@ -1,28 +1,36 @@
-"""A recipe's file: from TOML to a Config and back.
+"""A recipe's file: from TOML to a Config and back, and the rules between its fields.
 
 Takes a TOML file, what it `extends`, and `--set section.key=value`. Gives a Config and where each
-value came from, or a RecipeError: one line with key, value, rule and remedy.
+value came from, or a RecipeError: one line with key, value, rule and remedy. What needs more than
+the recipe is handed in (`check_devices`, `check_memory`, `check_model`): a dry run works anywhere.
+
+Leaves out: what one field may be (config.py), torch, the network, and running a task's code.
 """
 
 import difflib
 import json
-import math
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast, get_args, get_origin
+from typing import Any
 
-from minirl.algorithms import ALGORITHMS
-from minirl.config import KEYS, SECTIONS, TABLE, Config, get
+from pydantic import ValidationError
+
+from minirl.config import ALGORITHMS, KEYS, SECTIONS, TINY, Config, get
 from minirl.errors import RecipeError, one_line
-from minirl.rules import validate
 
 MAX_RECIPE_BYTES = 2**20
 ANCHORED = ("tasks.kind", "tasks.data")
+"""Keys that may name a file beside the recipe."""
+OPTIONS = "tasks.options"
+"""The one key that is a table of its own, whose names the task decides."""
+LOGGERS = ("tensorboard", "wandb", "trackio")
+BUILTIN_TASKS = ("arithmetic", "calculator", "code", "countdown", "gsm8k", "math")
 
 FOREIGN_NAMES = {
     "learning_rate": "train.lr",
@@ -32,16 +40,42 @@ FOREIGN_NAMES = {
     "max_steps": "train.steps",
     "max_grad_norm": "train.grad_clip",
     "gpu_memory_utilization": "rollout.memory_fraction",
-    "adv_estimator": "train.estimator",
-    "advantage_estimator": "train.estimator",
-    "kl_loss_coef": "train.kl_coef",
     "loss_agg_mode": "train.loss_norm",
-    "lr_scheduler_type": "train.schedule",
 }
-"""What other trainers call it: an unknown key by one of these names is told ours."""
+"""What other trainers call a key, where the nearest spelling would not find ours."""
+FOREIGN_VALUES = {
+    "gpu": "cuda",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "half": "bfloat16",
+    "tb": "tensorboard",
+}
+"""The same for values: "gpu" is nearest to "cpu"."""
+PLAIN_WORDS = {
+    "Input should": "must",
+    "String should": "must",
+    "valid integer": "whole number",
+    "valid tuple": "list",
+    "valid dictionary": "table",
+    "a valid ": "a ",
+}
+"""pydantic's words, and ours."""
 
-
-LIST_EXAMPLES = {"log.to": '["tensorboard"]'}
+_SHAPING = ("format", "format_weight", "length_weight", "reward_weight", "reward_clip")
+REMOVED = {
+    **{f"tasks.{name}": "write it into the task's reward (docs/tasks.md)" for name in _SHAPING},
+    "guard.reward_range": "let the task's reward raise: a reward that raises has failed",
+    "guard.on_logprob_gap": "leave it out: a gap above guard.max_logprob_gap warns",
+    "guard.on_entropy": "leave it out: an entropy below guard.min_entropy warns",
+    "guard.max_skipped": "leave it out: three steps in a row without an update stop the run",
+    "train.behav_level": 'leave it out: "gspo" weighs whole sequences, the others tokens',
+    "train.kl_kind": 'leave it out: k3 with train.kl_in = "loss", k1 with "reward"',
+    "train.dual_clip": "leave it out: train.clip_low, clip_high and behav_cap bound a token",
+    "train.gamma": "leave it out: rewards are not discounted",
+    "sft.warmup_steps": "leave it out: the learning rate rises over ten steps",
+    "sft.schedule": "leave it out: the learning rate falls to 0 in a line",
+}
+"""Keys of earlier versions, and what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -67,34 +101,90 @@ class _Layer:
 
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> Loaded:
-    """Read a recipe, what it extends, and the overrides; validate all that needs no machine.
+    """Read a recipe, what it extends, and the overrides; check all that needs no machine.
 
     Without a path: the defaults and the overrides."""
     values: dict[str, Any] = {}
     origins = dict.fromkeys(KEYS, "default")
     for layer in [*(_read_chain(path) if path else ()), *map(_parse_override, overrides)]:
         for key, value in _flatten(layer):
-            typed = _typed(key, value, layer.origin(key))
-            values[key] = _anchored(key, typed, layer.folder) if key in ANCHORED else typed
             origins[key] = layer.origin(key)
-            if key.startswith(f"{TABLE}."):
-                origins[TABLE] = layer.name
-    algorithm = values.get("train.algorithm", "")
-    for key, value in ALGORITHMS.get(algorithm, {}).items():  # an unknown one: validate says so
+            if isinstance(value, dict) and isinstance(values.get(key), dict):
+                value = values[key] | value  # tasks.options is one table of all layers
+            values[key] = _anchored(key, value, layer.folder) if key in ANCHORED else value
+    algorithm = str(values.get("train.algorithm"))
+    for key, value in ALGORITHMS.get(algorithm, {}).items():
         if key not in values:
             values[key], origins[key] = value, f"algorithm {algorithm}"
-    config = _build(values)
     try:
+        config = build(values)
         validate(config)
     except RecipeError as error:
-        origin = origins.get(error.key, "default")
-        raise error if origin == "default" else error.at(origin) from None
+        key = OPTIONS if error.key.startswith(OPTIONS) else error.key
+        raise error if origins[key] == "default" else error.at(origins[key]) from None
     return Loaded(config, origins)
 
 
-def _anchored(key: str, value: str, folder: Path) -> str:
+def build(values: Mapping[str, Any]) -> Config:
+    """The Config of dotted keys."""
+    made = {key: value for key, value in values.items() if "." not in key}
+    for section, cls in SECTIONS.items():
+        keys = [key for key in _keys_in(section) if key in values]
+        made[section] = _made(f"{section}.", cls, {key.split(".")[1]: values[key] for key in keys})
+    return _made("", Config, made)
+
+
+def _made(prefix: str, cls: Any, values: dict[str, Any]) -> Any:
+    try:
+        return cls(**values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    name = str(first["loc"][0])
+    raise _wrong(prefix + name, values[name], first)
+
+
+def _wrong(key: str, value: Any, error: Mapping[str, Any]) -> RecipeError:
+    """pydantic's error, in the form of all others."""
+    kind, loc, given = error["type"], error["loc"], error["input"]
+    default = _toml_value(get(Config(), key))
+    rule, remedy = error["msg"], f"{default} is the default"
+    for theirs, ours in PLAIN_WORDS.items():
+        rule = rule.replace(theirs, ours)
+    if key == OPTIONS and len(loc) > 1:
+        key, value = f"{OPTIONS}.{loc[1]}", value[loc[1]]
+        if loc[-1] == "[key]":
+            return RecipeError(key, value, "is no name for an option", "use letters, digits and _")
+        rule = "must be text, a finite number, true, false or a list of these"
+        return RecipeError(key, value, rule, "write it like 3 or [0.5, 0.5]")
+    if kind == "string_pattern_mismatch":
+        rule = "must be one line of text" if given.strip() else "must not be empty"
+    elif kind == "literal_error":
+        choices = re.findall(r"'(.+?)'", error["ctx"]["expected"])
+        remedy = _near(str(given), choices, remedy)
+    elif isinstance(value, str) and isinstance(_parse_value(value), (int, float)):
+        remedy = "take the quotes away"
+    elif kind.endswith("_type"):
+        examples = KEYS[key].examples
+        remedy = f"write it like {_toml_value(examples[0]) if examples else default}"
+    if isinstance(value, (list, tuple)) and len(loc) > 1:
+        rule = f"each item {rule}"
+    return RecipeError(key, value, rule, remedy)
+
+
+def _near(given: str, known: Sequence[str], otherwise: str) -> str:
+    """The remedy for a value that is near a known one."""
+    near = difflib.get_close_matches(FOREIGN_VALUES.get(given, given), known, n=1)
+    return f'did you mean "{near[0]}"?' if near else otherwise
+
+
+# Reading ----------------------------------------------------------------------------------------
+
+
+def _anchored(key: str, value: Any, folder: Path) -> Any:
     """The file that a value names, beside its recipe or else in the working folder, by its whole
-    path: the run then goes on from anywhere. A value that names no file stays as it is."""
+    path: the run can then be resumed from anywhere. A value that names no file stays as it is."""
+    if not isinstance(value, str):
+        return value
     place, colon, name = value.rpartition(":") if key == "tasks.kind" else (value, "", "")
     if not place or (colon and not place.endswith(".py")):
         return value
@@ -131,37 +221,24 @@ def _read_layer(path: Path, key: str, value: str, origin: str = "") -> _Layer:
         return RecipeError(key, value, rule, remedy, origin)
 
     try:
-        if path.is_dir():
-            raise wrong("is a folder, not a file", _suggest_file(path / "recipe.toml"))
-        if not path.is_file():
-            raise wrong("no such file", _suggest_file(path))
-        if path.stat().st_size > MAX_RECIPE_BYTES:
-            raise wrong("is too large for a recipe", "name a TOML file of some 30 lines")
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise wrong("is not UTF-8 text", "name a TOML file") from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        reason = getattr(error, "strerror", None) or "not a file name"
-        raise wrong(f"cannot be read ({reason})", "check the name and its permissions") from None
-    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_RECIPE_BYTES).decode("utf-8-sig")
         table = tomllib.loads(text)
+    except OSError as error:
+        is_missing = isinstance(error, FileNotFoundError)
+        rule = "no such file" if is_missing else f"cannot be read ({error.strerror})"
+        raise wrong(rule, _suggest_file(path)) from None
     except (ValueError, RecursionError) as error:
-        known = isinstance(error, tomllib.TOMLDecodeError)
-        reason = str(error) if known else "a number too long or brackets too deep"
-        rule = f"is not valid TOML: {one_line(reason)}"
+        rule = f"is not valid TOML: {one_line(str(error).partition(';')[0])}"
         raise wrong(rule, "mend it there (strings take quotes, numbers none)") from None
     return _Layer(table, path.name, _line_numbers(text), path.parent)
 
 
 def _suggest_file(path: Path) -> str:
     """The nearest-named recipe beside the missing one or in recipes/."""
-    near = sorted({*path.parent.glob("*.toml"), *Path("recipes").glob("*.toml")})
-    by_stem = {p.stem: p for p in near}
-    stem = path.name.removesuffix(".toml")
-    for match in difflib.get_close_matches(stem, by_stem, n=1, cutoff=0.5):
-        return f"did you mean {one_line(str(by_stem[match]))}?"
-    if near:
-        return f"there are {one_line(', '.join(map(str, near)))}"
+    near = {p.stem: p for p in [*path.parent.glob("*.toml"), *Path("recipes").glob("*.toml")]}
+    for match in difflib.get_close_matches(path.stem, near, n=1, cutoff=0.5):
+        return f"did you mean {one_line(str(near[match]))}?"
     return "name a TOML file, such as recipes/smoke.toml"
 
 
@@ -187,9 +264,10 @@ def _parse_override(text: str) -> _Layer:
         raise RecipeError("--set", text, "has no key and value", remedy)
     if key == "extends":
         raise RecipeError(key, raw, "cannot be set from outside", "write it in a recipe", "--set")
-    section, dot, name = key.partition(".")
     value = _parse_value(raw)
-    return _Layer({section: {name: value}} if dot else {key: value}, "--set", {})
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return _Layer(value, "--set", {})
 
 
 def _parse_value(raw: str) -> Any:
@@ -202,161 +280,254 @@ def _parse_value(raw: str) -> Any:
 
 def _flatten(layer: _Layer) -> Iterator[tuple[str, Any]]:
     """The layer's values by dotted key; a key that no recipe has is an error."""
-    for key, value in layer.values.items():
-        if key in KEYS:
-            yield key, value
-        elif key not in SECTIONS and isinstance(value, dict):
-            raise _unknown_section(key, value, layer.origin(key))
-        elif key not in SECTIONS:
-            raise _unknown_key("", key, value, layer.origin(key))
-        elif not isinstance(value, dict):
-            remedy = f"write {key}.<key>, such as {key}.{fields(SECTIONS[key])[0].name}"
-            raise RecipeError(key, value, "is a section, not a key", remedy, layer.origin(key))
+    for top, value in layer.values.items():
+        if top in SECTIONS and isinstance(value, dict):
+            inner = {f"{top}.{name}": given for name, given in value.items()}
         else:
-            for name, inner in value.items():
-                dotted = f"{key}.{name}"
-                if dotted == TABLE and isinstance(inner, dict):
-                    yield from ((f"{dotted}.{option}", given) for option, given in inner.items())
-                    continue
-                if dotted not in KEYS and not dotted.startswith(f"{TABLE}."):
-                    raise _unknown_key(key, name, inner, layer.origin(dotted))
-                yield dotted, inner
+            inner = {top: value}
+        for key, given in inner.items():
+            if key not in KEYS:
+                raise RecipeError(key, given, *_unknown(key, given), layer.origin(key))
+            yield key, given
 
 
-def _unknown_section(name: str, value: Any, origin: str) -> RecipeError:
-    near = difflib.get_close_matches(name, SECTIONS, n=1)
-    remedy = f"did you mean [{near[0]}]?" if near else f"sections are {', '.join(SECTIONS)}"
-    return RecipeError(name, value, "no such section", remedy, origin)
-
-
-def _unknown_key(section: str, name: str, value: Any, origin: str) -> RecipeError:
-    if nearest := _nearest(section, name):
-        remedy = f"did you mean {' or '.join(nearest)}?"
-    elif section:
-        remedy = f"[{section}] has {', '.join(f.name for f in fields(SECTIONS[section]))}"
-    else:
-        remedy = f"at the top stands only seed; sections are {', '.join(SECTIONS)}"
-    key = f"{section}.{name}" if section else name
-    return RecipeError(key, value, "no such key", remedy, origin)
-
-
-def _nearest(section: str, name: str) -> list[str]:
-    """Known keys most like it: the same name elsewhere, a like one here, a like one elsewhere."""
-    if name in (names := _names()):
-        return names[name]
-    here = [f.name for f in fields(SECTIONS[section])] if section else []
-    for match in difflib.get_close_matches(name, here, n=1):
-        return [f"{section}.{match}"]
+def _unknown(key: str, value: Any) -> tuple[str, str]:
+    """Rule and remedy for a key that no recipe has."""
+    section, _, name = key.rpartition(".")
+    if key in REMOVED:
+        return "is no longer a key", REMOVED[key]
+    if key in SECTIONS:
+        return "is a section, not a key", f"write {key}.<key>, such as {_keys_in(key)[0]}"
+    if section not in SECTIONS and isinstance(value, dict):
+        near = difflib.get_close_matches(key, SECTIONS, n=1)
+        remedy = f"did you mean [{near[0]}]?" if near else f"sections are {', '.join(SECTIONS)}"
+        return "no such section", remedy
+    names = {foreign: [ours] for foreign, ours in FOREIGN_NAMES.items()}
+    for known in KEYS:
+        names.setdefault(known.rpartition(".")[2], []).append(known)
     for match in difflib.get_close_matches(name, names, n=1):
-        return names[match]
-    return []
+        return "no such key", f"did you mean {' or '.join(names[match])}?"
+    there = _keys_in(section) if section in SECTIONS else ["seed", *SECTIONS]
+    return "no such key", f"there are {', '.join(there)}"
 
 
-def _names() -> dict[str, list[str]]:
-    """Keys by their last part."""
-    names = {name: [key] for name, key in FOREIGN_NAMES.items()}
-    for key in KEYS:
-        names.setdefault(key.rpartition(".")[2], []).append(key)
-    return names
+def _keys_in(section: str) -> list[str]:
+    return [key for key in KEYS if key.startswith(f"{section}.")]
 
 
-def _typed(key: str, value: Any, origin: str) -> Any:
-    """The value as its field's type: an int may stand for a float, a bool never for an int."""
-    if key.startswith(TABLE):
-        return _typed_option(key, value, origin)
-    wanted, default = KEYS[key].type, KEYS[key].default
-    if wanted is float and type(value) is int:
-        return _typed_float(key, value, origin, str(default))
-    if type(value) is wanted:
-        return value
-    if get_origin(wanted) is tuple:
-        return _typed_list(key, value, get_args(wanted)[0], origin)
-    if isinstance(value, str) and type(_parse_value(value)) in (wanted, int, float):
-        remedy = "take the quotes away"
-    elif wanted is int and isinstance(value, float) and abs(value) < 1e15 and value % 1 == 0:
-        remedy = f"write {int(value)}"
-    else:
-        remedy = {
-            int: f"write it like {default}",
-            float: f"write it like {default}",
-            bool: "write true or false",
-            str: f'write it in quotes, like "{default}"',
-        }[cast(type, wanted)]
-    kind = {int: "a whole number", float: "a number", bool: "a boolean", str: "a string"}
-    raise RecipeError(key, value, f"must be {kind[cast(type, wanted)]}", remedy, origin)
+# Rules between fields ---------------------------------------------------------------------------
 
 
-def _typed_option(key: str, value: Any, origin: str) -> Any:
-    """Plain values and lists of them: what can be written back and compared on resume."""
-    if key == TABLE:
-        remedy = "write [tasks.options] and under it name = value"
-        raise RecipeError(key, value, "is a table, not a value", remedy, origin)
-    name = key.removeprefix(f"{TABLE}.")
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        remedy = "letters, digits and _, the first a letter"
-        raise RecipeError(key, value, "is no name for an option", remedy, origin)
-    for item in value if isinstance(value, list) else [value]:
-        is_plain = type(item) in (str, int, float, bool)
-        if type(item) is float:
-            is_plain = math.isfinite(item)
-        elif type(item) is str:
-            is_plain = all(c != "\x7f" and not "\ud800" <= c <= "\udfff" for c in item)
-        if not is_plain:
-            rule = "must be text, a finite number, true, false or a list of these"
-            raise RecipeError(key, value, rule, "write it like 3 or [0.5, 0.5]", origin)
-    return value
+def validate(config: Config) -> None:
+    """The rules that need neither the model nor the machine."""
+    tasks, rollout, train, devices = config.tasks, config.rollout, config.train, config.devices
+
+    def need(key: str, is_kept: bool, rule: str, remedy: str) -> None:
+        if not is_kept:
+            raise RecipeError(key, get(config, key), rule, remedy)
+
+    parts, parallel = train.num_minibatches, devices.tensor_parallel
+    share = train.batch_size // parts * rollout.group_size
+    longest = config.max_tokens_per_trajectory
+    need(
+        "train.batch_size",
+        train.batch_size % parts == 0,
+        f"must be a multiple of train.num_minibatches = {parts}",
+        _multiples(train.batch_size, parts),
+    )
+    need(
+        "devices.train",
+        share >= devices.train,
+        f"a minibatch has only {share} trajectories, and each device needs one",
+        f"raise train.batch_size, or lower devices.train to {share}",
+    )
+    need(
+        "train.max_tokens",
+        train.max_tokens >= longest,
+        f"must hold one trajectory (tasks.max_prompt_tokens + rollout.max_new_tokens = {longest})",
+        f"raise it to {longest} or more, or shorten prompt or answer",
+    )
+    need(
+        "train.proximal",
+        train.proximal == "forward" or train.objective != "naive",
+        'has no effect with train.objective = "naive", which knows no π_prox',
+        'set train.objective = "decoupled", or leave it out',
+    )
+    need(
+        "train.shard_optimizer",
+        not train.shard_optimizer or devices.train > 1,
+        "there is one training device, and nothing to share",
+        "set it to false",
+    )
+    need(
+        "devices.rollout",
+        devices.rollout % parallel == 0,
+        f"must be a multiple of devices.tensor_parallel = {parallel}",
+        _multiples(devices.rollout, parallel),
+    )
+    need("rollout.top_k", rollout.top_k != 1, "all answers are alike at 1", "0 is off")
+    need(
+        "tasks.max_failures",
+        tasks.max_failures <= rollout.group_size - 2,
+        f"must leave two of rollout.group_size = {rollout.group_size} to compare",
+        f"at most {rollout.group_size - 2}",
+    )
+    need(
+        "tasks.overlong_tokens",
+        tasks.overlong_tokens <= rollout.max_new_tokens,
+        f"must be at most rollout.max_new_tokens = {rollout.max_new_tokens}",
+        f"a fifth of it is usual: {max(1, rollout.max_new_tokens // 5)}",
+    )
+    target = config.buffer.target_staleness
+    remedy = "-1 is as few as keep the trainer fed; 0 waits for every batch"
+    need("buffer.target_staleness", target == -1 or target >= 0, "must be -1 or at least 0", remedy)
+    need(
+        "log.stall_s",
+        config.log.stall_s > tasks.timeout_s,
+        f"must be above tasks.timeout_s = {tasks.timeout_s}",
+        "raise it, or a slow reward looks like a stall",
+    )
+    strange = next((name for name in config.log.to if name not in LOGGERS), "")
+    need(
+        "log.to",
+        not strange and len(set(config.log.to)) == len(config.log.to),
+        f"must name some of {', '.join(LOGGERS)}, each once",
+        _near(strange, LOGGERS, "[] is metrics.jsonl alone"),
+    )
 
 
-def _typed_float(key: str, value: float, origin: str, example: str) -> float:
+def _multiples(value: int, of: int) -> str:
+    below, above = value // of * of, (value // of + 1) * of
+    return f"make it {below} or {above}" if below else f"make it {above}"
+
+
+# Rules that need the machine, the model or the task ---------------------------------------------
+
+
+def check_devices(
+    config: Config, kind: str, available: int, num_rollout: int | None = None
+) -> None:
+    """`kind` is what the run would use, "cuda" or "cpu"; `available` counts GPUs or CPU cores.
+    `num_rollout` is given where it is not devices.rollout."""
+    devices = config.devices
+    if devices.kind == "cuda" and kind != "cuda":
+        remedy = "run it where there is one, or --set devices.kind=cpu"
+        raise RecipeError("devices.kind", "cuda", "there is no CUDA device here", remedy)
+    wanted = devices.train + (devices.rollout if num_rollout is None else num_rollout)
+    limit = available if kind == "cuda" else max(4, 2 * available)
+    if wanted > limit:
+        what = "GPUs" if kind == "cuda" else "cores"
+        rule = f"with devices.train = {devices.train} that is {wanted} {what}, of {available} here"
+        remedy = f"the two together may be at most {limit}"
+        if limit == 1:
+            remedy = "one GPU is not enough for both pools; two are"
+        raise RecipeError("devices.rollout", devices.rollout, rule, remedy)
+
+
+def check_memory(config: Config, available_bytes: int) -> None:
+    """The trajectory ring is allocated at start, whole."""
+    if config.ring_bytes > available_bytes:
+        gib = [f"{n / 2**30:.1f} GiB" for n in (config.ring_bytes, available_bytes)]
+        rule = f"the trajectory ring would take {gib[0]} of the {gib[1]} that are free"
+        remedy = "lower it, rollout.group_size, buffer.max_staleness or rollout.max_new_tokens"
+        raise RecipeError("train.batch_size", config.train.batch_size, rule, remedy)
+
+
+def check_task(config: Config) -> None:
+    """tasks.kind names a builtin task, or a class in a file that exists. Runs none of its code."""
+    kind = config.tasks.kind
+    place, colon, name = kind.rpartition(":")
+    wanted = 'write "my_task.py:MyTask" or "package.module:MyTask"'
+    if not colon and kind not in BUILTIN_TASKS:
+        remedy = _near(kind, BUILTIN_TASKS, 'your own is "my_task.py:MyTask"')
+        raise RecipeError("tasks.kind", kind, f"is none of {', '.join(BUILTIN_TASKS)}", remedy)
+    if colon and not name.isidentifier():
+        raise RecipeError("tasks.kind", kind, "has no class name", wanted)
+    if place.endswith(".py"):
+        if not _is(Path.is_file, place):
+            remedy = "it is looked for beside the recipe, then in the working folder"
+            raise RecipeError("tasks.kind", kind, f"there is no file {one_line(place)}", remedy)
+    elif colon and not all(part.isidentifier() for part in place.split(".")):
+        raise RecipeError("tasks.kind", kind, "names neither a .py file nor a module", wanted)
+
+
+def check_loggers(config: Config) -> None:
+    """The packages behind log.to are here. Imports none of them."""
+    for name in config.log.to:
+        if find_spec(name) is None:
+            remedy = f'pip install "minirl[{name}]", or take it out'
+            raise RecipeError("log.to", config.log.to, f"{name} is not installed", remedy)
+
+
+def find_model(config: Config) -> Path | None:
+    """The model's folder: a local one, or the hub's local cache. None: not on this machine (yet).
+
+    Never goes to the network.
+    """
+    path = config.model.path
+    if path == TINY:
+        return None
+    if _is(Path.is_dir, path):
+        if not _is(Path.is_file, f"{path}/config.json"):
+            remedy = "name a Hugging Face model folder"
+            raise RecipeError("model.path", path, "the folder has no config.json", remedy)
+        return Path(path)
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path, re.ASCII):
+        remedy = f'name an existing folder, a hub name such as "Qwen/Qwen3-0.6B", or "{TINY}"'
+        raise RecipeError("model.path", path, "no such folder, and not a hub name", remedy)
+    from huggingface_hub import try_to_load_from_cache
+
     try:
-        return float(value)
-    except OverflowError:
-        remedy = f"write it like {example}"
-        raise RecipeError(key, value, "must be a finite number", remedy, origin) from None
+        found = try_to_load_from_cache(path, "config.json")
+    except ValueError:  # not a valid hub name after all
+        found = None
+    return Path(found).parent if isinstance(found, str) else None
 
 
-def _typed_list(key: str, value: Any, item: type, origin: str) -> tuple[Any, ...]:
-    if isinstance(value, list) and all(type(v) is item for v in value):
-        return tuple(value)
-    if item is float and isinstance(value, list) and all(type(v) in (int, float) for v in value):
-        return tuple(_typed_float(key, v, origin, "[0.0, 1.0]") for v in value)
-    rule, example = {
-        str: ("strings", '["####"]'),
-        int: ("whole numbers", "[151645]"),
-        float: ("numbers", "[0.0, 1.0]"),
-    }[item]
-    example = LIST_EXAMPLES.get(key, example)
-    raise RecipeError(key, value, f"must be a list of {rule}", f"write it like {example}", origin)
+def read_model_config(config: Config, folder: Path) -> dict[str, Any]:
+    """What `check_model` takes: the folder's config.json."""
+    try:
+        model_config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        model_config = None
+    if not isinstance(model_config, dict):
+        rule = "its config.json cannot be read"
+        raise RecipeError("model.path", config.model.path, rule, "fetch the model again")
+    return model_config
 
 
-def _build(values: dict[str, Any]) -> Config:
-    options = {k.removeprefix(f"{TABLE}."): v for k, v in values.items() if k.startswith(TABLE)}
-    values = {key: value for key, value in values.items() if not key.startswith(TABLE)}
-    values[TABLE] = options
-    sections = {
-        section: cls(
-            **{f.name: values[k] for f in fields(cls) if (k := f"{section}.{f.name}") in values}
-        )
-        for section, cls in SECTIONS.items()
-    }
-    top = {key: value for key, value in values.items() if "." not in key}
-    return Config(**top, **sections)
+def check_model(config: Config, model_config: dict[str, Any]) -> None:
+    """What only the model's config.json can tell."""
+    text_config = model_config.get("text_config", model_config)
+    sizes = text_config if isinstance(text_config, dict) else {}
+    limit = sizes.get("max_position_embeddings")
+    longest = config.max_tokens_per_trajectory
+    if isinstance(limit, int) and longest > limit:
+        rule = f"with tasks.max_prompt_tokens that is {longest}, past the model's {limit} positions"
+        remedy = f"shorten one: together at most {limit}"
+        raise RecipeError("rollout.max_new_tokens", config.rollout.max_new_tokens, rule, remedy)
+    parallel = config.devices.tensor_parallel
+    heads = sizes.get("num_attention_heads")
+    if isinstance(heads, int) and heads % parallel:
+        divisors = ", ".join(str(n) for n in range(1, min(heads, 16) + 1) if heads % n == 0)
+        rule = f"must divide the model's {heads} attention heads"
+        raise RecipeError("devices.tensor_parallel", parallel, rule, f"one of {divisors}")
 
 
-# Writing --------------------------------------------------------------------------------------
+def _is(test: Callable[[Path], bool], path: str) -> bool:
+    """A test of a path that someone typed: a name that no file system allows is just not there."""
+    try:
+        return test(Path(path))
+    except (OSError, ValueError):
+        return False
 
 
-def to_toml(config: Config) -> str:
-    """Every value, defaults too: `load` gives the same config back."""
-    return _write(config, lambda key, line: line)
+# Writing ----------------------------------------------------------------------------------------
 
 
-def to_toml_with_origins(loaded: Loaded) -> str:
-    """The same, each value with where it came from."""
-    return _write(loaded.config, lambda key, line: f"{line:<36}  # {one_line(loaded.origins[key])}")
-
-
-def _write(config: Config, mark: Callable[[str, str], str]) -> str:
+def to_toml(config: Config, origins: Mapping[str, str] | None = None) -> str:
+    """Every value, defaults too: `load` gives the same config back. With where each came from, if
+    that is given."""
     lines = []
     section = ""
     for key in KEYS:
@@ -364,7 +535,8 @@ def _write(config: Config, mark: Callable[[str, str], str]) -> str:
         if here != section:
             lines += ["", f"[{here}]"]
             section = here
-        lines.append(mark(key, f"{name} = {_toml_value(get(config, key))}"))
+        line = f"{name} = {_toml_value(get(config, key))}"
+        lines.append(f"{line:<36}  # {one_line(origins[key])}" if origins else line)
     return "\n".join(lines) + "\n"
 
 
@@ -375,5 +547,6 @@ def _toml_value(value: Any) -> str:
         return f"{{{', '.join(f'{name} = {_toml_value(v)}' for name, v in value.items())}}}"
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(_toml_value, value))}]"
-    # A TOML basic string is a JSON string, save for control characters, which validate refuses.
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+    if isinstance(value, str):  # a TOML string is a JSON string, save for one control character
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)

@@ -15,10 +15,9 @@ from pathlib import Path
 from minirl import devices, model, record
 from minirl.config import TINY, Config
 from minirl.errors import MinirlError, RecipeError
-from minirl.recipe import load
+from minirl.recipe import load, read_model_config
 from minirl.record import Recorded
 from minirl.rollout.worker import Stop
-from minirl.rules import read_model_config
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.tools.doctor import find_devices

@@ -64,21 +64,21 @@ def test_a_penalty_is_taken_off_the_reward() -> None:
 
 
 def test_gae_by_hand() -> None:
-    # γ 0.5, λ 0.5; rewards 0, 0, 1; values 0.2, 0.4, 0.6.
-    # δ: 0 + 0.2 - 0.2 = 0;  0 + 0.3 - 0.4 = -0.1;  1 - 0.6 = 0.4
-    # A: 0.4;  -0.1 + 0.25·0.4 = 0;  0 + 0.25·0 = 0
+    # λ 0.5; rewards 0, 0, 1; values 0.2, 0.4, 0.6.
+    # δ: 0.4 - 0.2 = 0.2;  0.6 - 0.4 = 0.2;  1 - 0.6 = 0.4
+    # A, from the last: 0.4;  0.2 + 0.5·0.4 = 0.4;  0.2 + 0.5·0.4 = 0.4
     rewards_N, values_N = (np.array(x, np.float32) for x in ([0, 0, 1], [0.2, 0.4, 0.6]))
-    advantages_N, returns_N = gae(rewards_N, values_N, 0.5, 0.5)
-    assert advantages_N == pytest.approx([0.0, 0.0, 0.4], abs=1e-6)
-    assert returns_N == pytest.approx([0.2, 0.4, 1.0], abs=1e-6)
+    advantages_N, returns_N = gae(rewards_N, values_N, 0.5)
+    assert advantages_N == pytest.approx([0.4, 0.4, 0.4], abs=1e-6)
+    assert returns_N == pytest.approx([0.6, 0.8, 1.0], abs=1e-6)
 
 
 def test_gae_at_one_is_return_minus_value_and_at_zero_one_step() -> None:
     rewards_N, values_N = (np.array(x, np.float32) for x in ([-0.1, 0.0, 2], [0.5, -1, 3]))
-    advantages_N, returns_N = gae(rewards_N, values_N, 1.0, 1.0)
+    advantages_N, returns_N = gae(rewards_N, values_N, 1.0)
     assert returns_N == pytest.approx([1.9, 2.0, 2.0], abs=1e-6)
     assert advantages_N == pytest.approx([1.4, 3.0, -1.0], abs=1e-6)
-    advantages_N, _ = gae(rewards_N, values_N, 1.0, 0.0)
+    advantages_N, _ = gae(rewards_N, values_N, 0.0)
     assert advantages_N == pytest.approx([-0.1 - 1 - 0.5, 3 + 1, 2 - 3], abs=1e-6)
 
 

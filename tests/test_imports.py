@@ -14,7 +14,7 @@ ROOT = Path(minirl.__file__).parent
 # From the ground up. A room imports from lower levels, or from its own level where no circle comes
 # of it. `rollout` and `train` meet only in lower rooms.
 LEVELS = (
-    {"records", "config", "algorithms", "rules", "recipe", "reference", "errors", "devices"},
+    {"records", "config", "recipe", "errors", "devices"},
     {"guard", "secrets", "lines", "shortage"},
     {
         "metrics",
@@ -42,6 +42,7 @@ LEVELS = (
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 FOREIGN = {
     "vllm": {"rollout", "devices", "bench"},
+    "pydantic": {"config", "recipe"},
     "typer": {"cli"},
     "rich": {"console", "dashboard", "cli"},
     "transformers": {"train", "model", "rollout", "bench"},

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from test_cli import minirl
 
-from minirl import rules
+from minirl import recipe
 from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.view import loggers
@@ -177,9 +177,9 @@ def test_trackio_keeps_metrics_here(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_package_that_is_missing_is_one_line_with_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rules, "find_spec", lambda name: None)
+    monkeypatch.setattr(recipe, "find_spec", lambda name: None)
     with pytest.raises(RecipeError) as caught:
-        rules.check_loggers(with_loggers("wandb"))
+        recipe.check_loggers(with_loggers("wandb"))
     assert str(caught.value) == (
         'log.to = ["wandb"]: wandb is not installed; pip install "minirl[wandb]", or take it out'
     )

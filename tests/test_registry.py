@@ -10,8 +10,8 @@ import pytest
 
 from minirl.config import Config
 from minirl.errors import RecipeError
+from minirl.recipe import BUILTIN_TASKS
 from minirl.records import Answer, Example, StopReason
-from minirl.rules import BUILTIN_TASKS
 from minirl.tasks import Task
 from minirl.tasks.arithmetic import Arithmetic
 from minirl.tasks.registry import BUILT_IN, make_task, self_check

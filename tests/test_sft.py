@@ -30,7 +30,6 @@ OVERRIDES = [
     f"sft.steps={STEPS}",
     f"sft.batch_size={SIZE}",
     "sft.lr=1e-3",
-    "sft.warmup_steps=1",
     "rollout.max_new_tokens=220",
     "tasks.max_prompt_tokens=280",
     "train.max_tokens=600",  # several micro-batches

@@ -32,8 +32,7 @@ from ranks import (
 )
 from safetensors.torch import load_file
 
-from minirl.algorithms import ALGORITHMS
-from minirl.config import Config
+from minirl.config import ALGORITHMS, Config
 from minirl.records import Batch
 from minirl.train import lora
 from minirl.train.objective import OBJECTIVES
@@ -162,7 +161,7 @@ def test_two_ranks_give_the_update_of_one_and_leave_one_out_together(
     data: Data, tied_folder: Path, tmp_path: Path
 ) -> None:
     """With all that ranks must tell each other: values, penalties, adapters, what blew up."""
-    kl = {"kl_coef": 0.1, "kl_in": "reward", "kl_kind": "k1"}
+    kl = {"kl_coef": 0.1, "kl_in": "reward"}
     config = of_algorithm("ppo", critic_lr=1e-3, lora_rank=4, loss_norm="sequence", **kl)
     folder = tmp_path / "run" / "checkpoints" / "step-000001"
     alone = LocalRank(tied_folder, config, data.ring)

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from processes import assert_accounted
 
-from minirl.recipe import load
+from minirl.recipe import check_task, load
 from minirl.records import Answer, StopReason
-from minirl.rules import check_task
 from minirl.tasks.registry import make_task, self_check
 
 PAGE = Path(__file__).parent.parent / "docs" / "write-a-task.md"

@@ -71,8 +71,7 @@ def chaos(
         typer.Option(metavar="DIR", help="Where it goes. Default: runs/chaos-<recipe>-<time>."),
     ] = None,
 ) -> None:
-    from minirl.recipe import load
-    from minirl.rules import check_task
+    from minirl.recipe import check_task, load
     from tests.soak.deck import Deck
     from tests.soak.disk import small_disk
 
@@ -102,7 +101,7 @@ def chaos(
 
 
 def _model_bytes(config: "Config") -> int:
-    from minirl.rules import find_model
+    from minirl.recipe import find_model
 
     found = find_model(config)
     return sum(path.stat().st_size for path in found.glob("*.safetensors")) if found else 0

@@ -33,8 +33,7 @@ def data(
         int, typer.Option(min=1, metavar="N", help="Training examples to look at, at most.")
     ] = 10_000,
 ) -> None:
-    from minirl.recipe import load
-    from minirl.rules import check_task
+    from minirl.recipe import check_task, load
     from minirl.tasks.registry import make_task, self_check
     from minirl.tools.data import survey
 

@@ -15,6 +15,7 @@ Examples:
 """
 )
 def config(recipe: Recipe, overrides: Overrides = None) -> None:
-    from minirl.recipe import load, to_toml_with_origins
+    from minirl.recipe import load, to_toml
 
-    typer.echo(to_toml_with_origins(load(recipe, overrides or [])), nl=False)
+    loaded = load(recipe, overrides or [])
+    typer.echo(to_toml(loaded.config, loaded.origins), nl=False)

@@ -43,8 +43,7 @@ def sft(
         bool, typer.Option("--accuracy", help="Afterwards also `minirl eval` the model.")
     ] = False,
 ) -> None:
-    from minirl.recipe import load
-    from minirl.rules import check_task
+    from minirl.recipe import check_task, load
     from minirl.tools.sft_run import MODEL
     from minirl.tools.sft_run import sft as learn
 

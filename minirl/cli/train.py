@@ -65,8 +65,7 @@ def train(
         typer.Option("--dry-run", help="Check all that needs no GPU, show the plan, and stop."),
     ] = False,
 ) -> None:
-    from minirl.recipe import load
-    from minirl.rules import check_loggers, check_task
+    from minirl.recipe import check_loggers, check_task, load
 
     loaded = load(recipe, overrides or [])
     check_task(loaded.config)
@@ -127,7 +126,7 @@ def existing_run_dir(recipe: Path, run_dir: Path | None) -> Path:
 def plan_rows(config: "Config") -> Iterator[tuple[str, str]]:
     """What a run would do, row by row; checks the model where it is on this machine."""
     from minirl.config import TINY
-    from minirl.rules import check_model, find_model, read_model_config
+    from minirl.recipe import check_model, find_model, read_model_config
 
     folder = find_model(config)
     weights = "unknown before the model is here"
@@ -159,7 +158,7 @@ def plan_rows(config: "Config") -> Iterator[tuple[str, str]]:
 
 def machine_notes(config: "Config") -> list[str]:
     """What this machine lacks for the recipe. Too few GPUs is a note: a dry run is for anywhere."""
-    from minirl.rules import check_devices, check_memory
+    from minirl.recipe import check_devices, check_memory
     from minirl.tools.doctor import find_devices, free_memory_bytes
 
     notes = []

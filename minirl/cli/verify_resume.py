@@ -24,8 +24,7 @@ Example:
 Exits with 1 if anything differs; then both runs stay, for a look.""",
 )
 def verify_resume(recipe: Recipe, overrides: Overrides = None) -> None:
-    from minirl.recipe import load
-    from minirl.rules import check_task
+    from minirl.recipe import check_task, load
     from tests.verify_resume import FORCED, verify
 
     config = load(recipe, [*(overrides or []), *FORCED]).config

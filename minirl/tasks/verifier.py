@@ -15,6 +15,7 @@ One that runs out of memory takes this worker down, which comes to the same.
 Leaves out: what the recipe makes of a reward (rewards.py), and time limits: the controller watches.
 """
 
+import math
 import resource
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from minirl.config import Config
-from minirl.guard import reward_problem
 from minirl.records import Answer, Example, Trajectory
 from minirl.shm.board import BEAT_S, BoardWriter, State
 from minirl.shm.ring import TornEntry, TrajectoryRing
@@ -122,7 +122,7 @@ def grade(
         view = setup.ring.read(trajectory.cell, request.group_id)
         turns = texts_of(view, tokenizer, setup.dialogue)
         answer = Answer(turns[-1], trajectory.stop, int(view.mask.sum()), turns)
-        reward, why = compute(task, request.example, answer, setup.config.guard.reward_range)
+        reward, why = compute(task, request.example, answer)
         error = why or error
         rewards.append(reward)
         texts.append(readable(turns))
@@ -131,9 +131,7 @@ def grade(
     return Graded(request.group_id, tuple(rewards), tuple(texts), error)
 
 
-def compute(
-    task: Task, example: Example, answer: Answer, limits: tuple[float, ...] = ()
-) -> tuple[float | None, str]:
+def compute(task: Task, example: Example, answer: Answer) -> tuple[float | None, str]:
     """The reward, or None and why there is none."""
     try:
         reward = float(task.reward(example, answer))
@@ -141,8 +139,7 @@ def compute(
         raise  # what is left may be too little for the next: it takes this process down
     except Exception as failure:  # a task is the user's code: whatever it raises is one failure
         return None, f"{type(failure).__name__}: {failure}"
-    problem = reward_problem(reward, limits)
-    return (None, problem) if problem else (reward, "")
+    return (reward, "") if math.isfinite(reward) else (None, f"reward is {reward}")
 
 
 def reply(

@@ -26,9 +26,8 @@ from minirl.errors import Interrupted, MinirlError, Stalled, WorkerDied
 from minirl.launch import BODIES, INTERRUPTED, model_folder
 from minirl.lines import replace_text
 from minirl.metrics import MetricsLog
-from minirl.recipe import to_toml
+from minirl.recipe import check_devices, check_model, read_model_config, to_toml
 from minirl.rollout.worker import Stop
-from minirl.rules import check_devices, check_model, read_model_config
 from minirl.tasks.registry import make_task, self_check
 from minirl.tools.doctor import find_devices
 from minirl.train.lessons import Learn, Learned, SaveModel, SftSetup, Test, Tested
@@ -39,6 +38,7 @@ from minirl.workers import Died, Fleet, Role, Worker
 MODEL = "model"
 LISTEN_S = 0.2
 START_LIMIT_S = 1800.0
+WARMUP_STEPS = 10
 
 Message = TypeVar("Message")
 
@@ -46,8 +46,7 @@ Message = TypeVar("Message")
 def sft(config: Config, run_dir: Path) -> int:
     """Gives the exit code."""
     kind, available = find_devices(config.devices.kind)
-    no_engines = replace(config.devices, rollout=0)
-    check_devices(replace(config, devices=no_engines), kind, available)
+    check_devices(config, kind, available, num_rollout=0)
     self_check(make_task(config), config.tasks.kind)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     (run_dir / "recipe.toml").write_text(to_toml(config))
@@ -76,8 +75,8 @@ def as_training(config: Config) -> Config:
         steps=own.steps,
         batch_size=own.batch_size,
         lr=own.lr,
-        warmup_steps=own.warmup_steps,
-        schedule=own.schedule,
+        warmup_steps=WARMUP_STEPS,
+        schedule="linear",
         num_minibatches=1,
     )
     return replace(config, train=train)

@@ -96,17 +96,17 @@ def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
 
 
 def gae(
-    rewards_N: NDArray[np.float32], values_N: NDArray[np.float32], gamma: float, lam: float
+    rewards_N: NDArray[np.float32], values_N: NDArray[np.float32], lam: float
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """(advantages_N, returns_N) of the written tokens of one trajectory, which then ends.
 
-    δ_t = r_t + γ·V_{t+1} - V_t;  A_t = δ_t + γλ·A_{t+1};  return_t = A_t + V_t.
+    δ_t = r_t + V_{t+1} - V_t;  A_t = δ_t + λ·A_{t+1};  return_t = A_t + V_t.
     """
     advantages_N = np.zeros_like(values_N, dtype=np.float64)
     value_after, after = 0.0, 0.0
     for t in range(len(values_N) - 1, -1, -1):
-        delta = float(rewards_N[t]) + gamma * value_after - float(values_N[t])
-        after = delta + gamma * lam * after
+        delta = float(rewards_N[t]) + value_after - float(values_N[t])
+        after = delta + lam * after
         advantages_N[t], value_after = after, float(values_N[t])
     found_N = advantages_N.astype(np.float32)
     return found_N, found_N + values_N

@@ -32,14 +32,7 @@ class MicroLoss:
 def settings_of(config: Config) -> Settings:
     train = config.train
     return Settings(
-        train.clip_low,
-        train.clip_high,
-        train.behav_cap,
-        train.dual_clip,
-        train.behav_above,
-        train.behav_level,
-        train.kl_coef,
-        train.kl_kind,
+        train.clip_low, train.clip_high, train.behav_cap, train.behav_above, train.kl_coef
     )
 
 

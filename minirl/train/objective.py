@@ -26,11 +26,8 @@ class Settings:
     clip_low: float = 0.2
     clip_high: float = 0.2
     behav_cap: float = 5.0
-    dual_clip: float = 0.0
     behav_above: str = "mask"
-    behav_level: str = "token"
     kl_coef: float = 0.0
-    kl_kind: str = "k3"
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ def gspo(tokens: Tokens, settings: Settings) -> Loss:
     In its token form, sg(s) · π_θ/sg(π_θ): the same value and, where A is one number a sequence,
     the same gradient; advantages may then also differ by token.
     """
-    behav = behaviour_weights(tokens, settings)
+    behav = behaviour_weights(tokens, settings, by_sequence=True)
     log_u_T = torch.where(behav.kept_T, (tokens.logprobs_T - tokens.prox_T).detach(), 0.0)
     own_T = ratio(tokens.logprobs_T, tokens.logprobs_T.detach(), behav.kept_T)  # 1, with gradient
     s_T = sequences_of(tokens).mean(log_u_T, behav.kept_T).exp() * own_T
@@ -151,19 +148,10 @@ def ratio(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:
 def clipped_surrogate(
     u_T: Tensor, advantages_T: Tensor, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """PPO's min(u·A, clip(u)·A), and where the clipped side is the smaller.
-
-    With a dual clip c, where A < 0: max of that and c·A, so that one huge ratio cannot rule a
-    batch.
-    """
+    """PPO's min(u·A, clip(u)·A), and where the clipped side is the smaller."""
     free_T = u_T * advantages_T
     bound_T = u_T.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages_T
-    surrogate_T, clipped_T = torch.minimum(free_T, bound_T), bound_T < free_T
-    if settings.dual_clip:
-        floor_T = settings.dual_clip * advantages_T
-        under_T = (advantages_T < 0) & (surrogate_T < floor_T)
-        surrogate_T, clipped_T = torch.where(under_T, floor_T, surrogate_T), clipped_T | under_T
-    return surrogate_T, clipped_T
+    return torch.minimum(free_T, bound_T), bound_T < free_T
 
 
 @dataclass(frozen=True)
@@ -176,11 +164,11 @@ class Behaviour:
     capped_T: Tensor
 
 
-def behaviour_weights(tokens: Tokens, settings: Settings) -> Behaviour:
+def behaviour_weights(tokens: Tokens, settings: Settings, by_sequence: bool = False) -> Behaviour:
     """w = π_prox/π_behav, of a token or as the geometric mean over its sequence's tokens."""
     mask_T = tokens.mask_T
     log_w_T = torch.where(mask_T, (tokens.prox_T - tokens.behav_T).detach(), 0.0)
-    if settings.behav_level == "sequence":
+    if by_sequence:
         log_w_T = torch.where(mask_T, sequences_of(tokens).mean(log_w_T, mask_T), 0.0)
     raw_T = log_w_T.exp()
     capped_T = mask_T & ~(raw_T <= settings.behav_cap)  # so that nan is capped too
@@ -206,14 +194,9 @@ def loglinear_prox(
     return behav_T + share_T * (logprobs_T.detach() - behav_T)
 
 
-def kl_estimate(kind: str, logprobs_T: Tensor, ref_T: Tensor) -> Tensor:
-    """KL(π‖π_ref) at one sampled token, d = log π_ref - log π: k1 = -d, k2 = d²/2,
-    k3 = exp(d) - d - 1."""
+def kl_estimate(logprobs_T: Tensor, ref_T: Tensor) -> Tensor:
+    """KL(π‖π_ref) at one sampled token: k3 = exp(d) - d - 1 with d = log π_ref - log π."""
     d_T = ref_T - logprobs_T
-    if kind == "k1":
-        return -d_T
-    if kind == "k2":
-        return d_T.square() / 2
     return d_T.exp() - d_T - 1
 
 
@@ -234,7 +217,7 @@ def _loss(
     if tokens.ref_T is not None:
         # where on both sides: exp of garbage in a masked token must not reach the gradient.
         ours_T, ref_T = (torch.where(mask_T, x, 0.0) for x in (tokens.logprobs_T, tokens.ref_T))
-        kl_T = kl_estimate(settings.kl_kind, ours_T, ref_T)
+        kl_T = kl_estimate(ours_T, ref_T)
         objective_T = objective_T - settings.kl_coef * kl_T
     if tokens.weights_T is not None:
         objective_T = objective_T * tokens.weights_T

@@ -25,7 +25,6 @@ from minirl.shm.ring import TrajectoryRing
 from minirl.train.advantage import EPSILON, estimate, gae
 from minirl.train.batch import Item, MicroBatch, items_of, loss_weights, minibatches, pack
 from minirl.train.loss import forward, logprobs_of
-from minirl.train.objective import kl_estimate
 from minirl.train.packing import split_over_ranks
 
 Column = NDArray[np.float32]
@@ -125,15 +124,16 @@ class Preparer:
     def penalties(
         self, items: list[Item], flat: list[MicroBatch]
     ) -> tuple[Column | None, dict[str, float | None]]:
-        """kl_coef · KL(π_behav‖π_ref) at each trained token, where it is a part of the reward."""
+        """kl_coef · KL(π_behav‖π_ref) at each trained token, where it is a part of the reward.
+
+        By k1 = log π_behav - log π_ref: the score function's gradient is the KL's only with k1."""
         train = self.config.train
         if self.reference is None or train.kl_in != "reward":
             return None, {}
 
         def kl(micro: MicroBatch) -> Tensor:
             assert micro.ref_T is not None
-            kl_T = kl_estimate(train.kl_kind, micro.behav_T, micro.ref_T)
-            return torch.where(micro.trainable_T, kl_T, 0.0)
+            return torch.where(micro.trainable_T, micro.behav_T - micro.ref_T, 0.0)
 
         kl_A = self.gather(flat, _num_tokens(items), kl)
         num_trainable = sum(int(item.trainable.sum()) for item in items)
@@ -164,9 +164,7 @@ class Preparer:
                     -penalties_A[at] if penalties_A is not None else np.zeros_like(values_A[at])
                 )
                 rewards_N[-1] += item.reward
-                advantages_A[at], returns_A[at] = gae(
-                    rewards_N, values_A[at], train.gamma, train.gae_lambda
-                )
+                advantages_A[at], returns_A[at] = gae(rewards_N, values_A[at], train.gae_lambda)
         trainable_A = np.concatenate([item.trainable for item in items])
         if trainable_A.any():
             trained = advantages_A[trainable_A]

@@ -1,14 +1,14 @@
-"""docs/recipe.md, printed from the config classes: every key, its type, default and explanation.
+"""docs/recipe.md, printed from the config classes: every key, its values, default and help.
 
 python -m tests.docs.reference > docs/recipe.md
 """
 
 import json
-from dataclasses import Field
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
-from minirl.algorithms import ALGORITHMS
-from minirl.config import KEYS, SECTIONS, Config, explain, get
+from pydantic.fields import FieldInfo
+
+from minirl.config import ALGORITHMS, KEYS, SECTIONS, Config, explain, get
 
 HEAD = """# Recipe
 
@@ -40,38 +40,42 @@ def document() -> str:
 
 
 def _section(section: str) -> str:
-    keys = [key for key in KEYS if key.rpartition(".")[0] == section]
-    title = f"`[{section}]`" if section else "Top level"
-    about = ABOUT.get(section, "")
     rows = [
-        f"| `{key}` | {_type(KEYS[key])} | `{_value(get(Config(), key))}` | "
-        f"{_cell(explain(section, key.rpartition('.')[2]))} |"
-        for key in keys
+        f"| `{key}` | {_values(info)} | `{_value(get(Config(), key))}` | {explain(key)} |"
+        for key, info in KEYS.items()
+        if key.rpartition(".")[0] == section
     ]
-    table = ["| key | type | default | meaning |", "|---|---|---|---|", *rows]
-    return "\n".join([f"## {title}", "", *([f"{about}.", ""] if about else []), *table, ""])
+    head = [f"## `[{section}]`" if section else "## Top level", "", f"{ABOUT[section]}.", ""]
+    return "\n".join(
+        [*head, "| key | values | default | meaning |", "|---|---|---|---|", *rows, ""]
+    )
 
 
-def _type(field: Field[Any]) -> str:
-    names: dict[Any, str] = {
-        int: "whole number",
-        float: "number",
-        str: "string",
-        bool: "true or false",
-        dict: "table",
-    }
-    kind = get_origin(field.type)
+def _values(field: FieldInfo) -> str:
+    """What a field may be: its choices, or its type with its range."""
+    kind, args = get_origin(field.annotation), get_args(field.annotation)
+    if kind is Literal:
+        return ", ".join(f"`{_value(choice)}`" for choice in args)
     if kind is tuple:
-        return f"list of {names[get_args(field.type)[0]]}s"
-    return names[kind or field.type]
+        return "list of " + ("whole numbers" if int in get_args(args[0]) else "strings")
+    if kind is dict:
+        return "table"
+    names = {int: "whole number", float: "number", str: "string", bool: "true or false"}
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    limits = [
+        f"{sign} {getattr(limit, name):,.10g}"
+        for limit in field.metadata
+        for name, sign in signs.items()
+        if getattr(limit, name, None) is not None
+    ]
+    return ", ".join([names[field.annotation or str], *limits])
 
 
 def _presets() -> str:
     rows = []
     for name, values in ALGORITHMS.items():
-        own = {key: value for key, value in values.items() if value != get(Config(), key)}
-        shown = ", ".join(f"`{key} = {_value(value)}`" for key, value in own.items())
-        rows.append(f"| `{name}` | {_cell(shown) or 'the defaults'} |")
+        shown = ", ".join(f"`{key} = {_value(value)}`" for key, value in values.items())
+        rows.append(f"| `{name}` | {shown or 'the defaults'} |")
     about = (
         "What `train.algorithm` sets otherwise than by default, where a recipe does not write the\n"
         "key itself."
@@ -82,10 +86,6 @@ def _presets() -> str:
 
 def _value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 if __name__ == "__main__":

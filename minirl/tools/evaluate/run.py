@@ -11,8 +11,7 @@ from minirl import model
 from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.launch import heldout_prompts, model_folder
-from minirl.recipe import to_toml
-from minirl.rules import check_model, read_model_config
+from minirl.recipe import check_model, read_model_config, to_toml
 from minirl.shm.ring import TrajectoryRing
 from minirl.tasks.registry import make_task, self_check
 from minirl.tasks.turns import dialogue_of

@@ -14,9 +14,9 @@ from minirl import model
 from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.launch import model_folder
+from minirl.recipe import check_model, read_model_config
 from minirl.records import Example, Trajectory
 from minirl.rollout.worker import Finished, Gone, GroupRequest, Submit
-from minirl.rules import check_model, read_model_config
 from minirl.tasks.prompts import encode
 from minirl.tools.evaluate.run import with_devices
 from minirl.tools.evaluate.session import LISTEN_S, Session, session
@@ -38,7 +38,6 @@ class Sampled:
 
 def sample(target: Target, prompt: str, count: int, is_raw: bool) -> list[Sampled]:
     config, kind, available = with_devices(target.config, None)
-    config = replace(config, tasks=replace(config.tasks, verifiers=0))
     bar = Bar("answers")
     with tempfile.TemporaryDirectory(prefix="minirl-sample-") as name:
         logs = Path(name)
@@ -46,7 +45,7 @@ def sample(target: Target, prompt: str, count: int, is_raw: bool) -> list[Sample
         tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
         tokens = render(prompt, tokenizer, is_raw)
         config = fitting(config, len(tokens), source)
-        with session(config, source, kind, available, logs, count) as there:
+        with session(config, source, kind, available, logs, count, is_graded=False) as there:
             there.wait_for_engines(bar)
             done = ask(there, tokens, count)
             return [read(there, done[i], tokenizer) for i in range(count)]

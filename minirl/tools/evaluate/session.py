@@ -84,11 +84,16 @@ def session(
     log_dir: Path,
     num_cells: int,
     dialogue: Dialogue | None = None,
+    is_graded: bool = True,
 ) -> Iterator[Session]:
-    """`tasks.verifiers` of them grade; with none, nothing is graded."""
+    """`tasks.verifiers` of them grade, unless nothing is to be graded."""
+    num_verifiers = config.tasks.verifiers if is_graded else 0
     check_room(config, num_cells)
     places = devices.place_engines(config, kind, available)
-    with _signals(), _processes(config, folder, places, log_dir, num_cells, dialogue) as there:
+    with (
+        _signals(),
+        _processes(config, folder, places, log_dir, num_cells, dialogue, num_verifiers) as there,
+    ):
         yield there
 
 
@@ -100,10 +105,11 @@ def _processes(
     log_dir: Path,
     num_cells: int,
     dialogue: Dialogue | None,
+    num_verifiers: int,
 ) -> Iterator[Session]:
     log_dir.mkdir(parents=True, exist_ok=True)
     temp = Path(tempfile.mkdtemp(prefix="minirl-"))
-    fleet = Fleet(log_dir, len(places) + config.tasks.verifiers)
+    fleet = Fleet(log_dir, len(places) + num_verifiers)
     try:
         ring = TrajectoryRing(num_cells, config.max_tokens_per_trajectory)
         for rank, place in enumerate(places):
@@ -111,7 +117,7 @@ def _processes(
             setup = RolloutSetup(config, str(folder), place.kind, seed, ring, None, dialogue)
             own = devices.with_own_temp(place, temp)
             fleet.spawn(Role.ROLLOUT, rank, BODIES[Role.ROLLOUT], setup, own)
-        for rank in range(config.tasks.verifiers):
+        for rank in range(num_verifiers):
             quiet = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
             grader = VerifierSetup(config, str(folder), ring, dialogue)
             own = devices.Placement("cpu", env=quiet)

@@ -14,8 +14,7 @@ from pathlib import Path
 from minirl.config import TINY, Config
 from minirl.errors import RecipeError
 from minirl.metrics import read as read_metrics
-from minirl.recipe import load
-from minirl.rules import check_task, find_model, read_model_config
+from minirl.recipe import check_task, find_model, load, read_model_config
 from minirl.tools.evaluate.results import RESULTS
 
 PLAIN_PROMPT, PLAIN_ANSWER = 1024, 1024  # without a recipe, where the model has the positions

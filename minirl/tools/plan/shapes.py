@@ -5,7 +5,7 @@ from typing import Any
 
 from minirl.config import TINY, Config
 from minirl.errors import RecipeError
-from minirl.rules import find_model, read_model_config
+from minirl.recipe import find_model, read_model_config
 
 
 @dataclass(frozen=True)
