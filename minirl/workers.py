@@ -127,8 +127,8 @@ class Fleet:
             self._trace.begin()
         self.board = Board(num_workers)
         self.workers: list[Worker] = []
-        # torch.multiprocessing is this plus a way to send tensors. None goes through a pipe here, so
-        # the controller need not load torch.
+        # torch.multiprocessing is this plus a way to send tensors. None goes through a pipe here:
+        # so the controller need not load torch.
         self._context = multiprocessing.get_context("spawn")
 
     def of(self, role: Role) -> list[Worker]:
