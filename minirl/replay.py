@@ -14,6 +14,7 @@ from pathlib import Path
 
 from minirl import devices, model, record
 from minirl.config import TINY, Config
+from minirl.devices import find_devices
 from minirl.errors import MinirlError, RecipeError
 from minirl.recipe import load
 from minirl.record import Recorded
@@ -21,7 +22,6 @@ from minirl.rollout.worker import Stop
 from minirl.rules import read_model_config
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
-from minirl.tools.doctor import find_devices
 from minirl.train.intact import newest_first, read_whole
 from minirl.train.messages import Ready, Train, Trained, TrainerSetup
 from minirl.train.tiny import tiny_model_folder

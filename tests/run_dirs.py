@@ -11,12 +11,11 @@ from typing import Any
 
 from minirl.buffer import Buffer, OnStale
 from minirl.config import Config
-from minirl.devices import Placement
+from minirl.devices import Placement, describe
 from minirl.evaluation import EVAL_IDS, Evaluation
 from minirl.journal import LOCK, Journal
 from minirl.recipe import to_toml
 from minirl.records import Batch, Example, Group, Prompt, StopReason, Trajectory
-from minirl.tools import machine
 from minirl.view.trace import FOLDER, Tracer
 from minirl.workers import Fleet, Role, Worker
 
@@ -50,8 +49,8 @@ def write_run(path: Path, config: Config, is_whole: bool = True, is_traced: bool
     (path / "logs").mkdir(parents=True)
     (path / LOCK).touch()
     (path / "recipe.toml").write_text(to_toml(config))
-    facts = machine.describe("cpu")
-    machine.write(path, facts)
+    facts = describe("cpu")
+    (path / "machine.json").write_text(json.dumps({**facts, "started": "2026-01-01T00:00:00+0000"}))
     dice = random.Random(config.seed)
     fleet = Fleet(path / "logs", 2)
     place = Placement("cpu")

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from minirl.lines import replace_text
-from minirl.tools.outcome import COLUMNS, Estimate, cell_text
-from minirl.tools.sweep import markdown
+from minirl.tools.sweep import COLUMNS, Estimate, cell_text, markdown
 from minirl.view.report import svg
 from minirl.view.report.charts import Chart, Curve
 from minirl.view.report.families import Point

@@ -9,6 +9,7 @@ from typing import Any
 
 from minirl import model
 from minirl.config import Config
+from minirl.devices import find_devices
 from minirl.errors import RecipeError
 from minirl.launch import heldout_prompts, model_folder
 from minirl.recipe import to_toml
@@ -16,7 +17,6 @@ from minirl.rules import check_model, read_model_config
 from minirl.shm.ring import TrajectoryRing
 from minirl.tasks.registry import make_task, self_check
 from minirl.tasks.turns import dialogue_of
-from minirl.tools.doctor import find_devices
 from minirl.tools.evaluate import results
 from minirl.tools.evaluate.examiner import Examiner
 from minirl.tools.evaluate.results import Result

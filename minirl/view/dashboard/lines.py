@@ -4,7 +4,7 @@
 
 from typing import Any
 
-from minirl.tools.plan.balance import balance
+from minirl.balance import balance
 from minirl.view.dashboard.snapshot import Curve, Sample, thinned
 
 CURVES = (

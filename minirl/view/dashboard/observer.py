@@ -15,10 +15,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from minirl.devices import gpu_memory_bytes
+from minirl.devices import free_memory_bytes, gpu_memory_bytes
 from minirl.loop import Loop
 from minirl.shm.board import State, Total
-from minirl.tools.doctor import free_memory_bytes
 from minirl.view.dashboard.lines import RECENT_STEPS, curves_of, mean_step_s, sample_of, verdict
 from minirl.view.dashboard.snapshot import (
     BUCKET_S,

@@ -5,7 +5,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from minirl.tools.plan.balance import balance
+from minirl.balance import balance
 from minirl.view.report import answers, svg, timeline
 from minirl.view.report.charts import BANDS, Chart
 from minirl.view.report.families import Family, differing, shown
