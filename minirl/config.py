@@ -80,7 +80,7 @@ class DevicesConfig:
     train: int = 1
     """Devices that train, one DDP rank each (on CPU: processes)."""
     split: str = "manual"
-    """"auto" shares rollout + train devices out anew: as planned, then as first measured."""
+    """"auto" shares rollout + train devices out as planned for the GPU (`minirl plan`)."""
     tensor_parallel: int = 1
     """Rollout devices to one vLLM engine."""
 
