@@ -40,14 +40,12 @@ def diagnose() -> list[Finding]:
         *_torch(),
         _vllm(),
         _transformers(),
-        _torchvision(),
         _shm(),
         _memfd(),
         _memory(),
         _sandbox(),
         _disk("disk here", Path.cwd()),
         _disk("disk cache", _cache_folder()),
-        _hub(),
     ]
 
 
@@ -118,8 +116,10 @@ def _transformers() -> Finding:
     if not version:
         return Finding("transformers", False, "not installed", INSTALL)
     if error := _run_child(TRANSFORMERS_PROBE)[1]:
-        remedy = UNINSTALL if _mismatched() else INSTALL
-        return Finding("transformers", False, f"{version} does not import: {error}", remedy)
+        found = _mismatched()
+        beside = f" beside CUDA builds of {', '.join(found)}" if found else ""
+        detail = f"{version} does not import{beside}: {error}"
+        return Finding("transformers", False, detail, UNINSTALL if found else INSTALL)
     major, minor = (int(part) for part in version.split(".")[:2])
     ok = major == 5 and 16 <= minor <= 19
     return Finding("transformers", ok, version, 'pip install "transformers>=5.16,<5.20"')
@@ -131,13 +131,6 @@ def _mismatched() -> list[str]:
         return []
     names = ("torchvision", "torchaudio", "torchcodec")
     return [f"{n} {v}" for n in names if (v := version_of(n)) and "+cpu" not in v]
-
-
-def _torchvision() -> Finding:
-    if found := _mismatched():
-        detail = f"CUDA builds beside a CPU torch: {', '.join(found)}"
-        return Finding("torchvision", False, detail, UNINSTALL)
-    return Finding("torchvision", True, "nothing that breaks transformers")
 
 
 def _shm() -> Finding:
@@ -194,9 +187,3 @@ def _cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("HF_HOME") or Path(base) / "huggingface").absolute()
     return next(path for path in (folder, *folder.parents) if path.is_dir())
-
-
-def _hub() -> Finding:
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
-        return Finding("hub", True, "HF_HUB_OFFLINE is set: only local and cached models")
-    return Finding("hub", True, "not tried; HF_HUB_OFFLINE=1 keeps to local and cached models")
