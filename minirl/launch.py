@@ -4,6 +4,7 @@ The only place that picks classes, devices and processes, and that tears them do
 ends, nothing of it is left but its run directory.
 """
 
+import json
 import os
 import signal
 import sys
@@ -16,7 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Protocol
 
-from minirl import devices, model, resplit, secrets
+from minirl import devices, model, secrets
+from minirl.balance import balance
 from minirl.blackbox import BlackBox
 from minirl.buffer import Buffer, History, OnStale
 from minirl.config import TINY, Config
@@ -44,10 +46,6 @@ from minirl.tasks.prompts import PromptStream, encode
 from minirl.tasks.registry import make_task, self_check
 from minirl.tasks.turns import Dialogue, dialogue_of, has_turns
 from minirl.tasks.verifier import VerifierSetup
-from minirl.tools import machine
-from minirl.tools.doctor import find_devices, free_memory_bytes
-from minirl.tools.plan.balance import balance
-from minirl.tools.plan.split import with_split
 from minirl.train import checkpoint
 from minirl.train.messages import TrainerSetup
 from minirl.train.tiny import tiny_model_folder
@@ -82,11 +80,11 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: b
 
 def _train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: bool) -> int:
     config = loaded.config
-    kind, available = find_devices(config.devices.kind)
+    kind, available = devices.find_devices(config.devices.kind)
     if config.devices.split == "auto":
-        config = resplit.begin(config, kind, run_dir if resume else None)
+        config = _with_auto_split(config, kind, run_dir if resume else None)
     check_devices(config, kind, available)
-    if (free := free_memory_bytes()) is not None:
+    if (free := devices.free_memory_bytes()) is not None:
         check_memory(config, free)
     with redirect_stdout(secrets.Scrubbed(sys.stdout)):  # a task is the user's code
         task = make_task(config)
@@ -100,9 +98,17 @@ def _train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: 
     return _prepare(config, job, changes, resume, is_plain)
 
 
+def _with_auto_split(config: Config, kind: str, resumed: Path | None) -> Config:
+    from minirl.tools import plan  # the only tool that the train path uses, and only here
+
+    found = devices.gpus() if kind == "cuda" else []
+    gpu = plan.recognise(found[0].name, found[0].memory_bytes) if found else None
+    return plan.with_auto_split(config, gpu, resumed)
+
+
 @dataclass(frozen=True)
 class Job:
-    """What stays the same however its devices are shared out."""
+    """What to train, where, and on what."""
 
     task: Task
     run_dir: Path
@@ -126,16 +132,7 @@ def _prepare(config: Config, job: Job, changes: list[str], resume: bool, is_plai
         check_model(config, read_model_config(config, source))
         model.check_folder(source)
         start = start if start.state else replace(start, folder=source)
-        may_correct = config.devices.split == "auto"
-        while True:
-            corrector = resplit.Corrector(config, job.kind, start.step) if may_correct else None
-            code = _run(config, job, source, start, view, corrector)
-            if code is not None or corrector is None or corrector.better is None:
-                return code or 0
-            may_correct = False  # once: what is measured is noisy
-            config = with_split(config, *corrector.better)
-            start = find_start(source, run_dir, is_resumed=True)
-            replace_text(run_dir / "recipe.toml", to_toml(config))
+        return _run(config, job, source, start, view)
     finally:
         devices.sweep_temp(run_dir / "tmp")
         view.close()
@@ -158,17 +155,9 @@ def _hold(run_dir: Path) -> IO[str]:
     return file
 
 
-def _run(
-    config: Config,
-    job: Job,
-    source: Path,
-    start: Start,
-    view: ConsoleView,
-    corrector: resplit.Corrector | None,
-) -> int | None:
-    """An exit code; None where the run is to go on with the split that the corrector found."""
+def _run(config: Config, job: Job, source: Path, start: Start, view: ConsoleView) -> int:
+    """From the first process to the last; gives an exit code."""
     run_dir, kind, task = job.run_dir, job.kind, job.task
-    began = time.monotonic()
     places = devices.place(config, kind, job.available)
     num_workers = len(places[0]) + len(places[1]) + config.tasks.verifiers
     trace = run_dir / "trace.json" if config.log.trace else None
@@ -189,11 +178,9 @@ def _run(
         recorder = _recorder(config, run_dir, ring, places[1], start.step, view)
         journal = Journal(config, run_dir, fleet, view, start.step, journal_state, box, recorder)
         loop = Loop(config, fleet, stream, heldout, buffer, journal)
-        if corrector is not None:
-            loop.after_step = lambda: corrector.look(journal.log.lines, journal.began - began)
         loggers = Loggers(config, run_dir, start.step, view.note)
         try:
-            with _signals(loop, view) as came, view.watching(loop, run_dir):
+            with _signals(loop, view), view.watching(loop, run_dir):
                 loop.run()
         except BaseException:
             journal.close()  # what was recorded until now is kept
@@ -201,17 +188,13 @@ def _run(
         if loop.has_finished:  # else they have not all started, and would not listen
             fleet.stop(Stop())
         loggers.close()
-        if corrector is not None and corrector.better and not came and not loop.unsaved:
-            journal.close()
-            view.note(corrector.why)
-            return None
         is_whole = loop.step == config.train.steps
         extra = {"run_dir": str(run_dir), "seed": config.seed, "drops": dict(buffer.drops)}
         found = balance(journal.log.lines, config.devices.rollout, config.devices.train)
         word = "GPU" if kind == "cuda" else "process"
         extra["balance"] = found.sentence(word, config.is_synchronous) if found else None
         extra["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        summary = journal.summarise(is_whole, {**extra, **machine.describe(kind)})
+        summary = journal.summarise(is_whole, {**extra, **devices.describe(kind)})
         journal.close()
         view.finished(summary, _try_next(job.recipe, run_dir, is_whole))
         if loop.unsaved:
@@ -293,7 +276,8 @@ def _make_run_dir(config: Config, run_dir: Path, kind: str) -> tuple[Path, IO[st
         devices.sweep_temp(run_dir / "tmp")  # a controller that was killed could not
         (run_dir / "tmp").mkdir()
         replace_text(run_dir / "recipe.toml", to_toml(config))
-        machine.write(run_dir, machine.describe(kind))
+        facts = {**devices.describe(kind), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        replace_text(run_dir / "machine.json", json.dumps(facts, indent=2) + "\n")
     except OSError as error:
         rule = f"cannot be written to ({error.strerror})"
         raise RecipeError("--run-dir", str(run_dir), rule, "name another, or make room") from None
@@ -370,8 +354,8 @@ def _check_prompt_lengths(config: Config, task: Task, tokenizer: Any) -> None:
 
 
 @contextmanager
-def _signals(loop: Loop, view: ConsoleView) -> Iterator[list[int]]:
-    """Ctrl-C or SIGTERM once: finish the step, save, end. Twice: now. Gives those that came."""
+def _signals(loop: Loop, view: ConsoleView) -> Iterator[None]:
+    """Ctrl-C or SIGTERM once: finish the step, save, end. Twice: now."""
     came: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -384,7 +368,7 @@ def _signals(loop: Loop, view: ConsoleView) -> Iterator[list[int]]:
 
     before = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
-        yield came
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -104,7 +104,6 @@ class Loop(Recovery):
         self.step = self.saved_step = journal.step
         self.has_begun = False  # all workers are up
         self.is_interrupted = False  # set from outside: finish the step, save, end
-        self.after_step: Callable[[], bool] = lambda: False  # whether to end as if interrupted
         self.wants_save = False  # set from outside: save a checkpoint when the trainer is free
         self.up = set()  # engines and ranks that have started
         self.sampling = {}
@@ -431,8 +430,6 @@ class Loop(Recovery):
         for note in trained.notes:
             self.journal.note(note)
         self.journal.breached(self.step, batch, values, breaches)
-        if not self.is_interrupted and self.after_step():
-            self.is_interrupted = True
         every = self.config.eval.every
         is_due = self.is_evaluation_due or (every and self.step % every == 0)
         if is_due and not is_last and self.evaluation is None:

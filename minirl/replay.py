@@ -14,13 +14,13 @@ from pathlib import Path
 
 from minirl import devices, model, record
 from minirl.config import TINY, Config
+from minirl.devices import find_devices
 from minirl.errors import MinirlError, RecipeError
 from minirl.recipe import load, read_model_config
 from minirl.record import Recorded
 from minirl.rollout.worker import Stop
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
-from minirl.tools.doctor import find_devices
 from minirl.train.intact import newest_first, read_whole
 from minirl.train.messages import Ready, Train, Trained, TrainerSetup
 from minirl.train.tiny import tiny_model_folder

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from minirl.recipe import load, to_toml
-from minirl.tools.doctor import Finding, diagnose, find_devices
+from minirl.tools.doctor import Finding, diagnose
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -218,12 +218,7 @@ def test_doctor_names_a_remedy_for_whatever_fails(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(doctor, "TORCH_PROBE", "import no_such_torch")
     monkeypatch.setattr(doctor, "TRANSFORMERS_PROBE", "import time; time.sleep(60)")
     monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 1)
-    doctor.probe.cache_clear()
-    try:
-        findings = {finding.name: finding for finding in diagnose()}
-        assert find_devices("auto")[0] == "cpu"
-    finally:
-        doctor.probe.cache_clear()
+    findings = {finding.name: finding for finding in diagnose()}
     assert findings["torch"] == Finding(
         "torch",
         False,
@@ -244,11 +239,10 @@ def test_plan_needs_no_gpu_and_names_the_split_to_take() -> None:
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        ([], 'recipe = "": is missing; name one, such as recipes/gsm8k.toml'),
         (["recipes/gsm8k.toml", "--gpu", "T4"], '--gpu = "T4": is not in the table; one of H100, '),
         (["recipes/gsm8k.toml", "--gpus", "8"], '--gpus = "8": is not a range from 2 to 4096; '),
         (["recipes/gsm8k.toml", "--num", "1"], "--num = 1: 1 cannot be split into engines of 1 "),
-        (["recipes/gsm8k.toml", "--run", "no"], '--run = "no": has no lengths.jsonl; '),
+        (["recipes/gsm8k.toml", "--run", "no"], '--run = "no": has no batches.jsonl; '),
     ],
 )
 def test_plan_refuses_in_one_line(args: list[str], line: str) -> None:

@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from minirl import devices
 from minirl.config import Config, DevicesConfig
 from minirl.devices import Placement, Publisher, place
 
@@ -25,7 +28,7 @@ def placed(
 
 @pytest.mark.parametrize("num_cores", [1, 2, 3, 4, 7, 16, 64])
 @pytest.mark.parametrize(("rollout", "train"), [(1, 1), (2, 1), (1, 3), (3, 2), (8, 8)])
-def test_every_process_has_cores_and_as_many_threads(
+def test_every_process_has_cores_of_its_pool_and_as_many_threads(
     num_cores: int, rollout: int, train: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines, trainers = placed(monkeypatch, num_cores, rollout, train)
@@ -36,21 +39,10 @@ def test_every_process_has_cores_and_as_many_threads(
         assert placement.cores and set(placement.cores) <= set(range(10, 10 + num_cores))
         assert placement.env["OMP_NUM_THREADS"] == str(len(placement.cores))
         assert placement.env["CUDA_VISIBLE_DEVICES"] == ""
-
-
-@pytest.mark.parametrize("num_cores", [2, 3, 4, 7, 16, 64])
-@pytest.mark.parametrize(("rollout", "train"), [(1, 1), (2, 1), (1, 3), (3, 2), (8, 8)])
-def test_the_two_pools_share_no_core(
-    num_cores: int, rollout: int, train: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engines, trainers = placed(monkeypatch, num_cores, rollout, train)
-    by_engines, by_trainers = (
-        {core for placement in pool for core in placement.cores} for pool in (engines, trainers)
-    )
-    assert by_engines.isdisjoint(by_trainers)
-    for pool, count in ((engines, rollout), (trainers, train)):
-        taken = [core for placement in pool for core in placement.cores]
-        if len(set(taken)) >= count:  # enough for all: nobody shares
+    pools = [[core for place in pool for core in place.cores] for pool in (engines, trainers)]
+    assert num_cores == 1 or set(pools[0]).isdisjoint(pools[1])
+    for taken, count in zip(pools, (rollout, train), strict=True):
+        if len(set(taken)) >= count:  # enough for all: no core is shared
             assert len(taken) == len(set(taken))
 
 
@@ -79,13 +71,78 @@ def test_on_cuda_each_engine_sees_its_own_gpus_and_each_rank_one(
         assert placement.process_group_backend == "nccl"
         assert "TORCH_COMPILE_DISABLE" not in placement.env
     assert engines[0].env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-
-
-def test_on_cuda_without_a_choice_gpus_are_counted_from_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    config = Config(devices=DevicesConfig(rollout=2, train=1))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    config = Config(devices=DevicesConfig(rollout=2, train=1, tensor_parallel=2))
     engines, trainers = place(config, "cuda", 4)
-    assert [p.gpus for p in engines + trainers] == [("0",), ("1",), ("2",)]
+    assert [p.gpus for p in engines + trainers] == [("0", "1"), ("2",)]
+
+
+# What is here ---------------------------------------------------------------------------------
+
+
+class FakeNvml:
+    """A driver with two GPUs."""
+
+    class NVMLError(Exception): ...
+
+    def __init__(self, has_driver: bool = True):
+        self.has_driver = has_driver
+
+    def nvmlInit(self) -> None:
+        if not self.has_driver:
+            raise self.NVMLError
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
+        if index > 1:
+            raise self.NVMLError
+        return f"GPU-{index}"
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return self.nvmlDeviceGetHandleByIndex(int(uuid.removeprefix("GPU-")))
+
+    def nvmlDeviceGetName(self, handle: str) -> str:
+        return f"NVIDIA {handle}"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:
+        return SimpleNamespace(total=24 * 2**30, used=5)
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
+    fake = FakeNvml()
+    monkeypatch.setattr(devices, "pynvml", fake)
+    monkeypatch.setattr(devices, "torch_cuda", lambda: "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    devices._has_nvml.cache_clear()
+    yield fake
+    devices._has_nvml.cache_clear()
+
+
+def test_gpus_are_found_without_torch(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices.find_devices("auto") == ("cuda", 2)
+    assert devices.find_devices("cpu") == ("cpu", devices.num_cores())
+    assert devices.describe("cuda")["gpus"] == ["NVIDIA GPU-0, 24 GiB", "NVIDIA GPU-1, 24 GiB"]
+    assert devices.gpu_memory_bytes("GPU-1") == devices.gpu_memory_bytes("0") == 5
+    assert devices.gpu_memory_bytes("7") == 0
+    for visible, names in (("GPU-1", ["NVIDIA GPU-1"]), ("1,9", ["NVIDIA GPU-1"]), ("", [])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert [gpu.name for gpu in devices.gpus()] == names
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(devices, "torch_cuda", lambda: None)  # a CPU build
+    assert devices.find_devices("auto")[0] == "cpu"
+
+
+def test_without_a_driver_there_are_no_gpus(nvml: FakeNvml) -> None:
+    nvml.has_driver = False
+    assert devices.find_devices("auto") == ("cpu", devices.num_cores())
+    assert devices.gpus() == [] and devices.gpu_memory_bytes("0") == 0
+
+
+def test_torchs_build_is_known_without_importing_it() -> None:
+    assert devices.torch_cuda() == torch.version.cuda
 
 
 # A broken torchvision -------------------------------------------------------------------------
@@ -110,9 +167,8 @@ def run_beside_broken_torchvision(code: str, tmp_path: Path) -> subprocess.Compl
 
 
 @needs_cpu_torch
-@pytest.mark.parametrize("module", ["minirl.train.policy", "minirl.train.warmup"])
-def test_a_broken_torchvision_does_not_stop_us(module: str, tmp_path: Path) -> None:
-    code = f"import {module}; from transformers import Qwen3ForCausalLM"
+def test_a_broken_torchvision_does_not_stop_us(tmp_path: Path) -> None:
+    code = "import minirl.train.policy; from transformers import Qwen3ForCausalLM"
     result = run_beside_broken_torchvision(code, tmp_path)
     assert result.returncode == 0, result.stderr
 

@@ -164,7 +164,7 @@ def test_import_minirl_does_no_work() -> None:
         "minirl.tasks.math",
         "minirl.model",
         "minirl.workers",
-        "minirl.tools.plan.report",
+        "minirl.tools.plan",
         "minirl.view.dashboard",
     ],
 )

@@ -110,10 +110,10 @@ def _model_bytes(config: "Config") -> int:
 def _report(
     outcome: "Outcome", setting: dict[str, Any], folder: Path, json_file: Path | None
 ) -> int:
-    from minirl.tools import machine
+    from minirl.devices import describe
     from tests.soak.report import as_markdown, figures
 
-    found = figures(outcome, setting, machine.describe("cpu"))
+    found = figures(outcome, setting, describe("cpu"))
     text, table = json.dumps(found, indent=2) + "\n", as_markdown(found)
     for path in (folder / "chaos.json", json_file):
         if path is not None:

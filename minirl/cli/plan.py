@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from minirl.cli.app import Overrides, app, show
-from minirl.errors import RecipeError
+from minirl.cli.app import Overrides, Recipe, app, show
 
 
 @app.command(
@@ -22,13 +21,10 @@ Examples:
   minirl plan recipes/gsm8k.toml --gpu 4090 --num 4 --mean 300
   minirl plan recipes/gsm8k.toml --gpus 8..512
   minirl plan recipes/gsm8k.toml --run runs/gsm8k-…   with the lengths of that run's answers
-  minirl plan --check                                 the simulator against the paper
 """
 )
 def plan(
-    recipe: Annotated[
-        Path | None, typer.Argument(metavar="[RECIPE]", help="A TOML recipe.")
-    ] = None,
+    recipe: Recipe,
     overrides: Overrides = None,
     gpu: Annotated[str, typer.Option(help="H100, H800, A100-80, A100-40, L40S, 4090, 3090.")] = (
         "H100"
@@ -45,24 +41,14 @@ def plan(
     run: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Take the lengths of this run's answers.")
     ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Compare the simulator with the paper, and stop.")
-    ] = False,
 ) -> None:
     from minirl.recipe import load
-    from minirl.tools.plan import report
-    from minirl.tools.plan.gpus import gpu_named
+    from minirl.tools.plan import Plan, gpu_named, parse_range, usual_lengths
+    from minirl.tools.simulate import of_run
 
-    if check:
-        show(list(report.check_rows()))
-        return
-    if recipe is None:
-        raise RecipeError("recipe", "", "is missing", "name one, such as recipes/gsm8k.toml")
     config = load(recipe, overrides or []).config
     total = num or config.devices.rollout + config.devices.train
-    asked = report.Question(config, gpu_named(gpu), total, mean or None, run)
-    show(list(report.memory_rows(asked)))
-    if gpus:
-        show(list(report.scale_rows(asked, *report.parse_range(gpus))))
-    else:
-        show(list(report.split_rows(asked)))
+    lengths = of_run(run) if run else usual_lengths(config, mean or None)
+    planned = Plan(config, gpu_named(gpu), lengths)
+    show(list(planned.memory_rows(total)))
+    show(list(planned.scale_rows(*parse_range(gpus)) if gpus else planned.split_rows(total)))

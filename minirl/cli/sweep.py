@@ -12,16 +12,13 @@ from minirl.errors import RecipeError
 @app.command(
     help="""Train a recipe with some keys varied, over several seeds, and write one table.
 
-Runs one after another. What is finished is not run again and what was begun goes on, so a sweep
-that was stopped is started again with the same command.
+Runs one after another. The same command resumes a sweep that was stopped: a finished run is not
+run again, one that was begun is resumed.
 
 \b
 Examples:
   minirl sweep recipes/smoke.toml --vary buffer.max_staleness=0,2,8 --seeds 3
   minirl sweep recipes/smoke.toml --vary train.objective=decoupled,naive --vary train.lr=1e-4,3e-4
-  minirl sweep recipes/async.toml --vary variant=none,waiting    against generation that waits
-
-variant is no key of a recipe but minirl with a part replaced, for ablations: minirl/variants.py.
 
 \b
 What it leaves behind, in sweeps/<recipe>/:
@@ -53,5 +50,5 @@ def sweep(
     planned.check()
     planned.go(typer.echo)
     planned.write()
-    show_columns(planned.table())
+    show_columns(planned.table(planned.rows()))
     typer.echo(f"table     {folder / 'table.md'}\ntry next  minirl report {folder}/*/seed-*")

@@ -158,8 +158,8 @@ def plan_rows(config: "Config") -> Iterator[tuple[str, str]]:
 
 def machine_notes(config: "Config") -> list[str]:
     """What this machine lacks for the recipe. Too few GPUs is a note: a dry run is for anywhere."""
+    from minirl.devices import find_devices, free_memory_bytes
     from minirl.recipe import check_devices, check_memory
-    from minirl.tools.doctor import find_devices, free_memory_bytes
 
     notes = []
     kind, available = find_devices(config.devices.kind)

@@ -22,6 +22,7 @@ from typing import TypeVar
 
 from minirl import devices
 from minirl.config import Config
+from minirl.devices import find_devices
 from minirl.errors import Interrupted, MinirlError, Stalled, WorkerDied
 from minirl.launch import BODIES, INTERRUPTED, model_folder
 from minirl.lines import replace_text
@@ -29,7 +30,6 @@ from minirl.metrics import MetricsLog
 from minirl.recipe import check_devices, check_model, read_model_config, to_toml
 from minirl.rollout.worker import Stop
 from minirl.tasks.registry import make_task, self_check
-from minirl.tools.doctor import find_devices
 from minirl.train.lessons import Learn, Learned, SaveModel, SftSetup, Test, Tested
 from minirl.train.messages import Ready, Saved
 from minirl.view.console import Bar

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from minirl.devices import gpu_memory_bytes
+from minirl.balance import balance
+from minirl.devices import free_memory_bytes, gpu_memory_bytes
 from minirl.shm.board import State, Total
-from minirl.tools.doctor import free_memory_bytes
-from minirl.tools.plan.balance import balance
 
 if TYPE_CHECKING:
     from minirl.loop import Loop

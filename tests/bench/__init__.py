@@ -30,8 +30,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from minirl.devices import cpu_name
 from minirl.errors import RecipeError
-from minirl.tools.machine import cpu_name
 
 MODELS = ("tiny", "135m")
 

@@ -27,6 +27,7 @@ of the synchronous engine, whose last answers run alone, are not in it either.
 """
 
 import shutil
+import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,15 +37,14 @@ from typing import Any
 
 from minirl.errors import RecipeError
 from minirl.metrics import read
-from minirl.tools.outcome import estimate
-from minirl.tools.sweep import train
+from minirl.tools.sweep import estimate, train
 from minirl.workers import Worker
 from tests.bench import MODELS, Figure, Options, at_least, median
 from tests.bench.judge import Judge, accuracy_of
 from tests.bench.stage import Stage, stage
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "async.toml"
-PROGRAM = ("tests.bench.variants", "keeping")
+PROGRAM = (sys.executable, "-m", "tests.bench.variants", "keeping")
 KEPT = "weights"  # where that puts them
 MODEL_SEED = 0
 MOST_ETA = 4  # of the figures with a goal

@@ -9,9 +9,7 @@ import time
 
 from minirl.buffer import Buffer
 from minirl.pace import Pace
-from minirl.tools.simulate.costs import Costs
-from minirl.tools.simulate.lengths import long_tailed
-from minirl.tools.simulate.simulation import Setup, Simulation
+from minirl.tools.simulate import Costs, Setup, Simulation, long_tailed
 from tests.bench import Figure, Options, at_least, at_most
 
 EVENTS_A_GROUP = 4

@@ -16,10 +16,9 @@ from typing import Any
 
 from minirl import devices
 from minirl.config import Config
-from minirl.devices import Placement
+from minirl.devices import Placement, find_devices
 from minirl.errors import WorkerDied
 from minirl.shm.board import BoardWriter
-from minirl.tools.doctor import find_devices
 from minirl.workers import Died, Fleet, Role, Worker
 
 LIMIT_S = 600.0  # for one call; a bench that hangs says so

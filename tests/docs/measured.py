@@ -20,9 +20,7 @@ from minirl.config import Config
 from minirl.metrics import read
 from minirl.pace import Pace
 from minirl.recipe import load
-from minirl.tools.simulate.costs import Costs
-from minirl.tools.simulate.lengths import of_run
-from minirl.tools.simulate.simulation import Setup, Simulation
+from minirl.tools.simulate import Costs, Setup, Simulation, of_run
 
 NUM_WARM = 3
 FIXED_SEQS = 17  # an engine step costs this much before its first sequence, counted in sequences:

@@ -3,17 +3,14 @@
 The paper gives tokens a second; what it does not give is taken as follows, the same for all rows:
 R1-Distill-Qwen-1.5B on H800, three GPUs in four for rollout, 4 minibatches, answers lognormal with
 a mean of 4,000 tokens where the context is 8k and 6,500 where it is 16k. Two constants of
-roofline.py (TRAIN, STEP_S) were fitted on table 7's first two rows.
+minirl/tools/plan.py (TRAIN, STEP_S) were fitted on table 7's first two rows.
 """
 
 from dataclasses import dataclass, replace
 
 from minirl.config import Config
-from minirl.tools.plan.gpus import GPUS
-from minirl.tools.plan.shapes import shape_of
-from minirl.tools.plan.split import simulate
-from minirl.tools.simulate.lengths import with_mean
-from minirl.tools.simulate.simulation import Outcome
+from minirl.tools.plan import GPUS, Plan
+from minirl.tools.simulate import Outcome, with_mean
 
 TABLE_7 = {0: 27_100, 1: 47_800, 4: 49_000, 16: 52_000}
 WITHIN = 0.10
@@ -66,7 +63,7 @@ def run(
     lengths = with_mean(mean, config.rollout.max_new_tokens, PROMPT)
     rollout = num_gpus if colocated else num_gpus * 3 // 4
     train = num_gpus if colocated else num_gpus - rollout
-    return simulate(config, GPUS["H800"], shape_of(config), lengths, rollout, train)
+    return Plan(config, GPUS["H800"], lengths).simulate(rollout, train)
 
 
 def table_7() -> list[Row]:
@@ -102,3 +99,17 @@ def figure_4() -> list[Scale]:
         )
         for num, row in zip(SCALING, rows, strict=True)
     ]
+
+
+if __name__ == "__main__":
+    print("table 7  paper tokens/s  simulated  paper ratio  simulated   error")
+    for row in table_7():
+        ratios = f"{row.paper_ratio:11.2f}{row.simulated_ratio:11.2f}"
+        print(f"η = {row.eta:<3}{row.paper:15,.0f}{row.simulated:12,.0f}{ratios}{row.error:+9.1%}")
+    print("figure 4   η = 8   η = 0  colocated  over η = 0  over colocated")
+    for scale in figure_4():
+        rates = f"{scale.asynchronous:8.2f}{scale.synchronous:8.2f}{scale.colocated:11.2f}"
+        print(
+            f"{scale.num_gpus:4} GPUs{rates}"
+            f"{scale.over_synchronous:12.2f}{scale.over_colocated:16.2f}"
+        )

@@ -5,7 +5,7 @@ python -m tests.docs.plan_plot > docs/planning.svg
 
 from collections.abc import Sequence
 
-from minirl.tools.plan import paper
+from tests.docs import paper
 
 WIDTH, HEIGHT, MARGIN = 360, 240, 48
 PAPER, OURS, OTHER, THIRD = "#888888", "#1f6fb4", "#c8572b", "#7a5195"

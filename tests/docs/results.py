@@ -22,12 +22,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from minirl.lines import replace_text
-from minirl.tools.outcome import COLUMNS, Estimate, cell_text
-from minirl.tools.sweep import markdown
-from minirl.view.report import svg
 from minirl.view.report.charts import Chart, Curve
 from minirl.view.report.families import Point
+
+from minirl.lines import replace_text
+from minirl.tools.sweep import COLUMNS, Estimate, cell_text, markdown
+from minirl.view.report import svg
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 BLOCK = re.compile(r"(<!-- (\w+) (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)

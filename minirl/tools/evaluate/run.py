@@ -9,13 +9,13 @@ from typing import Any
 
 from minirl import model
 from minirl.config import Config
+from minirl.devices import find_devices
 from minirl.errors import RecipeError
 from minirl.launch import heldout_prompts, model_folder
 from minirl.recipe import check_model, read_model_config, to_toml
 from minirl.shm.ring import TrajectoryRing
 from minirl.tasks.registry import make_task, self_check
 from minirl.tasks.turns import dialogue_of
-from minirl.tools.doctor import find_devices
 from minirl.tools.evaluate import results
 from minirl.tools.evaluate.examiner import Examiner
 from minirl.tools.evaluate.results import Result

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from minirl import devices
 from minirl.config import Config
+from minirl.devices import free_memory_bytes
 from minirl.errors import Interrupted, MinirlError, RecipeError, Stalled, WorkerDied
 from minirl.launch import BODIES
 from minirl.rollout.worker import RolloutSetup, Started
@@ -24,7 +25,6 @@ from minirl.shm.board import State
 from minirl.shm.ring import TrajectoryRing
 from minirl.tasks.turns import Dialogue
 from minirl.tasks.verifier import VerifierSetup
-from minirl.tools.doctor import free_memory_bytes
 from minirl.workers import Died, Fleet, Role, Worker
 
 LISTEN_S = 0.2
