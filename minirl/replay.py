@@ -22,7 +22,7 @@ from minirl.rules import read_model_config
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.tools.doctor import find_devices
-from minirl.train.intact import newest_first, read_whole
+from minirl.train.checkpoint import newest_first, read_whole
 from minirl.train.messages import Ready, Train, Trained, TrainerSetup
 from minirl.train.tiny import tiny_model_folder
 from minirl.workers import Died, Fleet, Role, Worker

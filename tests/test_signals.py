@@ -13,7 +13,7 @@ from test_recovery import STEPS, stage
 
 from minirl.launch import SIGNALS, _ends_on_sigterm, _signals
 from minirl.metrics import read
-from minirl.train.intact import newest_whole
+from minirl.train.checkpoint import newest_whole
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -30,9 +30,9 @@ from minirl.tasks.registry import make_task
 from minirl.train import attention, checkpoint, lora
 from minirl.train.lessons import Learn, Learned, Lesson, Lessons, SaveModel, SftSetup, Test, Tested
 from minirl.train.messages import Ready, Saved
+from minirl.train.optimizer import Replica
 from minirl.train.packing import split_over_ranks
 from minirl.train.policy import Policy, load_policy
-from minirl.train.replica import Replica
 
 
 @dataclass(frozen=True)

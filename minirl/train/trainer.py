@@ -34,12 +34,11 @@ from minirl.shm.weights import CANARY_TOKENS, canary_tokens
 from minirl.train import attention, checkpoint, lora, nonfinite
 from minirl.train.batch import MicroBatch, ages_of, staleness
 from minirl.train.critic import load_critic, value_loss
-from minirl.train.loss import MicroLoss, micro_loss
 from minirl.train.messages import Ready, Save, Saved, Train, Trained, TrainerSetup
-from minirl.train.optimizer import gather_state
+from minirl.train.objective import MicroLoss, micro_loss
+from minirl.train.optimizer import Replica, gather_state
 from minirl.train.policy import Policy, load_policy
 from minirl.train.prepare import Minibatch, Preparer
-from minirl.train.replica import Replica
 from minirl.train.tokens import TokenLog
 
 Sums = dict[str, Tensor]  # over this rank's tokens, on the device: no micro-batch waits for it

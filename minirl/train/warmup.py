@@ -44,8 +44,8 @@ from minirl.tasks.arithmetic import (
 )
 from minirl.train import attention
 from minirl.train.lessons import Lesson
+from minirl.train.optimizer import Replica
 from minirl.train.policy import Policy
-from minirl.train.replica import Replica
 from minirl.train.sft import Student
 from minirl.train.tiny import RECIPE, Recipe, build_tokenizer, tiny_model_folder
 
