@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from math import cos, pi
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from minirl.config import TrainConfig
+from minirl.train.messages import SftSetup, TrainerSetup
 
 BETAS = (0.9, 0.95)
 EPSILON = 1e-8
@@ -51,6 +53,17 @@ def learning_rate(
     if schedule == "cosine":
         return base * (1 + cos(pi * done)) / 2
     return base
+
+
+def join_ranks(setup: TrainerSetup | SftSetup) -> None:
+    """The process group of DDP, where there are several ranks."""
+    if setup.num_ranks > 1:
+        dist.init_process_group(
+            setup.placement.process_group_backend,
+            init_method=f"file://{setup.rendezvous}",
+            rank=setup.rank,
+            world_size=setup.num_ranks,
+        )
 
 
 class Replica:
