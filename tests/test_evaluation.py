@@ -1,9 +1,25 @@
-"""An evaluation is of one version, counts what was graded, and leaves out what could not be."""
+"""An evaluation is of one version on all engines, while training goes on and engines die. It counts
+what was graded and leaves out what could not be."""
+
+import os
+import signal
+from dataclasses import replace
+from typing import Any
 
 import pytest
+from crew import TRAINER_PLACE
+from pinned_crew import TABLE, CountingSetup
 
+from minirl.config import Config
 from minirl.evaluation import EVAL_IDS, Evaluation, is_evaluation
+from minirl.journal import Journal
+from minirl.launch import make_buffer
+from minirl.loop import Loop
 from minirl.records import Example, Prompt, StopReason, Trajectory
+from minirl.shm.ring import TrajectoryRing
+from minirl.shm.weights import WeightStore
+from minirl.workers import Fleet, Role
+from tests.bench.controller import Prompts, Silent
 
 
 def evaluation(count: int) -> Evaluation:
@@ -15,15 +31,11 @@ def answer(head: int, tail: int | None = None, stop: StopReason = StopReason.STO
     return Trajectory(0, 2, 1, stop, head, head if tail is None else tail)
 
 
-def test_its_groups_are_told_from_training_by_their_ids() -> None:
-    ids = evaluation(3).group_ids
-    assert ids == [EVAL_IDS, EVAL_IDS + 1, EVAL_IDS + 2]
-    assert all(is_evaluation(group_id) for group_id in ids)
-    assert not is_evaluation(0) and not is_evaluation(EVAL_IDS - 1)
-
-
-def test_each_prompt_has_a_cell_of_its_own_after_the_slots() -> None:
+def test_its_groups_have_ids_and_cells_of_their_own() -> None:
     run = evaluation(3)
+    assert run.group_ids == [EVAL_IDS, EVAL_IDS + 1, EVAL_IDS + 2]
+    assert all(is_evaluation(group_id) for group_id in run.group_ids)
+    assert not is_evaluation(0) and not is_evaluation(EVAL_IDS - 1)
     assert [run.cell(group_id) for group_id in run.group_ids] == [100, 101, 102]
     assert [run.prompt(group_id).index for group_id in run.group_ids] == [0, 1, 2]
 
@@ -41,14 +53,10 @@ def test_accuracy_is_the_mean_of_what_was_graded() -> None:
     assert run.is_done and not run.is_void
     assert run.interval is not None and run.interval.mean == 2 / 3
     assert run.interval.low < 2 / 3 < run.interval.high
-    assert run.version == 7
-    assert run.truncated_frac == 0.25
-
-
-def test_one_without_any_verdict_ends_too() -> None:
-    run = evaluation(1)
-    run.failed()
-    assert run.is_done and run.interval is None and run.version is None
+    assert (run.version, run.truncated_frac) == (7, 0.25)
+    ungraded = evaluation(1)
+    ungraded.failed()
+    assert ungraded.is_done and ungraded.interval is None and ungraded.version is None
 
 
 @pytest.mark.parametrize("case", ["pinned", "begun", "finished"])
@@ -58,8 +66,7 @@ def test_two_versions_make_it_void(case: str) -> None:
     run.pinned(0, 7)
     assert run.pinning == {1}
     run.pinned(1, 8 if case == "pinned" else 7)
-    assert not run.pinning
-    assert run.is_void == (case == "pinned")
+    assert not run.pinning and run.is_void == (case == "pinned")
     if case != "pinned":
         run.answered(answer(8) if case == "begun" else answer(7, 8))
     assert run.is_void
@@ -74,3 +81,97 @@ def test_a_dead_engine_s_prompts_are_lost_and_make_it_void() -> None:
     assert run.is_void and not run.is_done
     run.graded(EVAL_IDS, 1.0)
     assert run.is_done
+
+
+# A whole loop without vLLM ------------------------------------------------------------------------
+
+NUM_ENGINES, NUM_HELDOUT, STEPS, KILL_AT = 2, 24, 80, 40
+BASE = Config()
+CONFIG = replace(
+    BASE,
+    devices=replace(BASE.devices, rollout=NUM_ENGINES),
+    rollout=replace(BASE.rollout, group_size=2, max_num_seqs=8),
+    buffer=replace(BASE.buffer, max_staleness=4, target_staleness=4.0),
+    train=replace(BASE.train, steps=STEPS, batch_size=2),
+    eval=replace(BASE.eval, every=1, num_prompts=NUM_HELDOUT),
+    log=replace(BASE.log, samples=0),
+)
+
+
+class Watched(Loop):
+    """Remembers each evaluation, void or not, and kills an engine in the middle of one."""
+
+    def __init__(self, *parts: Any):
+        super().__init__(*parts)
+        self.evaluations: list[tuple[int, Evaluation]] = []  # with the newest version at its start
+        self.killed_in: Evaluation | None = None
+
+    def start_evaluation(self) -> None:
+        super().start_evaluation()
+        assert self.evaluation is not None
+        self.evaluations.append((self.buffer.version, self.evaluation))
+
+    def collect(self) -> None:
+        super().collect()
+        current = self.evaluation
+        if self.killed_in is None and self.step >= KILL_AT and current and not current.pinning:
+            waiting = [self.dispatcher.worker_of(group_id) for group_id in current.group_ids]
+            if at := [engine for engine in waiting if engine is not None]:
+                os.kill(self.engines[max(at)].pid, signal.SIGKILL)  # the slowest that has any
+                self.killed_in = current
+
+
+class Endless(Prompts):
+    """What was lost may come again."""
+
+    def put_back(self, index: int) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    """Run to its end."""
+    folder = tmp_path_factory.mktemp("pinned")
+    fleet, store = Fleet(folder, NUM_ENGINES + 2), WeightStore(TABLE, "float32")
+    cells = CONFIG.num_slots * CONFIG.rollout.group_size + NUM_HELDOUT
+    ring = TrajectoryRing(cells, CONFIG.max_tokens_per_trajectory)
+    try:
+        fleet.spawn(Role.TRAIN, 0, "pinned_crew:trainer", store, TRAINER_PLACE)
+        for rank in range(NUM_ENGINES):
+            setup = CountingSetup(CONFIG, ring, store, rank, slow_s=0.004 * 4**rank)
+            fleet.spawn(Role.ROLLOUT, rank, "pinned_crew:engine", setup, TRAINER_PLACE)
+        fleet.spawn(Role.VERIFY, 0, "tests.bench.scripted:verifier", None, TRAINER_PLACE)
+        heldout = [Prompt(i, Example(str(i), "!"), (1, 2, 3)) for i in range(NUM_HELDOUT)]
+        journal = Journal(CONFIG, folder, fleet, Silent())
+        loop = Watched(CONFIG, fleet, Endless(), heldout, make_buffer(CONFIG), journal)
+        loop.run()
+    finally:
+        fleet.kill()
+    return loop
+
+
+def test_every_engine_pins_the_version_that_it_began_at(loop: Watched) -> None:
+    whole = [(began_at, found) for began_at, found in loop.evaluations if not found.is_void]
+    assert len(whole) >= 3
+    for began_at, found in whole:
+        assert found.version == began_at, "each engine said so, and each answer"
+        assert not found.pinning and found.num_answered == NUM_HELDOUT
+
+
+def test_training_goes_on_meanwhile_and_metrics_tell(loop: Watched) -> None:
+    evaluated = [line for line in loop.journal.log.lines if "eval/version" in line]
+    assert len({line["eval/version"] for line in evaluated}) == len(evaluated) >= 3
+    for line in evaluated:
+        assert line["eval/count"] == NUM_HELDOUT and line["eval/failures"] == 0
+        assert line["eval/low"] <= line["eval/accuracy"] <= line["eval/high"]
+        assert line["eval/truncated_frac"] == 0
+    assert any(line["version"] > line["eval/version"] for line in evaluated[:-1])
+
+
+def test_an_evaluation_that_loses_an_engine_is_done_again(loop: Watched) -> None:
+    assert loop.killed_in is not None and loop.step == STEPS
+    found = [evaluation for _, evaluation in loop.evaluations]
+    assert [e.is_void for e in found].count(True) == 1
+    assert loop.killed_in.is_void and loop.killed_in.num_lost > 0
+    place = [e is loop.killed_in for e in found].index(True)
+    assert not found[place + 1].is_void

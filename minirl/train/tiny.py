@@ -78,7 +78,7 @@ class Schedule:
     hold_steps: int = 400
     cool_steps: int = 300
     num_probes: int = 128
-    min_skill: float = 0.85  # greedy accuracy after the clean phase
+    min_skill: float = 0.9  # greedy accuracy after the clean phase
     sloppy_lr: float = 6e-4
     sloppy_steps: int = 100
     no_working: float = 0.65  # above a half, so that greedy decoding guesses
