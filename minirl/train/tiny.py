@@ -259,15 +259,12 @@ class Warmup:
             rng = random.Random(f"{self.seed}/{phase}/{first}")
             indices = range(first, first + 4 * size)
             drawn = [draw_problem(self.seed, Stream.WARMUP, i, (1,) * 7) for i in indices]
-            examples = [
-                self.example(
-                    problem.prompt,
-                    sloppy_demonstration(problem, rng, plan.no_working, plan.slip)
-                    if is_sloppy
-                    else demonstration(problem),
-                )
-                for problem in sorted(drawn, key=lambda problem: len(problem.steps))
-            ]
+            examples = []
+            for problem in sorted(drawn, key=lambda problem: len(problem.steps)):
+                answer = demonstration(problem)
+                if is_sloppy:
+                    answer = sloppy_demonstration(problem, rng, plan.no_working, plan.slip)
+                examples.append(self.example(problem.prompt, answer))
             for start in rng.sample(range(0, 4 * size, size), 4):
                 yield examples[start : start + size]
 
@@ -312,15 +309,12 @@ class Warmup:
 def _write(folder: Path, model: Any, tokenizer: "Tokenizer") -> None:
     """Write aside, then rename: the folder is whole or absent."""
     from transformers import GenerationConfig, PreTrainedTokenizerFast
-    from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
         model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
-        disable_progress_bar()
         model.save_pretrained(aside)
-        enable_progress_bar()
         PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
             pad_token="<pad>",
