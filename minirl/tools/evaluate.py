@@ -158,12 +158,12 @@ def find_checkpoint(run_dir: Path, which: str) -> Path:
     if not whole:
         remedy = "wait for its first checkpoint, or name a model folder"
         raise RecipeError("run", str(run_dir), "has no checkpoint yet", remedy)
+    if which in ("", "last"):
+        return whole[-1]
     if which == "best":
         return _best(run_dir, whole)
     steps = {int(path.name.removeprefix("step-")): path for path in whole}
     number = which.removeprefix("step-")
-    if which in ("", "last"):
-        return whole[-1]
     if not number.isdecimal() or int(number) not in steps:
         rule = f"is none of this run's steps {', '.join(map(str, steps))}"
         raise RecipeError("--checkpoint", which, rule, 'name one of these, "last" or "best"')
@@ -171,7 +171,8 @@ def find_checkpoint(run_dir: Path, which: str) -> Path:
 
 
 def _best(run_dir: Path, whole: Sequence[Path]) -> Path:
-    scores = {line["version"]: line["accuracy"] for line in read_lines(run_dir / "evals.jsonl")}
+    lines = [line for line in read_lines(run_dir / "evals.jsonl") if "accuracy" in line]
+    scores = {line["version"]: line["accuracy"] for line in lines}
     versions = {checkpoint.read_state(path)["history"]["version"]: path for path in whole}
     known = [version for version in versions if scores.get(version) is not None]
     if not known:
@@ -263,19 +264,16 @@ def summarise(results: Sequence[Result]) -> dict[str, Any]:
 
 def read(path: Path) -> list[Result]:
     """A results.jsonl, or the folder that holds one."""
-    file = path / RESULTS if path.is_dir() else path
+    rows = read_lines(path / RESULTS if path.is_dir() else path)
     try:
-        rows = [json.loads(line) for line in file.read_text("utf-8").splitlines() if line.strip()]
         answers = [tuple(Attempt(**answer) for answer in row["answers"]) for row in rows]
-        return [Result(**{**row, "answers": a}) for row, a in zip(rows, answers, strict=True)]
-    except OSError as error:
-        rule = f"cannot be read ({error.strerror})"
-        raise RecipeError(
-            "results", str(path), rule, f"name a {RESULTS} of `minirl eval`"
-        ) from None
+        found = [Result(**{**row, "answers": a}) for row, a in zip(rows, answers, strict=True)]
     except (ValueError, KeyError, TypeError):
-        remedy = "it must be as `minirl eval` wrote it"
-        raise RecipeError("results", str(path), "is no results of an eval", remedy) from None
+        found = []
+    if not found:
+        remedy = f"name a {RESULTS} as `minirl eval` wrote it"
+        raise RecipeError("results", str(path), "is no results of an eval", remedy)
+    return found
 
 
 # One evaluation -----------------------------------------------------------------------------------
