@@ -23,7 +23,7 @@ from minirl.errors import Stalled, WorkerDied
 from minirl.journal import Journal
 from minirl.shm.board import Row, State, Total
 from minirl.train import checkpoint
-from minirl.train.intact import newest_whole
+from minirl.train.checkpoint import newest_whole
 from minirl.train.messages import TrainerSetup
 from minirl.workers import Died, Fleet, Role, Worker
 

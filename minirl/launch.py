@@ -9,12 +9,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, redirect_stdout
 from dataclasses import dataclass, replace
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any, Protocol
 
 from minirl import devices, model, secrets
@@ -22,7 +20,7 @@ from minirl.balance import balance
 from minirl.blackbox import BlackBox
 from minirl.buffer import Buffer, History, OnStale
 from minirl.config import TINY, Config
-from minirl.errors import Interrupted, MinirlError, RecipeError
+from minirl.errors import MinirlError, RecipeError
 from minirl.journal import LOCK, Journal
 from minirl.lines import Patient, replace_text
 from minirl.loop import Loop
@@ -47,19 +45,18 @@ from minirl.tasks.registry import make_task, self_check
 from minirl.tasks.turns import Dialogue, dialogue_of, has_turns
 from minirl.tasks.verifier import VerifierSetup
 from minirl.train import checkpoint
-from minirl.train.messages import TrainerSetup
+from minirl.train.messages import SftSetup, TrainerSetup
 from minirl.train.tiny import tiny_model_folder
 from minirl.view.console import ConsoleView
 from minirl.view.loggers import Loggers
-from minirl.workers import Died, Fleet, Role
+from minirl.workers import Died, Fleet, Role, graceful, signals
 
 INTERRUPTED = 130
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BODIES = {
     Role.TRAIN: "minirl.train.trainer:run",
     Role.ROLLOUT: "minirl.rollout.worker:run",
     Role.VERIFY: "minirl.tasks.verifier:run",
-    Role.WARMUP: "minirl.train.warmup:run",
+    Role.WARMUP: "minirl.train.tiny:run",
     Role.SFT: "minirl.train.sft:run",
 }
 
@@ -71,7 +68,7 @@ class Notes(Protocol):
 def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: bool = False) -> int:
     """`resume`: the run directory holds a run to go on with."""
     try:
-        with _ends_on_sigterm():
+        with signals():  # while there is nothing to save yet
             return _train(loaded, recipe, run_dir, resume, is_plain)
     except KeyboardInterrupt:
         print(_stopped(recipe, run_dir), file=Patient(sys.stdout))
@@ -204,7 +201,7 @@ def _run(config: Config, job: Job, source: Path, start: Start, view: ConsoleView
             raise MinirlError(f"not all could be written: {'; '.join(journal.problems)}")
         return 0 if is_whole else INTERRUPTED
     finally:
-        with _deaf():  # what is left takes a moment, and must be done
+        with signals(signal.SIG_IGN):  # what is left takes a moment, and must be done
             fleet.kill()
             devices.sweep_temp(run_dir / "tmp")
             checkpoint.sweep(run_dir)
@@ -233,35 +230,53 @@ def _spawn(
     num_cells = config.num_slots * config.rollout.group_size + config.eval.num_prompts
     ring = TrajectoryRing(num_cells, config.max_tokens_per_trajectory)
     store = WeightStore(model.weight_table(start.folder), config.model.dtype)
-    rendezvous = run_dir.absolute() / "rendezvous"
-    rendezvous.unlink(missing_ok=True)
-    for rank, place in enumerate(ranks):
-        setup = TrainerSetup(
-            config=config,
-            folder=str(start.folder),
-            tokenizer_folder=str(source),
-            rank=rank,
-            num_ranks=len(ranks),
-            rendezvous=str(rendezvous),
-            placement=place,
-            ring=ring,
-            store=store,
-            is_resumed=start.state is not None,
-            version=start.history.version,
-            run_dir=str(run_dir),
-        )
-        fleet.spawn(Role.TRAIN, rank, BODIES[Role.TRAIN], setup, place)
-    for rank, place in enumerate(engines):
-        # Engines must not sample alike, nor as they did when the run began.
-        seed = (config.seed * 1000 + rank + 1 + 1_000_003 * start.step) % 2**31
-        engine = RolloutSetup(config, str(source), place.kind, seed, ring, store, dialogue)
-        own = devices.with_own_temp(place, run_dir / "tmp")
-        fleet.spawn(Role.ROLLOUT, rank, BODIES[Role.ROLLOUT], engine, own)
-    for rank in range(config.tasks.verifiers):
-        grader = VerifierSetup(config, str(source), ring, dialogue)
-        place = devices.Placement("cpu", env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
-        fleet.spawn(Role.VERIFY, rank, BODIES[Role.VERIFY], grader, place)
+    first = TrainerSetup(
+        config=config,
+        folder=str(start.folder),
+        tokenizer_folder=str(source),
+        rank=0,
+        num_ranks=len(ranks),
+        rendezvous=str(run_dir.absolute() / "rendezvous"),
+        placement=ranks[0],
+        ring=ring,
+        store=store,
+        is_resumed=start.state is not None,
+        version=start.history.version,
+        run_dir=str(run_dir),
+    )
+    spawn_ranks(fleet, Role.TRAIN, first, ranks)
+    seed = config.seed * 1000 + 1 + 1_000_003 * start.step  # not as they did when the run began
+    engine = RolloutSetup(config, str(source), engines[0].kind, seed, ring, store, dialogue)
+    spawn_engines(fleet, engine, engines, run_dir / "tmp")
+    spawn_verifiers(fleet, VerifierSetup(config, str(source), ring, dialogue))
     return ring, store
+
+
+def spawn_ranks(
+    fleet: Fleet, role: Role, first: TrainerSetup | SftSetup, places: list[devices.Placement]
+) -> None:
+    """`first` is rank 0's set-up."""
+    Path(first.rendezvous).unlink(missing_ok=True)
+    for rank, place in enumerate(places):
+        setup = replace(first, rank=rank, placement=place)
+        fleet.spawn(role, rank, BODIES[role], setup, place)
+
+
+def spawn_engines(
+    fleet: Fleet, first: RolloutSetup, places: list[devices.Placement], temp: Path
+) -> None:
+    """`first` is the first one's set-up; the seeds of the others differ, so that engines do not
+    sample alike."""
+    for rank, place in enumerate(places):
+        setup = replace(first, seed=(first.seed + rank) % 2**31)
+        own = devices.with_own_temp(place, temp)
+        fleet.spawn(Role.ROLLOUT, rank, BODIES[Role.ROLLOUT], setup, own)
+
+
+def spawn_verifiers(fleet: Fleet, setup: VerifierSetup) -> None:
+    place = devices.Placement("cpu", env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+    for rank in range(setup.config.tasks.verifiers):
+        fleet.spawn(Role.VERIFY, rank, BODIES[Role.VERIFY], setup, place)
 
 
 def _make_run_dir(config: Config, run_dir: Path, kind: str) -> tuple[Path, IO[str]]:
@@ -353,50 +368,15 @@ def _check_prompt_lengths(config: Config, task: Task, tokenizer: Any) -> None:
         )
 
 
-@contextmanager
-def _signals(loop: Loop, view: ConsoleView) -> Iterator[None]:
+def _signals(loop: Loop, view: ConsoleView) -> AbstractContextManager[list[int]]:
     """Ctrl-C or SIGTERM once: finish the step, save, end. Twice: now."""
-    came: list[int] = []
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        if came:
-            raise Interrupted
-        came.append(number)
+    def stop(name: str) -> None:
         loop.is_interrupted = True
         what = "finishing the step and saving" if loop.has_begun else "ending, while workers start"
-        view.note(f"{signal.Signals(number).name}: {what}; again to end now")
+        view.note(f"{name}: {what}; again to end now")
 
-    before = {number: signal.signal(number, handle) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _deaf() -> Iterator[None]:
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _ends_on_sigterm() -> Iterator[None]:
-    """While there is nothing to save yet, SIGTERM ends a run as Ctrl-C does, and as cleanly."""
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        raise Interrupted
-
-    before = {number: signal.signal(number, handle) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return graceful(stop)
 
 
 def _stopped(recipe: Path, run_dir: Path) -> str:

@@ -21,7 +21,7 @@ from minirl.record import Recorded
 from minirl.rollout.worker import Stop
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
-from minirl.train.intact import newest_first, read_whole
+from minirl.train.checkpoint import newest_first, read_whole
 from minirl.train.messages import Ready, Train, Trained, TrainerSetup
 from minirl.train.tiny import tiny_model_folder
 from minirl.workers import Died, Fleet, Role, Worker

@@ -18,7 +18,7 @@ from minirl.errors import RecipeError
 from minirl.recipe import load
 from minirl.tasks.prompts import Consumed
 from minirl.train import checkpoint
-from minirl.train.intact import newest_whole
+from minirl.train.checkpoint import newest_whole
 
 RECIPE = "recipe.toml"
 MAY_CHANGE = (

@@ -22,20 +22,21 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from minirl import devices
 from minirl.devices import Placement
-from minirl.errors import MinirlError
+from minirl.errors import Interrupted, MinirlError, Stalled, WorkerDied
 from minirl.secrets import Scrubbed, secret_names
 from minirl.shm.board import Board
 from minirl.shm.tracer import TraceFile, Tracer
@@ -44,7 +45,10 @@ LAST_WORDS_LINES = 12
 STOP_GRACE_S = 10.0
 CAUSE_GRACE_S = 1.0  # a rank that is killed takes the others with it, and theirs may be heard first
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-IGNORED = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LISTEN_S = 0.2
+
+Message = TypeVar("Message")
 
 
 class Role(StrEnum):
@@ -193,6 +197,24 @@ class Fleet:
             failure = worker.failure
             yield Died(self.how_it_ended(worker), bool(failure and failure.is_ours))
 
+    def wait_for(self, kind: type[Message], limit_s: float) -> Message:
+        """The next message of this kind; others are not kept. A death raises."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            for worker, message in self.hear(LISTEN_S):
+                if isinstance(message, Died):
+                    raise self.exit_error(worker, message)
+                if isinstance(message, kind):
+                    return message
+        what = kind.__name__.lower()
+        raise Stalled(f"no {what} for {limit_s:.0f} s; stacks:\n{self.stacks()}")
+
+    def exit_error(self, worker: Worker, death: Died) -> MinirlError:
+        how = f"{worker.name}: {death.how}; its log is in {self.log_dir}"
+        return (
+            MinirlError(how) if death.is_final else WorkerDied(f"{how}\n{self.last_words(worker)}")
+        )
+
     def how_it_ended(self, worker: Worker) -> str:
         if worker.failure:
             return worker.failure.message
@@ -282,6 +304,39 @@ class Fleet:
                 worker.process = None
 
 
+def interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupted
+
+
+@contextlib.contextmanager
+def signals(
+    handler: Callable[[int, FrameType | None], None] | signal.Handlers = interrupt,
+) -> Iterator[None]:
+    """SIGINT and SIGTERM go to `handler` meanwhile, also where a shell has had them ignored."""
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+@contextlib.contextmanager
+def graceful(stop: Callable[[str], None]) -> Iterator[list[int]]:
+    """The first signal calls `stop` with its name; the second ends at once. Gives those that
+    came."""
+    came: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if came:
+            raise Interrupted
+        came.append(number)
+        stop(signal.Signals(number).name)
+
+    with signals(handle):
+        yield came
+
+
 def _kill_tree(process: Any) -> None:
     """A vLLM engine may have children of its own (tensor parallelism): they go with it."""
     children = _children(process.pid) if process.is_alive() else []
@@ -327,14 +382,14 @@ def _undisturbed() -> Iterator[None]:
         yield  # signals are the main thread's business
         return
     came: list[int] = []
-    before = {n: signal.signal(n, lambda number, frame: came.append(number)) for n in IGNORED}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        yield
+        with signals(lambda number, frame: came.append(number)):
+            try:
+                yield
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in before.items():
-            signal.signal(number, handler)
         for late in came:
             signal.raise_signal(late)
 
@@ -358,9 +413,9 @@ def _child(
     libc.prctl(PR_SET_NAME, f"rl-{log.stem}".encode())  # what top shows, at most 15 letters
     if os.getppid() != parent:  # it died before we could ask to die with it
         os._exit(1)
-    for number in IGNORED:  # they may come to the whole process group: the controller decides
+    for number in SIGNALS:  # they may come to the whole process group: the controller decides
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)  # a reward's own children may want them
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a reward's own children may want them
     _write_to(log)
     tqdm.set_lock(threading.RLock())  # its own lock is a named semaphore, which a kill would leave
     devices.bind(placement)

@@ -29,11 +29,10 @@ from minirl.tasks.prompts import encode
 from minirl.tasks.registry import make_task, self_check
 from minirl.train.advantage import estimate
 from minirl.train.attention import boundaries
-from minirl.train.loss import settings_of
-from minirl.train.objective import OBJECTIVES, Sequences, Tokens
+from minirl.train.objective import OBJECTIVES, Sequences, Tokens, settings_of
 from minirl.train.optimizer import build_optimizer, learning_rate
 from minirl.train.policy import load_policy
-from minirl.train.warmup import ensure_tiny_model
+from minirl.train.tiny import ensure_tiny_model
 
 hide_broken_torchvision()
 from transformers import AutoModelForCausalLM  # noqa: E402

@@ -143,4 +143,4 @@ def test_the_defaults_are_the_problems_that_the_tiny_model_was_warmed_up_on() ->
 
     assert Arithmetic(TasksConfig(), 3).train(5) == TASK.train(5)
     assert Difficulty(**{**Arithmetic.options, "step_weights": STEP_WEIGHTS}) == Difficulty()
-    assert tiny_model_folder(0).name == "tiny-3b5670c2-seed0"
+    assert tiny_model_folder(0).name == "tiny-bd084f75-seed0"

@@ -19,7 +19,7 @@ from minirl.buffer import History
 from minirl.errors import MinirlError, RecipeError
 from minirl.resume import find_start
 from minirl.train import nonfinite
-from minirl.train.intact import newest_first, read_whole
+from minirl.train.checkpoint import newest_first, read_whole
 from minirl.train.messages import Save
 from minirl.train.policy import load_policy
 from minirl.train.replay import look_into, replay

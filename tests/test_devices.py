@@ -167,8 +167,9 @@ def run_beside_broken_torchvision(code: str, tmp_path: Path) -> subprocess.Compl
 
 
 @needs_cpu_torch
-def test_a_broken_torchvision_does_not_stop_us(tmp_path: Path) -> None:
-    code = "import minirl.train.policy; from transformers import Qwen3ForCausalLM"
+@pytest.mark.parametrize("module", ["minirl.train.policy", "minirl.train.sft"])
+def test_a_broken_torchvision_does_not_stop_us(module: str, tmp_path: Path) -> None:
+    code = f"import {module}; from transformers import Qwen3ForCausalLM"
     result = run_beside_broken_torchvision(code, tmp_path)
     assert result.returncode == 0, result.stderr
 

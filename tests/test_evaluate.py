@@ -1,76 +1,234 @@
-"""An evaluation is of one version, counts what was graded, and leaves out what could not be."""
+"""`minirl eval` and `minirl sample`: what they take, what they give, and two results compared."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from test_cli import minirl
 
-from minirl.evaluation import EVAL_IDS, Evaluation, is_evaluation
-from minirl.records import Example, Prompt, StopReason, Trajectory
-
-
-def evaluation(count: int) -> Evaluation:
-    prompts = [Prompt(i, Example(str(i), str(i)), (i,)) for i in range(count)]
-    return Evaluation(prompts, first_cell=100)
-
-
-def answer(head: int, tail: int | None = None, stop: StopReason = StopReason.STOP) -> Trajectory:
-    return Trajectory(0, 2, 1, stop, head, head if tail is None else tail)
-
-
-def test_its_groups_are_told_from_training_by_their_ids() -> None:
-    ids = evaluation(3).group_ids
-    assert ids == [EVAL_IDS, EVAL_IDS + 1, EVAL_IDS + 2]
-    assert all(is_evaluation(group_id) for group_id in ids)
-    assert not is_evaluation(0) and not is_evaluation(EVAL_IDS - 1)
-
-
-def test_each_prompt_has_a_cell_of_its_own_after_the_slots() -> None:
-    run = evaluation(3)
-    assert [run.cell(group_id) for group_id in run.group_ids] == [100, 101, 102]
-    assert [run.prompt(group_id).index for group_id in run.group_ids] == [0, 1, 2]
+from minirl.cli import main
+from minirl.config import Config
+from minirl.errors import RecipeError
+from minirl.recipe import to_toml
+from minirl.tools.evaluate import (
+    Attempt,
+    Options,
+    Result,
+    as_overrides,
+    compare,
+    find_checkpoint,
+    num_at_once,
+    read,
+    resolve,
+    summarise,
+)
 
 
-def test_accuracy_is_the_mean_of_what_was_graded() -> None:
-    run = evaluation(4)
-    for group_id in run.group_ids:
-        assert not run.is_done
-        stop = StopReason.LENGTH if group_id == EVAL_IDS else StopReason.STOP
-        run.answered(answer(7, stop=stop))
-        if group_id == EVAL_IDS + 3:
-            run.failed()  # no verdict is not a 0
+def result(problem: int, *rewards: float | None) -> Result:
+    answers = tuple(Attempt(f"{r}", r, 10, "stop", "" if r is not None else "?") for r in rewards)
+    return Result(problem, f"prompt {problem}", "ref", answers)
+
+
+# Figures ------------------------------------------------------------------------------------------
+
+
+def test_a_failed_reward_counts_nowhere_and_is_counted() -> None:
+    found = summarise([result(0, 1.0, None), result(1, 0.0, 0.0), result(2, None, None)])
+    assert found["accuracy"] == 0.5  # of two problems, not of three
+    assert (found["answers_graded"], found["answers_failed"]) == (3, 3)
+    assert found["failures"] == ["?"]
+    assert found["pass_at"] == {"1": 0.5, "2": 0.0}  # problem 0 has one graded answer only
+    assert found["interval_95"][0] < 0.5 < found["interval_95"][1]
+    assert summarise([result(0, None)])["accuracy"] is None
+
+
+def test_results_come_back_from_their_file(tmp_path: Path) -> None:
+    results = [result(1, 0.0, None), result(0, 1.0, 0.25)]
+    (tmp_path / "results.jsonl").write_text("".join(found.line for found in results))
+    assert read(tmp_path) == read(tmp_path / "results.jsonl") == results
+    (tmp_path / "bad.jsonl").write_text('{"problem": 1}\n')
+    with pytest.raises(RecipeError, match="no results"):
+        read(tmp_path / "bad.jsonl")
+
+
+def test_one_answer_each_is_compared_by_mcnemar() -> None:
+    a = [result(i, float(i < 2)) for i in range(10)]
+    b = [result(i, float(i >= 1)) for i in range(11)]
+    found = compare(a, b)
+    assert (found["problems"], found["unmatched"]) == (10, 1)
+    assert (sorted(found["gained"]), found["lost"]) == (list(range(2, 10)), [0])
+    assert found["p"] == pytest.approx(2 * (1 + 9) / 512) and "McNemar" in found["test"]
+    assert found["difference"] == pytest.approx(0.7)
+    assert found["interval_95"][0] < 0.7 < found["interval_95"][1]
+    assert [mean for mean, _, _ in found["accuracies"]] == [0.2, 0.9]
+    rewards = [(pair["a_reward"], pair["b_reward"]) for pair in found["shown"]]
+    assert rewards == [(0.0, 1.0), (0.0, 1.0), (1.0, 0.0)], "two gained, and the one that was lost"
+
+
+def test_several_answers_are_compared_by_permutation() -> None:
+    a = [result(i, 0.0, 1.0, 0.0, None) for i in range(12)]
+    b = [result(i, 1.0, 1.0, 0.0, 1.0) for i in range(12)]
+    found = compare(a, b)
+    assert found["difference"] == pytest.approx(0.75 - 1 / 3)
+    assert found["p"] < 0.01 and "permutation" in found["test"]
+    shown = found["shown"][0]
+    assert (shown["a_reward"], shown["b_reward"]) == (0.0, 1.0), "a failed reward is not shown"
+    assert compare(a, a)["p"] == 1.0
+    with pytest.raises(RecipeError, match="in common"):
+        compare(a, [replace(r, reference="other") for r in b])
+
+
+# What is evaluated --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    run = tmp_path / "run"
+    for step in (10, 20, 30):
+        trainer = run / "checkpoints" / f"step-{step:06d}" / "trainer"
+        trainer.mkdir(parents=True)
+        (trainer.parent / "config.json").write_text("{}")
+        (trainer / "state.json").write_text(json.dumps({"history": {"version": step}}))
+    lines = [{"step": s, "version": s, "accuracy": a} for s, a in ((10, 0.5), (20, 0.75))]
+    (run / "evals.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "recipe.toml").write_text(to_toml(Config()))
+    return run
+
+
+def test_a_run_gives_its_recipe_and_a_checkpoint(run_dir: Path) -> None:
+    steps = [find_checkpoint(run_dir, w).name for w in ("", "last", "best", "10", "step-000010")]
+    assert steps == [f"step-{n:06d}" for n in (30, 30, 20, 10, 10)]
+    with pytest.raises(RecipeError, match="10, 20, 30"):
+        find_checkpoint(run_dir, "15")
+    checkpoint = run_dir / "checkpoints" / "step-000010"
+    assert resolve(str(checkpoint), Options()).folder == checkpoint
+    values = {"eval.num_prompts": 7, "seed": 3, "tasks.data": None}
+    target = resolve(str(run_dir), Options(overrides=as_overrides(values)))
+    assert (target.config.eval.num_prompts, target.config.seed) == (7, 3)
+
+
+def test_several_answers_are_sampled_and_one_is_as_the_recipe_says(run_dir: Path) -> None:
+    def temperature(k: int, *overrides: str) -> float:
+        return resolve(str(run_dir), Options(k=k, overrides=overrides)).config.eval.temperature
+
+    assert temperature(1) == 0.0
+    assert temperature(4) == 1.0  # rollout.temperature
+    assert temperature(4, "eval.temperature=0.6") == 0.6
+    with pytest.raises(RecipeError, match="all 4 answers would be alike"):
+        temperature(4, "eval.temperature=0")
+
+
+def test_a_model_needs_a_task_and_fits_its_positions(tied_folder: Path) -> None:
+    with pytest.raises(RecipeError, match="comes with no task"):
+        resolve(str(tied_folder), Options())
+    task = ("tasks.kind=arithmetic",)
+    config = resolve(str(tied_folder), Options(overrides=task)).config
+    assert config.model.path == str(tied_folder)
+    assert (config.tasks.max_prompt_tokens, config.rollout.max_new_tokens) == (256, 256)  # of 512
+    with pytest.raises(RecipeError, match="is no run"):
+        resolve(str(tied_folder), Options(overrides=task, checkpoint="best"))
+
+
+def test_problems_are_asked_in_turns_where_memory_is_short() -> None:
+    config = Config()
+    assert num_at_once(config, 1000, 4) == 1000
+    long = replace(config, rollout=replace(config.rollout, max_new_tokens=10**6))
+    assert num_at_once(long, 1000, 4) == 2 * 256 // 4 + 1
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["eval"], "MODEL_OR_RUN"),
+        (["eval", "no/such/folder", "--task", "gsm8k"], "no such folder"),
+        (["eval", "tiny", "--task", "gsm9k"], 'did you mean "gsm8k"'),
+        (["eval", "tiny", "--task", "arithmetic", "--k", "0"], "--k = 0"),
+        (["eval", "tiny", "--task", "arithmetic", "--devices", "99"], "devices.rollout = 99"),
+        (["eval", "--compare", "pyproject.toml", "Makefile"], "no results of an eval"),
+        (["sample", "tiny", "hello", "-n", "0"], "-n = 0"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    args: list[str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["minirl", *args])
+    with pytest.raises(SystemExit) as end:
+        main()
+    said = capsys.readouterr().err
+    assert end.value.code == 2
+    assert words in said and said.count("\n") == 1
+
+
+# The real thing -----------------------------------------------------------------------------------
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("engines", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_model_is_evaluated_and_sampled(engines: int, tied_folder: Path, tmp_path: Path) -> None:
+    """Two turns; of three answers to each problem, and of the replies to them, a few raise and a
+    few hang."""
+    task = f"{Path(__file__).parent / 'noisy_task.py'}:UnsureAgain"
+    done = minirl(
+        *("eval", str(tied_folder), "--task", task, "--k", "3", "--problems", "12"),
+        *("--temperature", "1", "--max-new-tokens", "24", "--devices", str(engines)),
+        *("--set", "tasks.timeout_s=0.5", "--set", "rollout.kv_cache_gib=0.1"),
+        *("--set", "tasks.max_prompt_tokens=64", "--out", "out"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "problems 12/12" in done.stderr and "95 % interval" in done.stdout
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    results = read(tmp_path / "out")
+    assert [r.problem for r in results] == list(range(12))
+    answers = [answer for r in results for answer in r.answers]
+    assert len(answers) == 36 and summary["engines"] == engines
+    failed = [answer for answer in answers if answer.reward is None]
+    assert summary["answers_failed"] == len(failed) > 0
+    assert all(answer.error and answer.text for answer in failed)
+    for answer in answers:
+        first, *second = answer.text.split("⟦ again?⟧")
+        kinds = [sum(text.encode()) for text in (first, *second)]
+        if answer.stop == "stop" and not second:  # else it would have gone on
+            assert kinds[0] % 7 == 6 or kinds[0] % 41 == 9, answer
+            assert "nothing to say" in answer.error or "tasks.timeout_s" in answer.error, answer
         else:
-            run.graded(group_id, float(group_id != EVAL_IDS))
-    assert run.is_done and not run.is_void
-    assert run.interval is not None and run.interval.mean == 2 / 3
-    assert run.interval.low < 2 / 3 < run.interval.high
-    assert run.version == 7
-    assert run.truncated_frac == 0.25
+            assert not second or not (kinds[0] % 7 == 6 or kinds[0] % 41 == 9), answer
+            assert (answer.reward is None) == (kinds[-1] % 7 == 3 or kinds[-1] % 41 == 5), answer
+        if answer.reward is not None:
+            assert answer.reward == float(answer.length % 2 == 0)
+        assert answer.length <= 24
+    assert any("⟦" in answer.text for answer in answers if answer.reward is not None)
+    assert any("nothing to say" in answer.error for answer in failed)
+    assert {k: summary[k] for k in summarise(results)} == summarise(results)
+    check_samples(tied_folder, tmp_path)
 
 
-def test_one_without_any_verdict_ends_too() -> None:
-    run = evaluation(1)
-    run.failed()
-    assert run.is_done and run.interval is None and run.version is None
+def check_samples(folder: Path, tmp_path: Path) -> None:
+    """Greedy, so that the answer and its logprobs can be had from a plain forward."""
+    import plain_script
+    from transformers import AutoTokenizer
 
-
-@pytest.mark.parametrize("case", ["pinned", "begun", "finished"])
-def test_two_versions_make_it_void(case: str) -> None:
-    run = evaluation(2)
-    run.pinning |= {0, 1}
-    run.pinned(0, 7)
-    assert run.pinning == {1}
-    run.pinned(1, 8 if case == "pinned" else 7)
-    assert not run.pinning
-    assert run.is_void == (case == "pinned")
-    if case != "pinned":
-        run.answered(answer(8) if case == "begun" else answer(7, 8))
-    assert run.is_void
-
-
-def test_a_dead_engine_s_prompts_are_lost_and_make_it_void() -> None:
-    run = evaluation(3)
-    run.pinning |= {0, 1}
-    run.engine_died(1, 0)  # it had none
-    assert run.pinning == {0} and not run.is_void
-    run.engine_died(0, 2)
-    assert run.is_void and not run.is_done
-    run.graded(EVAL_IDS, 1.0)
-    assert run.is_done
+    prompt, tokenizer = "Tom has 7 apples.", AutoTokenizer.from_pretrained(folder)
+    done = minirl(
+        *("sample", str(folder), prompt, "-n", "2", "--temperature", "0", "--tokens"),
+        *("--max-new-tokens", "8", "--set", "rollout.kv_cache_gib=0.1"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    heads = [line for line in done.stdout.splitlines() if line.startswith("---")]
+    shown = [float(line.split()[0]) for line in done.stdout.splitlines() if line[:1] == " "]
+    assert len(heads) == 2 and len(shown) == 16
+    tokens, model = tokenizer.encode(prompt), plain_script.load(folder)
+    expected = []
+    for _ in range(8):
+        logprobs_V = plain_script.distributions(model, [*tokens, 0], 1.0)[len(tokens) - 1]
+        tokens.append(int(logprobs_V.argmax()))
+        expected.append(logprobs_V.max().item())
+    assert shown == pytest.approx(expected * 2, abs=1e-3)
+    assert f"{math.fsum(expected) / 8:.3f}" in heads[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from processes import Run, assert_accounted
 
-from minirl.train.intact import read_whole
+from minirl.train.checkpoint import read_whole
 
 pytestmark = pytest.mark.vllm
 

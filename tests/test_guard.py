@@ -24,7 +24,7 @@ from minirl.journal import Journal
 from minirl.lines import Lines, read_lines
 from minirl.metrics import MetricsLog
 from minirl.records import Batch
-from minirl.train.intact import read_whole
+from minirl.train.checkpoint import read_whole
 from minirl.train.messages import Save
 from minirl.train.replay import look_into, replay
 

@@ -119,7 +119,7 @@ def is_close(ours: list[float], theirs: list[float], wide: float) -> bool:
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_it_learns_what_a_synchronous_run_learns(minimal: ModuleType, tmp_path: Path) -> None:
-    from minirl.train.warmup import ensure_tiny_model
+    from minirl.train.tiny import ensure_tiny_model
 
     folder, steps, seeds = ensure_tiny_model(0, print), 12, range(4)
     curves: dict[str, list[list[float]]] = {"file": [], "run": []}

@@ -35,7 +35,7 @@ from minirl.shm.board import State, Total
 from minirl.shm.weights import TensorSpec, WeightStore
 from minirl.tasks.prompts import PromptStream
 from minirl.tasks.registry import make_task
-from minirl.train.intact import read_whole
+from minirl.train.checkpoint import read_whole
 from minirl.workers import Fleet, Role
 from tests.soak.ledger import prove
 

@@ -19,7 +19,7 @@ from minirl.resume import (
     is_finished,
 )
 from minirl.train import checkpoint
-from minirl.train.intact import read_whole
+from minirl.train.checkpoint import read_whole
 
 
 def begun(run_dir: Path, **train: Any) -> Config:

@@ -21,8 +21,8 @@ from minirl.model import load_tokenizer
 from minirl.recipe import load
 from minirl.tasks.arithmetic import Arithmetic
 from minirl.tools.sft_run import as_training
-from minirl.train.lessons import Lesson, Lessons, SftSetup, taught
-from minirl.train.sft import Student, build_student, pack, step
+from minirl.train.messages import SftSetup
+from minirl.train.sft import SftData, SftExample, SftRank, build_rank, step
 from tests.soak.life import living
 
 STEPS, SIZE = 3, 6
@@ -56,86 +56,77 @@ def run_dir(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-@pytest.fixture(scope="module")
-def lessons(config: Config, tied_folder: Path) -> Lessons:
-    return Lessons(
-        config, Arithmetic(config.tasks, config.seed), load_tokenizer(tied_folder, False)
-    )
+def data_of(config: Config, folder: Path) -> SftData:
+    task = Arithmetic(config.tasks, config.seed)
+    return SftData(config, task, load_tokenizer(folder, False))
 
 
-def alone(config: Config, folder: Path) -> Student:
+def alone(config: Config, folder: Path) -> SftRank:
     from crew import TRAINER_PLACE
 
-    return build_student(SftSetup(as_training(config), str(folder), 0, 1, "", TRAINER_PLACE))
+    return build_rank(SftSetup(as_training(config), str(folder), 0, 1, "", TRAINER_PLACE))
 
 
-def test_a_lesson_is_the_prompt_the_worked_answer_and_an_end(
+def test_an_example_is_the_prompt_the_worked_answer_and_an_end(
     config: Config, tied_folder: Path
 ) -> None:
-    task = Arithmetic(config.tasks, config.seed)
-    tokenizer = load_tokenizer(tied_folder, False)
-    lessons = Lessons(config, task, tokenizer)
-    example = task.train(0)
-    lesson = lessons.lesson(example, tuple(tokenizer.encode(example.prompt)))
-    assert tokenizer.decode(lesson.prompt) == example.prompt
-    assert lesson.answer[-1] == tokenizer.eos_token_id
-    answer = tokenizer.decode(lesson.answer[:-1])
-    assert answer == taught(task, example) == example.worked and "=" in answer
-    assert taught(task, replace(example, worked="")) == task.solution(example)
+    task, tokenizer = Arithmetic(config.tasks, config.seed), load_tokenizer(tied_folder, False)
+    data, asked = SftData(config, task, tokenizer), task.train(0)
+    example = data.example(asked, tuple(tokenizer.encode(asked.prompt)))
+    assert tokenizer.decode(example.prompt) == asked.prompt
+    assert example.answer[-1] == tokenizer.eos_token_id
+    answer = tokenizer.decode(example.answer[:-1])
+    assert answer == asked.worked and "=" in answer
+    plain = data.example(replace(asked, worked=""), example.prompt)
+    assert tokenizer.decode(plain.answer[:-1]) == task.solution(asked)
 
 
-def test_lessons_that_are_too_long_are_left_out_and_counted(
+def test_examples_that_are_too_long_are_left_out_and_counted(
     config: Config, tied_folder: Path
 ) -> None:
     short = replace(config, rollout=replace(config.rollout, max_new_tokens=60))
-    task, tokenizer = Arithmetic(config.tasks), load_tokenizer(tied_folder, False)
-    lessons = Lessons(short, task, tokenizer)
-    assert all(len(lesson.answer) <= 60 for lesson in lessons.batch(20))
-    assert lessons.num_too_long > 0
+    data = data_of(short, tied_folder)
+    assert all(len(example.answer) <= 60 for example in data.batch(20))
+    assert data.num_too_long > 0
     none = replace(config, rollout=replace(config.rollout, max_new_tokens=1))
     with pytest.raises(RecipeError, match=r"rollout\.max_new_tokens"):
-        Lessons(none, task, tokenizer).batch(1)
+        data_of(none, tied_folder).batch(1)
 
 
 def test_only_answers_are_learned_and_sequences_do_not_see_each_other(
     config: Config, tied_folder: Path
 ) -> None:
-    student = alone(config, tied_folder)
-    a, b = Lesson((5, 6, 7), (8, 9, 1)), Lesson((10, 11), (12, 1))
-    packed = pack([a, b], "cpu")
-    assert packed.is_answer_T.tolist() == [False] * 3 + [True] * 3 + [False] * 2 + [True] * 2
-    losses = [student.loss([lesson]) for lesson in (a, b)]
-    both = student.loss([a, b])
-    assert losses[0] is not None and losses[1] is not None and both is not None
-    assert both == pytest.approx((3 * losses[0] + 2 * losses[1]) / 5, rel=1e-5)
     import plain_script
 
-    model = plain_script.load(tied_folder)
-    tokens = [*a.prompt, *a.answer]
-    own = plain_script.own(plain_script.distributions(model, tokens, 1.0), tokens)
-    assert losses[0] == pytest.approx(-own[3:].mean().item(), rel=1e-4)
-    assert student.loss([]) is None
+    rank, model = alone(config, tied_folder), plain_script.load(tied_folder)
+    a, b = SftExample((5, 6, 7), (8, 9, 1)), SftExample((10, 11), (12, 1))
+    sums = []
+    for example in (a, b):
+        tokens = [*example.prompt, *example.answer]
+        own = plain_script.own(plain_script.distributions(model, tokens, 1.0), tokens)
+        sums.append(-own[len(example.prompt) :].sum().item())
+    assert rank.loss([a]) == pytest.approx(sums[0] / 3, rel=1e-4)
+    assert rank.loss([a, b]) == pytest.approx(sum(sums) / 5, rel=1e-4)
+    assert rank.loss([]) is None
 
 
-def test_two_ranks_give_the_update_of_one(
-    config: Config, tied_folder: Path, lessons: Lessons, run_dir: Path
-) -> None:
-    student = alone(config, tied_folder)
-    heldout = lessons.heldout(5)
-    before = student.loss(heldout)
-    values = [step(student, lessons, SIZE, i) for i in range(STEPS)]
+def test_two_ranks_give_the_update_of_one(config: Config, tied_folder: Path, run_dir: Path) -> None:
+    rank, data = alone(config, tied_folder), data_of(config, tied_folder)
+    heldout = data.heldout(5)
+    before = rank.loss(heldout)
+    values = [step(rank, data, SIZE, i) for i in range(STEPS)]
     lines = read(run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3]
     for line, own in zip(lines, values, strict=True):
         for name in ("sft/loss", "train/grad_norm", "train/lr", "train/tokens"):
             assert line[name] == pytest.approx(own[name], rel=1e-4), name
-    assert "sft/heldout_loss" not in lines[0] and "sft/heldout_loss" in lines[1]
+    assert ["sft/heldout_loss" in line for line in lines] == [False, True, True]
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["heldout_loss_before"] == pytest.approx(before, rel=1e-5)
-    assert summary["heldout_loss_after"] == pytest.approx(student.loss(heldout), rel=1e-4)
+    assert summary["heldout_loss_after"] == pytest.approx(rank.loss(heldout), rel=1e-4)
     assert summary["heldout_loss_after"] < summary["heldout_loss_before"] - 0.1
     theirs = load_file(run_dir / "model" / "model.safetensors")
-    for name, weight in student.replica.module.model.named_parameters():
+    for name, weight in rank.replica.module.model.named_parameters():
         assert torch.allclose(theirs[name], weight, atol=1e-5), name
 
 
@@ -144,9 +135,8 @@ def test_the_model_is_an_ordinary_folder(run_dir: Path) -> None:
 
     AutoModelForCausalLM.from_pretrained(run_dir / "model")
     assert AutoTokenizer.from_pretrained(run_dir / "model").encode("Tom has 7 apples.")
-    assert {p.name for p in run_dir.iterdir()} == {
-        *("model", "metrics.jsonl", "summary.json", "recipe.toml", "logs")
-    }
+    left = {"model", "metrics.jsonl", "summary.json", "recipe.toml", "logs"}
+    assert {path.name for path in run_dir.iterdir()} == left
 
 
 @pytest.mark.slow

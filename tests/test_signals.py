@@ -11,9 +11,10 @@ from typing import Any, cast
 import pytest
 from test_recovery import STEPS, stage
 
-from minirl.launch import SIGNALS, _ends_on_sigterm, _signals
+from minirl.launch import _signals
 from minirl.metrics import read
-from minirl.train.intact import newest_whole
+from minirl.train.checkpoint import newest_whole
+from minirl.workers import SIGNALS, signals
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -33,7 +34,7 @@ def test_once_asks_and_twice_ends(number: signal.Signals) -> None:
 
 def test_before_there_is_a_loop_sigterm_ends_a_run_like_ctrl_c() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), _ends_on_sigterm():
+    with pytest.raises(KeyboardInterrupt), signals():
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) == before
 
@@ -42,9 +43,10 @@ def test_the_exit_code_is_ours_also_where_modules_are_being_imported() -> None:
     """A plain KeyboardInterrupt out of an exec would end Python 3.11 by SIGINT."""
     program = """
 import os, signal, sys
-from minirl.launch import INTERRUPTED, _ends_on_sigterm
+from minirl.launch import INTERRUPTED
+from minirl.workers import signals
 try:
-    with _ends_on_sigterm():
+    with signals():
         exec("os.kill(os.getpid(), signal.SIGTERM)")
 except KeyboardInterrupt:
     sys.exit(INTERRUPTED)

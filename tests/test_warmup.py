@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minirl.errors import MinirlError
 from minirl.tasks.arithmetic import Stream, demonstration, draw_problem
-from minirl.train.warmup import (
+from minirl.train.tiny import (
     EOS,
-    RECIPE,
-    Recipe,
+    SCHEDULE,
+    Schedule,
     build_tiny_model,
     build_tokenizer,
     ensure_tiny_model,
@@ -25,16 +25,14 @@ from minirl.train.warmup import (
 )
 
 # The same path in seconds: a few steps, and every skill is enough.
-MINIATURE = Recipe(
-    take_off=0.0,
-    cool_steps=3,
-    again_steps=2,
-    skill=0.0,
+MINIATURE = Schedule(
+    hold_steps=2,
+    cool_steps=2,
     sloppy_steps=2,
+    num_probes=4,
+    min_skill=0.0,
     max_greedy=1.0,
     sampled=(0.0, 1.0),
-    num_probes=4,
-    layers=1,
 )
 FILES = {
     "config.json",
@@ -44,6 +42,7 @@ FILES = {
     "tokenizer_config.json",
 }
 LONGEST = tuple(float(num_steps == 7) for num_steps in range(1, 8))
+WEIGHTS = "model.safetensors"
 
 
 def silent(line: str) -> None:
@@ -60,9 +59,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build_elsewhere(cache: Path) -> subprocess.Popen[str]:
     """A real process that ensures the miniature and prints its folder."""
     code = (
-        "from minirl.train.warmup import *\n"
-        f"recipe = {MINIATURE!r}\n"
-        "print(ensure_tiny_model(0, lambda line: None, recipe))"
+        "from minirl.train.tiny import *\n"
+        f"print(ensure_tiny_model(0, lambda line: None, {MINIATURE!r}))"
     )
     env = {**os.environ, "MINIRL_CACHE": str(cache)}
     return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=-1, text=True)
@@ -70,13 +68,10 @@ def build_elsewhere(cache: Path) -> subprocess.Popen[str]:
 
 def test_digits_are_split_and_every_text_comes_back() -> None:
     tokenizer = build_tokenizer()
-    assert [tokenizer.decode([i]) for i in tokenizer.encode(" 12+345").ids] == [
-        *(" 1", "2", "+", "3", "4", "5")
-    ]
-    assert not any(
-        sum(c.isdigit() for c in tokenizer.decode([i])) > 1
-        for i in range(tokenizer.get_vocab_size())
-    )
+    pieces = [tokenizer.decode([i]) for i in tokenizer.encode(" 12+345").ids]
+    assert pieces == [" 1", "2", "+", "3", "4", "5"]
+    vocabulary = (tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size()))
+    assert not any(sum(c.isdigit() for c in piece) > 1 for piece in vocabulary)
     for text in ("Tom has 7 apples.\n\n Ω  naïve — 3,000 #### 9", " #### 9"):
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
@@ -85,8 +80,7 @@ def test_the_task_fits_its_limits_with_a_long_tail() -> None:
     tokenizer = build_tokenizer()
     problems = [draw_problem(1, Stream.TRAIN, index) for index in range(1000)]
     lengths = sorted(len(tokenizer.encode(demonstration(p)).ids) + 1 for p in problems)
-    assert 30 <= lengths[500] <= 50
-    assert lengths[-1] > 2 * lengths[500]
+    assert 30 <= lengths[500] <= 50 and lengths[-1] > 2 * lengths[500]
     for index in range(300):
         problem = draw_problem(1, Stream.TRAIN, index, LONGEST)
         assert len(tokenizer.encode(problem.prompt).ids) <= 200
@@ -95,12 +89,9 @@ def test_the_task_fits_its_limits_with_a_long_tail() -> None:
 
 def test_the_folder_loads_with_transformers(built: Path) -> None:
     assert {path.name for path in built.iterdir()} == FILES
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(built),
-        AutoTokenizer.from_pretrained(built),
-    )
-    assert model.dtype == torch.float32
-    assert model.config.head_dim == 32
+    model = AutoModelForCausalLM.from_pretrained(built)
+    tokenizer = AutoTokenizer.from_pretrained(built)
+    assert (model.dtype, model.config.head_dim) == (torch.float32, 32)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == EOS
     assert model.config.vocab_size == len(tokenizer)
     problem = draw_problem(0, Stream.TRAIN, 0)
@@ -108,8 +99,13 @@ def test_the_folder_loads_with_transformers(built: Path) -> None:
     # The loaded tokenizer must cut as the one in training did, not as Qwen's own class would.
     assert tokenizer(text)["input_ids"] == build_tokenizer().encode(text).ids
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    written = model.generate(**tokenizer([problem.prompt], return_tensors="pt"), max_new_tokens=2)
-    assert written.shape[0] == 1
+
+
+def test_a_folder_that_is_there_stays(built: Path) -> None:
+    before = (built / WEIGHTS).read_bytes()
+    build_tiny_model(built, 1, silent, MINIATURE)
+    assert (built / WEIGHTS).read_bytes() == before
+    assert [path.name for path in built.parent.iterdir()] == [built.name]
 
 
 @pytest.mark.slow
@@ -119,27 +115,8 @@ def test_the_same_seed_gives_the_same_weights(built: Path, tmp_path: Path) -> No
     build_tiny_model(tmp_path / "again", 0, silent, MINIATURE)
     build_tiny_model(tmp_path / "other", 1, silent, MINIATURE)
     assert torch.equal(torch.random.get_rng_state(), before)
-    weights = "model.safetensors"
-    assert (tmp_path / "again" / weights).read_bytes() == (built / weights).read_bytes()
-    assert (tmp_path / "other" / weights).read_bytes() != (built / weights).read_bytes()
-
-
-def test_a_folder_that_is_there_stays(built: Path) -> None:
-    before = (built / "model.safetensors").read_bytes()
-    build_tiny_model(built, 1, silent, MINIATURE)
-    assert (built / "model.safetensors").read_bytes() == before
-    assert [path.name for path in built.parent.iterdir()] == [built.name]
-
-
-@pytest.mark.slow
-def test_a_build_interrupted_in_training_leaves_nothing(tmp_path: Path) -> None:
-    def interrupt(line: str) -> None:
-        if "sloppy" in line:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        build_tiny_model(tmp_path / "tiny", 0, interrupt, MINIATURE)
-    assert list(tmp_path.iterdir()) == []
+    assert (tmp_path / "again" / WEIGHTS).read_bytes() == (built / WEIGHTS).read_bytes()
+    assert (tmp_path / "other" / WEIGHTS).read_bytes() != (built / WEIGHTS).read_bytes()
 
 
 @pytest.mark.slow
@@ -162,29 +139,27 @@ def test_two_processes_build_one_model(tmp_path: Path) -> None:
     assert {path.name for path in Path(printed[0]).iterdir()} == FILES
 
 
-def test_a_hopeless_model_is_given_up_and_said_so(tmp_path: Path) -> None:
+def test_a_model_that_fails_its_probe_is_given_up_and_said_so(tmp_path: Path) -> None:
     lines: list[str] = []
-    hopeless = replace(MINIATURE, skill=2.0, max_cools=2, max_attempts=2)
+    hopeless = replace(MINIATURE, min_skill=2.0, max_attempts=2)
     with pytest.raises(MinirlError, match="2 attempts"):
         build_tiny_model(tmp_path / "tiny", 0, lines.append, hopeless)
     assert sum("starting over" in line for line in lines) == 2
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_cache_folder_follows_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MINIRL_CACHE", "cache")
-    assert tiny_model_folder(3).parent == Path("cache")
-    assert tiny_model_folder(3) == tiny_model_folder(3, RECIPE)
-    assert tiny_model_folder(3) != tiny_model_folder(4)
-    assert tiny_model_folder(3) != tiny_model_folder(3, replace(RECIPE, lr=1e-3))
-    monkeypatch.delenv("MINIRL_CACHE")
+def test_the_cache_folder_follows_the_schedule_and_is_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MINIRL_CACHE", raising=False)
     assert tiny_model_folder(3).parent == Path.home() / ".cache" / "minirl"
-
-
-def test_ensure_reuses_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIRL_CACHE", str(tmp_path))
+    assert tiny_model_folder(3) == tiny_model_folder(3, SCHEDULE)
+    assert tiny_model_folder(3) != tiny_model_folder(4)
+    assert tiny_model_folder(3) != tiny_model_folder(3, replace(SCHEDULE, lr=1e-3))
     lines: list[str] = []
     folder = ensure_tiny_model(0, lines.append, MINIATURE)
     num_lines = len(lines)
+    assert folder.parent == tmp_path
     assert ensure_tiny_model(0, lines.append, MINIATURE) == folder
     assert len(lines) == num_lines > 0

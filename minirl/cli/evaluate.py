@@ -10,9 +10,7 @@ from minirl.cli.app import Overrides, app, show
 from minirl.errors import RecipeError
 
 if TYPE_CHECKING:
-    from minirl.tools.evaluate.compare import Comparison, Pair
-    from minirl.tools.evaluate.run import Done
-    from minirl.tools.evaluate.target import Options
+    from minirl.tools.evaluate import Options
 
 
 @app.command(
@@ -33,7 +31,7 @@ Examples:
 
 \b
 What it leaves behind, in RUN/evals/… or evals/…:
-  results.jsonl    a line a problem: prompt, reference, each answer with reward, length, stop
+  results.jsonl    one line per problem: prompt, reference, each answer with reward, length, stop
   summary.json     the figures
 docs/evaluation.md says how intervals and tests are computed. A reward that fails is counted and
 left out, never a 0.""",
@@ -72,44 +70,32 @@ def evaluate(
     ] = 2,
     overrides: Overrides = None,
 ) -> None:
-    from minirl.tools.evaluate.target import Options
+    from minirl.tools import evaluate as tool
 
-    asked = Options(
-        recipe=recipe,
-        task=task,
-        data=data,
-        checkpoint=checkpoint,
-        num_problems=problems,
-        seed=seed,
-        k=k,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        num_devices=devices,
-        overrides=tuple(overrides or ()),
-    )
-    if compare is not None and target is None:
-        compare_two(compare, asked, out, examples)
-    elif target is not None and compare is None:
-        done = one(target, asked, out)
-        show(list(rows(done)))
-        raise typer.Exit(0 if done.summary["accuracy"] is not None else 1)
-    else:
+    given = {
+        "tasks.kind": task or None,
+        "tasks.data": data or None,
+        "eval.num_prompts": problems,
+        "seed": seed,
+        "eval.temperature": temperature,
+        "rollout.max_new_tokens": max_new_tokens,
+        "devices.rollout": devices,
+    }
+    values = (*(overrides or ()), *tool.as_overrides(given))
+    options = tool.Options(recipe, checkpoint, k, values)
+    if (compare is None) == (target is None):
         remedy = "minirl eval MODEL_OR_RUN, or minirl eval --compare A B"
         raise RecipeError("MODEL_OR_RUN", target or "", "one target, or --compare", remedy)
+    if compare is not None:
+        compare_two(compare, options, out, examples)
+        return
+    assert target is not None
+    done = tool.evaluate(tool.resolve(target, options), options, out)
+    show(list(rows(done.summary, done.folder)))
+    raise typer.Exit(0 if done.summary["accuracy"] is not None else 1)
 
 
-def one(name: str, asked: "Options", out: Path | None) -> "Done":
-    from minirl.tools.evaluate.run import examine
-    from minirl.tools.evaluate.target import Kind, kind_of, resolve
-
-    if kind_of(name) is Kind.RESULTS:
-        remedy = "put two side by side with --compare"
-        raise RecipeError("MODEL_OR_RUN", name, "is a file of results already", remedy)
-    return examine(resolve(name, asked), asked.k, asked.num_devices, out)
-
-
-def rows(done: "Done") -> Iterator[tuple[str, str]]:
-    found: dict[str, Any] = done.summary
+def rows(found: dict[str, Any], folder: Path) -> Iterator[tuple[str, str]]:
     each = f" × {found['k']} answers" if found["k"] > 1 else ""
     yield "problems", f"{found['problems']}{each}, temperature {found['temperature']:g}"
     if found["accuracy"] is None:
@@ -130,66 +116,50 @@ def rows(done: "Done") -> Iterator[tuple[str, str]]:
         if found[name]:
             yield name.replace("_", " "), f"{found[name]}, left out"
     yield "speed", f"{found['tokens_per_s']:,.0f} tokens/s, {found['seconds']:.0f} s"
-    yield "results", str(done.folder)
+    yield "results", str(folder)
 
 
-# Two of them --------------------------------------------------------------------------------------
-
-
-def compare_two(names: tuple[str, str], asked: "Options", out: Path | None, num_shown: int) -> None:
+def compare_two(
+    names: tuple[str, str], options: "Options", out: Path | None, num_shown: int
+) -> None:
+    import json
     from dataclasses import replace
 
-    from minirl.tools.evaluate import results
-    from minirl.tools.evaluate.compare import compare
-    from minirl.tools.evaluate.target import Kind, kind_of, run_of
+    from minirl.tools import evaluate as tool
 
-    runs = [Path(name) for name in names if kind_of(name) is Kind.RUN]
-    if runs and not asked.task and asked.recipe is None:  # both by one recipe: the same problems
-        run = run_of(runs[0]) or runs[0]
-        asked = replace(asked, recipe=run / "recipe.toml")
+    runs = [run for name in names if (run := tool.run_of(name)) and not tool.is_results(name)]
+    if runs and not options.names("tasks.kind") and options.recipe is None:
+        options = replace(options, recipe=runs[0] / "recipe.toml")  # both: the same problems
     sides = []
     for name, letter in zip(names, "ab", strict=True):
-        if kind_of(name) is Kind.RESULTS:
-            sides.append(results.read(Path(name)))
+        if tool.is_results(name):
+            sides.append(tool.read(Path(name)))
             continue
-        is_run = kind_of(name) is Kind.RUN
-        own = asked if is_run else replace(asked, checkpoint="")
-        done = one(name, own, out / letter if out else None)
+        own = options if tool.run_of(name) else replace(options, checkpoint="")
+        done = tool.evaluate(tool.resolve(name, own), own, out / letter if out else None)
         sides.append(done.results)
         typer.echo(f"{letter.upper()}: {name}")
-        show(list(rows(done)))
-    found = compare(*sides)
+        show(list(rows(done.summary, done.folder)))
+    found = tool.compare(sides[0], sides[1], num_shown)
     show(list(comparison_rows(names, found)))
-    for pairs, what in ((found.gained, "gained: better in B"), (found.lost, "lost: worse in B")):
-        for pair in pairs[:num_shown]:
-            typer.echo(readable(pair, what))
+    for pair in found["shown"]:
+        kind = "gained: better in B" if pair["problem"] in found["gained"] else "lost: worse in B"
+        typer.echo(f"\n--- problem {pair['problem']}, {kind}\n{pair['question']}")
+        typer.echo(f"reference: {pair['reference']}")
+        for letter in "ab":
+            typer.echo(f"{letter.upper()} ({pair[f'{letter}_reward']:g}): {pair[letter].strip()}")
     if out is not None:
-        import json
-
-        (out / "compare.json").write_text(json.dumps(found.as_json(), indent=2) + "\n")
+        (out / "compare.json").write_text(json.dumps(found, indent=2) + "\n")
 
 
-def comparison_rows(names: tuple[str, str], found: "Comparison") -> Iterator[tuple[str, str]]:
-    for letter, name, interval in zip("AB", names, found.intervals, strict=True):
-        yield letter, f"{name}: {interval}"
-    change = found.difference
-    yield (
-        "B - A",
-        f"{100 * change.mean:+.1f} points   95 % interval "
-        f"{100 * change.low:+.1f} to {100 * change.high:+.1f}",
-    )
-    yield "p", f"{found.p:.2g}   {found.test}"
-    same = len(found.pairs) - len(found.gained) - len(found.lost)
-    yield "problems", f"{len(found.gained)} gained, {len(found.lost)} lost, {same} as before"
-    if found.num_unmatched:
-        yield "left out", f"{found.num_unmatched} that only one side has, or could not grade"
-
-
-def readable(pair: "Pair", what: str) -> str:
-    lines = [f"\n--- problem {pair.a.problem}, {what}", pair.a.question]
-    lines.append(f"reference: {pair.a.reference}")
-    for letter, result, shown in zip("AB", (pair.a, pair.b), pair.answers(), strict=True):
-        num = len(result.rewards)
-        mean = f"{result.mean:g}" + (f" of {num}" if num > 1 else "")
-        lines.append(f"{letter} ({mean}):{' ' if shown.text[:1] != ' ' else ''}{shown.text}")
-    return "\n".join(lines)
+def comparison_rows(names: tuple[str, str], found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for letter, name, (mean, low, high) in zip("AB", names, found["accuracies"], strict=True):
+        yield letter, f"{name}: {mean:.1%} ({low:.1%} to {high:.1%})"
+    low, high = (f"{100 * bound:+.1f}" for bound in found["interval_95"])
+    yield "B - A", f"{100 * found['difference']:+.1f} points   95 % interval {low} to {high}"
+    yield "p", f"{found['p']:.2g}   {found['test']}"
+    num_gained, num_lost = len(found["gained"]), len(found["lost"])
+    same = found["problems"] - num_gained - num_lost
+    yield "problems", f"{num_gained} gained, {num_lost} lost, {same} as before"
+    if found["unmatched"]:
+        yield "left out", f"{found['unmatched']} that only one side has, or could not grade"

@@ -8,7 +8,7 @@ from minirl.cli.app import Overrides, app
 from minirl.errors import RecipeError
 
 if TYPE_CHECKING:
-    from minirl.tools.evaluate.sample import Sampled
+    from minirl.tools.sample import Sampled
 
 
 @app.command(
@@ -41,21 +41,19 @@ def sample(
     ] = "",
     overrides: Overrides = None,
 ) -> None:
-    from minirl.tools.evaluate.sample import sample as draw
-    from minirl.tools.evaluate.target import Kind, Options, kind_of, resolve
+    from minirl.tools.evaluate import Options, as_overrides, resolve, run_of
+    from minirl.tools.sample import sample as draw
 
     if not 1 <= num <= 1024:
         raise RecipeError("-n", num, "must be 1 to 1024", "4 is usual")
-    if kind_of(model) is Kind.RESULTS:
-        raise RecipeError("MODEL", model, "is a file of results", "name a model or a run")
-    asked = Options(
-        task="" if kind_of(model) is Kind.RUN else "arithmetic",  # none is needed
-        checkpoint=checkpoint,
-        seed=seed,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        overrides=tuple(overrides or ()),
-    )
+    given = {
+        "tasks.kind": None if run_of(model) else "arithmetic",  # none is needed
+        "seed": seed,
+        "eval.temperature": temperature,
+        "rollout.max_new_tokens": max_new_tokens,
+    }
+    values = (*(overrides or ()), *as_overrides(given))
+    asked = Options(checkpoint=checkpoint, overrides=values)
     for i, answer in enumerate(draw(resolve(model, asked), prompt, num, raw)):
         head = f"--- {i + 1}: {len(answer.tokens)} tokens, {answer.stop}"
         typer.echo(f"{head}, mean logprob {answer.mean_logprob:.3f}")

@@ -54,9 +54,10 @@ def sft(
         raise RecipeError("--run-dir", str(folder), "is not empty", "name a new directory")
     code = learn(config, folder)
     if code == 0 and accuracy:
-        from minirl.cli.evaluate import one, rows
-        from minirl.tools.evaluate.target import Options
+        from minirl.cli.evaluate import rows
+        from minirl.tools.evaluate import Options, evaluate, resolve
 
-        asked = Options(recipe=recipe, overrides=tuple(overrides or ()))
-        show(list(rows(one(str(folder / MODEL), asked, folder / "eval"))))
+        options = Options(recipe=recipe, overrides=tuple(overrides or ()))
+        done = evaluate(resolve(str(folder / MODEL), options), options, folder / "eval")
+        show(list(rows(done.summary, done.folder)))
     raise typer.Exit(code)

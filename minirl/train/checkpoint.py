@@ -9,25 +9,35 @@
 
 Written aside, flushed and renamed, so a folder of this name is whole. Safetensors only: nothing is
 pickled. The learning rate is a function of the step, so it has no state of its own.
+
+Before anything is built on a checkpoint, `read_whole` says whether all of it is there: one
+MinirlError names the file and what is wrong with it (gone, cut, not JSON, not safetensors). It
+reads only headers: a safetensors file says itself how long it is.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from minirl.buffer import History
+from minirl.errors import MinirlError, one_line
+from minirl.lines import BROKEN
 from minirl.train import lora
 from minirl.train.optimizer import load_state, state_by_name
 
 if TYPE_CHECKING:  # the controller reads checkpoints without a model
+    from minirl.train.optimizer import Replica
     from minirl.train.policy import Policy
-    from minirl.train.replica import Replica
 
+NEEDED = ("config.json", "trainer/state.json", "trainer/optimizer.safetensors")
 BESIDE_WEIGHTS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -170,6 +180,79 @@ def _version(folder: Path) -> int:
         return int(read_state(folder)["history"]["version"])
     except (OSError, ValueError, LookupError, TypeError):
         return -1
+
+
+# Is one whole? -------------------------------------------------------------------------------
+
+
+@contextmanager
+def as_one_line(what: str) -> Iterator[None]:
+    """Whatever a file that is not what it should be makes its reader raise."""
+    try:
+        yield
+    except (OSError, SafetensorError, *BROKEN) as error:
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise MinirlError(f"{what} cannot be read ({one_line(reason)})") from None
+
+
+def newest_first(run_dir: Path) -> list[Path]:
+    return found(run_dir)[::-1]
+
+
+def newest_whole(run_dir: Path) -> tuple[Path | None, dict[str, Any] | None, list[str]]:
+    """The newest checkpoint that is whole, its state, and what is wrong with each newer one. Where
+    all are broken there is nothing to go on from, and starting over would bury them."""
+    broken: list[str] = []
+    for folder in newest_first(run_dir):
+        try:
+            return folder, read_whole(folder), broken
+        except MinirlError as error:
+            broken.append(str(error))
+    if broken:
+        remedy = f"start a new run, or from the beginning without {run_dir / 'checkpoints'}"
+        raise MinirlError(f"no checkpoint of {run_dir} is whole; {remedy} ({broken[0]})")
+    return None, None, broken
+
+
+def read_whole(folder: Path) -> dict[str, Any]:
+    """The controller's state, of a checkpoint whose files are all there and as long as they say."""
+    for name in NEEDED:
+        if not (folder / name).is_file():
+            raise MinirlError(f"{folder} is not whole: it has no {name}")
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise MinirlError(f"{folder} is not whole: it has no model.safetensors")
+    read_object(folder / "config.json")
+    held: set[str] = set()
+    for path in [*weights, *sorted(folder.glob("*/*.safetensors"))]:
+        with as_one_line(str(path)), safe_open(path, framework="np") as file:
+            held |= set(file.keys()) if path in weights else set()
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        with as_one_line(str(index)):
+            missing = read_object(index)["weight_map"].keys() - held
+        if missing:
+            raise MinirlError(f"{folder} is not whole: no file holds {min(missing)}")
+    state = read_object(folder / "trainer" / "state.json")
+    if type(state.get("step")) is not int:
+        raise MinirlError(f"{folder}/trainer/state.json names no step")
+    with as_one_line(f"{folder}/trainer/state.json"):
+        _ = History(**state["history"])
+        indices = [state["consumed_below"], *state["consumed_above"]]
+        if not all(type(index) is int and index >= 0 for index in indices):
+            raise ValueError("the consumed prompts are no indices")
+    return state
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    with as_one_line(str(path)):
+        value = json.loads(path.read_bytes())
+        if not isinstance(value, dict):
+            raise ValueError("it is not a JSON object")
+    return value
+
+
+# Parts ----------------------------------------------------------------------------------------
 
 
 def _parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -67,3 +67,40 @@ class Saved:
 
     folder: str
     error: str = ""
+
+
+# `minirl sft` -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SftSetup:
+    """What a rank is spawned with. [train] of its config has the values of [sft]."""
+
+    config: Config
+    folder: str
+    rank: int
+    num_ranks: int
+    rendezvous: str
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class Learn:
+    """To every rank: step 0, 1, …, and after it the loss on held-out examples."""
+
+    step: int
+    is_evaluated: bool
+
+
+@dataclass(frozen=True)
+class SaveModel:
+    folder: str
+
+
+@dataclass(frozen=True)
+class Learned:
+    """From rank 0: before the first step the loss on held-out examples, if there are any; then one
+    per step. Values are named as in metrics.py."""
+
+    values: dict[str, float | None]
+    num_too_long: int

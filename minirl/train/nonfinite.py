@@ -25,11 +25,10 @@ from minirl.errors import MinirlError, RecipeError
 from minirl.recipe import load, to_toml
 from minirl.records import Batch
 from minirl.train.batch import MicroBatch
-from minirl.train.checkpoint import save_model
-from minirl.train.intact import as_one_line, read_object
+from minirl.train.checkpoint import as_one_line, read_object, save_model
+from minirl.train.optimizer import Replica
 from minirl.train.policy import Policy
 from minirl.train.prepare import Minibatch
-from minirl.train.replica import Replica
 
 MAX_SAVED = 2
 

@@ -1,14 +1,20 @@
-"""Stage 7, update: AdamW over a model, its learning rate, and its state by parameter name.
+"""Stage 7, update: AdamW over a model, its learning rate, DDP, and its state by parameter name.
 
-With `is_sharded` each rank keeps the state of its share of the parameters (ZeRO's first stage):
-it updates those, and ranks broadcast what they updated.
+Takes a model, gives a replica of it that takes steps. With `is_sharded` each rank keeps the state
+of its share of the parameters (ZeRO's first stage): it updates those, and ranks broadcast what they
+updated.
 """
 
+import contextlib
 from collections.abc import Iterator
 from math import cos, pi
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn, optim
+
+from minirl.config import TrainConfig
+from minirl.train.messages import SftSetup, TrainerSetup
 
 BETAS = (0.9, 0.95)
 EPSILON = 1e-8
@@ -47,6 +53,62 @@ def learning_rate(
     if schedule == "cosine":
         return base * (1 + cos(pi * done)) / 2
     return base
+
+
+def join_ranks(setup: TrainerSetup | SftSetup) -> None:
+    """The process group of DDP, where there are several ranks."""
+    if setup.num_ranks > 1:
+        dist.init_process_group(
+            setup.placement.process_group_backend,
+            init_method=f"file://{setup.rendezvous}",
+            rank=setup.rank,
+            world_size=setup.num_ranks,
+        )
+
+
+class Replica:
+    """One rank's copy of a model that is trained (the policy or the critic), with its optimizer.
+    DDP sums gradients over the ranks in the last backward of a step, which `syncing` marks."""
+
+    def __init__(self, module: nn.Module, config: TrainConfig, lr: float, is_sharded: bool = False):
+        self.module, self.config, self.lr = module, config, lr
+        self.optimizer = build_optimizer(module, lr, config.weight_decay, is_sharded)
+        self.parallel: nn.Module = module
+
+    def join(self, num_ranks: int, kind: str) -> None:
+        """The other ranks. After a checkpoint was loaded: DDP sends what rank 0 has."""
+        if num_ranks > 1:
+            ids = [0] if kind == "cuda" else None
+            self.parallel = nn.parallel.DistributedDataParallel(self.module, device_ids=ids)
+
+    def begin_step(self, step: int) -> float:
+        """Sets the learning rate of step 0, 1, … and gives it."""
+        config = self.config
+        lr = learning_rate(step, self.lr, config.warmup_steps, config.schedule, config.steps)
+        self.set_learning_rate(lr)
+        return lr
+
+    def set_learning_rate(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    @contextlib.contextmanager
+    def syncing(self, is_last: bool) -> Iterator[None]:
+        if self.parallel is not self.module and not is_last:
+            with self.parallel.no_sync():  # type: ignore[operator]
+                yield
+        else:
+            yield
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def clip(self) -> Tensor:
+        """The gradient's norm before it was clipped."""
+        return torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.config.grad_clip)
+
+    def step(self) -> None:
+        self.optimizer.step()
 
 
 # State, by name: what a pickle would hold, without the pickle ---------------------------------

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minirl.config import Config
 from minirl.devices import hide_broken_torchvision
 from minirl.errors import MinirlError, RecipeError
-from minirl.train import attention
+from minirl.train import attention, lora
 
 hide_broken_torchvision()
 
@@ -167,6 +168,20 @@ def _chunks(num: int, chunk: int) -> list[slice]:
 
 def _logits(hidden_CE: Tensor, weight_VE: Tensor, temperature: float) -> Tensor:
     return (hidden_CE @ weight_VE.T).float().div_(temperature)
+
+
+def build_policy(config: Config, folder: str) -> Policy:
+    """The policy as a recipe trains it: whole or by LoRA adapters, compiled or not."""
+    model, train = config.model, config.train
+    policy = load_policy(folder, model.dtype, train.gradient_checkpointing, model.trust_remote_code)
+    if train.lora_rank:
+        torch.manual_seed(config.seed)  # every rank draws the same adapters
+        lora.add_adapters(policy.model, train.lora_rank)
+        if train.gradient_checkpointing:
+            policy.model.enable_input_require_grads()
+    if train.compile:
+        policy.model.base_model.compile(dynamic=True)
+    return policy
 
 
 def load_policy(

@@ -24,7 +24,7 @@ from minirl.records import Batch
 from minirl.shm.ring import TrajectoryRing
 from minirl.train.advantage import EPSILON, estimate, gae
 from minirl.train.batch import Item, MicroBatch, items_of, loss_weights, minibatches, pack
-from minirl.train.loss import forward, logprobs_of
+from minirl.train.objective import forward, logprobs_of
 from minirl.train.packing import split_over_ranks
 
 Column = NDArray[np.float32]

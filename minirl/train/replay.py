@@ -20,7 +20,7 @@ from minirl.recipe import load
 from minirl.shm.weights import CANARY_TOKENS, canary_tokens
 from minirl.train import attention, nonfinite
 from minirl.train.batch import MicroBatch, items_of, pack
-from minirl.train.loss import MicroLoss, forward, micro_loss
+from minirl.train.objective import MicroLoss, forward, micro_loss
 from minirl.train.policy import Policy, load_policy
 
 

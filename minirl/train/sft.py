@@ -1,12 +1,16 @@
 """Supervised learning on worked answers, with the trainer's own parts: packing, policy, replica.
 
-    consumes      Learn, Test and SaveModel from the controller
+    consumes      Learn and SaveModel from the controller
     waits for     those; inside a step, the other ranks
-    gives         Learned, Tested, Saved (from rank 0)
+    gives         Learned and Saved (from rank 0)
+
+An *example* is a prompt and the answer to learn: the task's worked answer where it has one, else
+`solution(example)`, and the token that ends an answer. Examples come in the prompt stream's order,
+so every rank draws the same batches. Those longer than the recipe's limits are left out.
 
 The loss is the mean of -logprob over the answers' tokens of the whole batch, so neither the number
-of ranks nor the micro-batch split changes an update. `Student` is also what warms the tiny model up
-(warmup.py).
+of ranks nor the micro-batch split changes an update. `SftRank` also warms the tiny model up
+(tiny.py).
 
 Axes: T tokens of all sequences in a micro-batch.
 """
@@ -14,32 +18,79 @@ Axes: T tokens of all sequences in a micro-batch.
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from minirl import devices
+from minirl.config import Config
+from minirl.errors import RecipeError
 from minirl.model import load_tokenizer
+from minirl.records import Example
 from minirl.shm.board import BoardWriter, State
+from minirl.tasks import Task
+from minirl.tasks.prompts import PromptStream, encode
 from minirl.tasks.registry import make_task
 from minirl.train import attention, checkpoint, lora
-from minirl.train.lessons import Learn, Learned, Lesson, Lessons, SaveModel, SftSetup, Test, Tested
-from minirl.train.messages import Ready, Saved
+from minirl.train.messages import Learn, Learned, Saved, SaveModel, SftSetup
+from minirl.train.optimizer import Replica, join_ranks
 from minirl.train.packing import split_over_ranks
-from minirl.train.policy import Policy, load_policy
-from minirl.train.replica import Replica
+from minirl.train.policy import Policy, build_policy
+
+MAX_IN_A_ROW = 1000  # examples that are too long, before the recipe is taken for wrong
 
 
 @dataclass(frozen=True)
-class Packed:
-    tokens_T: Tensor
-    is_answer_T: Tensor
-    bounds: attention.Boundaries
+class SftExample:
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
+
+class SftData:
+    def __init__(self, config: Config, task: Task, tokenizer: Any):
+        self.config, self._task, self._tokenizer = config, task, tokenizer
+        self._stream = PromptStream(task, tokenizer, config.seed)
+        self.num_too_long = 0
+
+    def batch(self, size: int) -> list[SftExample]:
+        found: list[SftExample] = []
+        num_tried = 0
+        while len(found) < size:
+            prompt = self._stream.next()
+            found += self._fitting([self.example(prompt.example, prompt.tokens)])
+            num_tried += 1
+            if num_tried > MAX_IN_A_ROW + 100 * len(found):
+                limit = self.config.rollout.max_new_tokens
+                rule = "nearly all prompts or worked answers are longer than the recipe allows"
+                remedy = "raise it, or tasks.max_prompt_tokens"
+                raise RecipeError("rollout.max_new_tokens", limit, rule, remedy)
+        return found
+
+    def heldout(self, count: int) -> list[SftExample]:
+        examples = self._task.heldout(count)
+        return self._fitting(self.example(e, encode(e, self._tokenizer)) for e in examples)
+
+    def example(self, asked: Example, prompt: tuple[int, ...]) -> SftExample:
+        text = asked.worked or self._task.solution(asked)
+        answer = self._tokenizer.encode(text, add_special_tokens=False)
+        return SftExample(prompt, (*answer, self._tokenizer.eos_token_id))
+
+    def _fitting(self, examples: Iterable[SftExample]) -> list[SftExample]:
+        most = (self.config.tasks.max_prompt_tokens, self.config.rollout.max_new_tokens)
+        drawn = list(examples)
+        found = [e for e in drawn if len(e.prompt) <= most[0] and len(e.answer) <= most[1]]
+        self.num_too_long += len(drawn) - len(found)
+        return found
 
 
 @dataclass(frozen=True)
@@ -48,7 +99,7 @@ class Update:
     grad_norm: float | None  # None: it was not finite, and no step was taken
 
 
-class Student:
+class SftRank:
     """One rank's policy and how it takes a step."""
 
     def __init__(
@@ -57,12 +108,12 @@ class Student:
         self.replica, self.max_tokens, self.device = replica, max_tokens, device
         self.rank, self.num_ranks = rank, ranks
 
-    def learn(self, lessons: Sequence[Lesson]) -> Update:
-        """All ranks are given the same lessons; each takes its own part."""
+    def learn(self, examples: Sequence[SftExample]) -> Update:
+        """All ranks are given the same examples; each takes its own part."""
         self.replica.zero_grad()
-        num_tokens = sum(len(lesson.answer) for lesson in lessons)
+        num_tokens = sum(len(example.answer) for example in examples)
         scale = self.num_ranks / num_tokens  # DDP averages over ranks; the loss is a sum over them
-        mine, total = self.micro_batches(lessons), torch.zeros((), device=self.device)
+        mine, total = self.micro_batches(examples), torch.zeros((), device=self.device)
         for i, micro in enumerate(mine):
             with self.replica.syncing(i == len(mine) - 1):
                 loss = self.loss_sum(self.replica.parallel, micro)
@@ -77,31 +128,36 @@ class Student:
         return Update(float(total) / num_tokens, float(norm))
 
     @torch.no_grad()
-    def loss(self, lessons: Sequence[Lesson]) -> float | None:
-        """Of lessons that are not learned."""
-        num_tokens = sum(len(lesson.answer) for lesson in lessons)
+    def loss(self, examples: Sequence[SftExample]) -> float | None:
+        """Of examples that are not learned."""
+        num_tokens = sum(len(example.answer) for example in examples)
         if not num_tokens:
             return None
         total = torch.zeros((), device=self.device)
-        for micro in self.micro_batches(lessons):
+        for micro in self.micro_batches(examples):
             total += self.loss_sum(self.replica.module, micro)
         return float(self.over_ranks(total)) / num_tokens
 
-    def loss_sum(self, policy: torch.nn.Module, micro: Packed) -> Tensor:
-        bounds = micro.bounds
+    def loss_sum(self, policy: nn.Module, examples: Sequence[SftExample]) -> Tensor:
+        """Examples end to end. Where there are none: one token that teaches nothing, for DDP."""
+        tokens = [token for e in examples for token in (*e.prompt, *e.answer)]
+        is_answer = [i >= len(e.prompt) for e in examples for i in range(e.length)]
+        device = torch.device(self.device)
+        bounds = attention.boundaries([e.length for e in examples] or [1], device)
         logprobs_T, _ = policy(
-            micro.tokens_T,
+            torch.tensor(tokens or [0], device=device),
             bounds.positions_T,
             bounds.cu_seqlens_S1,
             bounds.max_seqlen,
-            needed_T=micro.is_answer_T,
+            needed_T=torch.tensor(is_answer or [False], device=device),
         )
         return -logprobs_T.sum()
 
-    def micro_batches(self, lessons: Sequence[Lesson]) -> list[Packed]:
-        lengths = [lesson.length for lesson in lessons]
+    def micro_batches(self, examples: Sequence[SftExample]) -> list[list[SftExample]]:
+        """This rank's part."""
+        lengths = [example.length for example in examples]
         split = split_over_ranks(lengths, self.num_ranks, self.max_tokens)
-        return [pack([lessons[i] for i in places], self.device) for places in split[self.rank]]
+        return [[examples[i] for i in places] for places in split[self.rank]]
 
     def over_ranks(self, total: Tensor) -> Tensor:
         if self.num_ranks > 1:
@@ -109,97 +165,65 @@ class Student:
         return total
 
 
-def pack(lessons: Sequence[Lesson], device: str) -> Packed:
-    """End to end. No lessons: one token that teaches nothing, which DDP needs."""
-    tokens = [token for lesson in lessons for token in (*lesson.prompt, *lesson.answer)]
-    is_answer = [
-        flag
-        for lesson in lessons
-        for flag in (False,) * len(lesson.prompt) + (True,) * len(lesson.answer)
-    ]
-    return Packed(
-        torch.tensor(tokens or [0], device=device),
-        torch.tensor(is_answer or [False], device=device),
-        attention.boundaries([lesson.length for lesson in lessons] or [1], torch.device(device)),
-    )
-
-
-def build_student(setup: SftSetup) -> Student:
-    config, train, model = setup.config, setup.config.train, setup.config.model
-    policy = load_policy(
-        setup.folder, model.dtype, train.gradient_checkpointing, model.trust_remote_code
-    )
-    if train.lora_rank:
-        torch.manual_seed(config.seed)  # every rank draws the same adapters
-        lora.add_adapters(policy.model, train.lora_rank)
-        if train.gradient_checkpointing:
-            policy.model.enable_input_require_grads()
-    if train.compile:
-        policy.model.base_model.compile(dynamic=True)
-    device = setup.placement.torch_device
-    replica = Replica(policy.to(device), train, train.lr, train.shard_optimizer)
-    replica.join(setup.num_ranks, setup.placement.kind)
-    return Student(replica, train.max_tokens, device, setup.rank, setup.num_ranks)
+def build_rank(setup: SftSetup) -> SftRank:
+    train, place = setup.config.train, setup.placement
+    policy = build_policy(setup.config, setup.folder).to(place.torch_device)
+    replica = Replica(policy, train, train.lr, train.shard_optimizer)
+    replica.join(setup.num_ranks, place.kind)
+    return SftRank(replica, train.max_tokens, place.torch_device, setup.rank, setup.num_ranks)
 
 
 def run(setup: SftSetup, board: BoardWriter, pipe: Connection) -> None:
-    """The body of a rank. Ends with anything but a message of lessons.py, or with the pipe."""
+    """The body of a rank. Ends with anything but a request, or with the pipe."""
     devices.use_training_device(setup.placement)
-    if setup.num_ranks > 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one box: nothing listens elsewhere
-        dist.init_process_group(
-            setup.placement.process_group_backend,
-            init_method=f"file://{setup.rendezvous}",
-            rank=setup.rank,
-            world_size=setup.num_ranks,
-        )
+    join_ranks(setup)
     config, is_first = setup.config, setup.rank == 0
-    student = build_student(setup)
+    own = build_rank(setup)
     tokenizer = load_tokenizer(Path(setup.folder), config.model.trust_remote_code)
-    lessons = Lessons(config, make_task(config), tokenizer)
-    heldout = lessons.heldout(config.eval.num_prompts)
-    pipe.send(Ready())
+    data = SftData(config, make_task(config), tokenizer)
+    heldout = data.heldout(config.eval.num_prompts)
+    answer: object = Learned({"sft/heldout_loss": own.loss(heldout)}, 0)
     while True:
+        if is_first:
+            pipe.send(answer)
         board.enter(State.WAITING_FOR_BATCH)
         request = pipe.recv()
         board.enter(State.TRAINING)
         if isinstance(request, Learn):
-            values = step(student, lessons, config.train.batch_size, request.step)
-            answer: object = Learned(values, lessons.num_too_long)
-        elif isinstance(request, Test):
-            answer = Tested(student.loss(heldout))
+            values = step(own, data, config.train.batch_size, request.step)
+            if request.is_evaluated:
+                values["sft/heldout_loss"] = own.loss(heldout)
+            answer = Learned(values, data.num_too_long)
         elif isinstance(request, SaveModel):
             if is_first:
-                save(student, Path(request.folder), Path(setup.folder))
+                save(own, Path(request.folder), Path(setup.folder))
             answer = Saved(request.folder)
         else:
             return
-        if is_first:
-            pipe.send(answer)
 
 
-def step(student: Student, lessons: Lessons, size: int, number: int) -> dict[str, float | None]:
+def step(own: SftRank, data: SftData, size: int, number: int) -> dict[str, float | None]:
     started = time.perf_counter()
-    lr = student.replica.begin_step(number)
-    batch = lessons.batch(size)
-    update = student.learn(batch)
+    lr = own.replica.begin_step(number)
+    batch = data.batch(size)
+    update = own.learn(batch)
     seconds = time.perf_counter() - started
     return {
         "sft/loss": update.loss,
         "train/grad_norm": update.grad_norm,
         "train/skipped_updates": float(update.grad_norm is None),
         "train/lr": lr,
-        "train/tokens": float(sum(len(lesson.answer) for lesson in batch)),
-        "train/tokens_per_s": sum(lesson.length for lesson in batch) / seconds,
+        "train/tokens": float(sum(len(example.answer) for example in batch)),
+        "train/tokens_per_s": sum(example.length for example in batch) / seconds,
     }
 
 
-def save(student: Student, folder: Path, source: Path) -> None:
+def save(own: SftRank, folder: Path, source: Path) -> None:
     """Written aside and renamed: the folder is whole or absent."""
     aside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    policy = student.replica.module
+    policy = own.replica.module
     assert isinstance(policy, Policy)
     checkpoint.save_model(aside, policy, source)
     if lora.is_adapted(policy.model):

@@ -1,79 +1,131 @@
-"""What the tiny model is, its tokenizer, and where it is kept. No torch: the controller looks here.
+"""The tiny model: a Qwen3 of 0.35 M parameters that minirl makes and warms up itself, on a CPU.
 
-Takes a seed, gives a folder in the cache; warmup.py says how the model in it is made.
+Takes a seed; gives an ordinary Hugging Face folder in the cache. Two phases of supervised learning
+(sft.py) on worked answers of the arithmetic task: a clean one that teaches the skill, then a sloppy
+one that teaches to guess and to slip. What is left for RL is to find back to showing its working
+and to stop slipping. It sharpens a skill; it does not teach arithmetic from nothing.
+
+The schedule is fixed. After each phase a probe on held-out problems must find what the phase is to
+leave behind; a model that fails it is thrown away for one from the next sub-seed.
+
+torch is loaded when a model is built, not before: the controller only asks where the folder is.
+Leaves out: RL, vLLM, devices (a CPU is faster at this size), other tasks.
+
+Axes: B sequences, T positions.
 """
 
+import fcntl
 import hashlib
 import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from minirl.tasks.arithmetic import Stream, demonstration, draw_problem
+from minirl.config import TasksConfig, TrainConfig
+from minirl.devices import hide_broken_torchvision
+from minirl.errors import MinirlError
+from minirl.records import Answer, Example, StopReason
+from minirl.shm.board import BoardWriter
+from minirl.tasks.arithmetic import (
+    Arithmetic,
+    Stream,
+    demonstration,
+    draw_problem,
+    sloppy_demonstration,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from minirl.train.sft import SftExample, SftRank
+
+Report = Callable[[str], None]
+
+PAD, EOS = 0, 1
+POSITIONS = 512
+MAX_TOKENS = 16384  # more than a batch has: one micro-batch
 # One digit to a token, with its space: " 5" then follows its verb at once, in the prompt and in
 # the working, and a plain induction head finds it. As " " and "5" it would follow a token that is
 # everywhere.
 PIECES = r" ?\d| ?[A-Za-z]+| ?#+|\s+|[^\sA-Za-z\d#]"
+MODEL: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # vLLM on CPU refuses 16
+    "max_position_embeddings": POSITIONS,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "initializer_range": 0.07,  # 0.02, the usual, learns several times more slowly at this size
+    "tie_word_embeddings": True,
+}
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Every constant of the warm-up; the cache's name has a hash of them."""
+class Schedule:
+    """Steps and learning rates of the warm-up, and what the probe must find."""
 
-    hidden: int = 128
-    intermediate: int = 256
-    layers: int = 2
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32  # vLLM on CPU refuses 16
-    positions: int = 512
-    rope_theta: float = 1e4
-    init: float = 0.07  # 0.02, the usual, learns several times more slowly at this size
     batch_size: int = 16  # steps count, not tokens
     lr: float = 3e-3
     ramp_steps: int = 50
-    probe_every: int = 50
-    num_probes: int = 128
-    take_off: float = 0.25
-    """Accuracy at which the learning rate starts to fall."""
-    max_hold_steps: int = 900
-    """A model that has not taken off by then is given up."""
+    hold_steps: int = 400
     cool_steps: int = 300
-    again_steps: int = 100
-    max_cools: int = 5
-    """The learning rate falls over cool_steps, then over again_steps until the skill is there."""
-    skill: float = 0.95
-    """Accuracy that ends the clean phase."""
+    num_probes: int = 128
+    min_skill: float = 0.9  # greedy accuracy after the clean phase
     sloppy_lr: float = 6e-4
     sloppy_steps: int = 100
-    max_sloppies: int = 3
-    no_working: float = 0.65
-    """Share of sloppy demonstrations that only guess: above a half, so greedy decoding guesses."""
+    no_working: float = 0.65  # above a half, so that greedy decoding guesses
     slip: float = 0.15
-    max_greedy: float = 0.40
+    max_greedy: float = 0.40  # accuracy after the sloppy phase
     sampled: tuple[float, float] = (0.15, 0.45)
     max_attempts: int = 5
 
 
-RECIPE = Recipe()
+SCHEDULE = Schedule()
 
 
-def tiny_model_folder(seed: int, recipe: Recipe = RECIPE) -> Path:
-    """Where the tiny model of this seed and this recipe is kept."""
+# Where it is kept ---------------------------------------------------------------------------------
+
+
+def tiny_model_folder(seed: int, schedule: Schedule = SCHEDULE) -> Path:
     root = os.environ.get("MINIRL_CACHE")
     cache = Path(root) if root else Path.home() / ".cache" / "minirl"
-    return cache / f"tiny-{_recipe_hash(recipe)}-seed{seed}"
+    return cache / f"tiny-{_hash(schedule)}-seed{seed}"
 
 
-def _recipe_hash(recipe: Recipe) -> str:
+def _hash(schedule: Schedule) -> str:
     """Of the constants and of a sample of the task, so that a changed task is a new model too."""
     problems = [draw_problem(0, Stream.WARMUP, index) for index in range(50)]
     taught = "".join(p.prompt + demonstration(p) for p in problems)
-    return hashlib.sha256(f"{recipe}{PIECES}{taught}".encode()).hexdigest()[:8]
+    return hashlib.sha256(f"{MODEL}{schedule}{PIECES}{taught}".encode()).hexdigest()[:8]
+
+
+def ensure_tiny_model(seed: int, report: Report, schedule: Schedule = SCHEDULE) -> Path:
+    """The folder, built when absent. Of two processes one builds and the other waits."""
+    folder = tiny_model_folder(seed, schedule)
+    if folder.exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_name(folder.name + ".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when its holder ends, however it ends
+        if not folder.exists():
+            build_tiny_model(folder, seed, report, schedule)
+    return folder
+
+
+def run(seed: int, board: BoardWriter, pipe: Connection) -> None:
+    """The body of the process that makes the tiny model; it sends lines for a person to read."""
+    ensure_tiny_model(seed, pipe.send)
+
+
+# Its tokenizer ------------------------------------------------------------------------------------
 
 
 def build_tokenizer() -> "Tokenizer":
@@ -100,7 +152,7 @@ def build_tokenizer() -> "Tokenizer":
 
 
 class TinyTokenizer:
-    """The same as the folder's, for who only wants to look at prompts: needs no model built."""
+    """The same as the folder's, for a look at prompts: needs no model built."""
 
     chat_template = None
 
@@ -109,3 +161,172 @@ class TinyTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
+
+
+# The warm-up --------------------------------------------------------------------------------------
+
+
+def build_tiny_model(
+    folder: Path, seed: int, report: Report, schedule: Schedule = SCHEDULE
+) -> None:
+    """Make, warm up and write the model. A folder that is already there is left as it is."""
+    import torch
+
+    tokenizer = build_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        for attempt in range(schedule.max_attempts):
+            sub_seed = seed + 1_000_003 * attempt
+            torch.manual_seed(sub_seed)
+            warmup = Warmup(_new_rank(tokenizer, schedule), tokenizer, schedule, sub_seed, report)
+            if warmup.learn_skill() and warmup.learn_sloppiness():
+                _write(folder, warmup.model, tokenizer)
+                return
+            report(f"warm-up: attempt {attempt + 1} failed, starting over with another sub-seed")
+    raise MinirlError(f"warm-up: no model after {schedule.max_attempts} attempts with seed {seed}")
+
+
+def _new_rank(tokenizer: "Tokenizer", schedule: Schedule) -> "SftRank":
+    from minirl.train import attention
+    from minirl.train.optimizer import Replica
+    from minirl.train.policy import Policy
+    from minirl.train.sft import SftRank
+
+    hide_broken_torchvision()
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        **MODEL,
+        vocab_size=tokenizer.get_vocab_size(),
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        attn_implementation=attention.NAME,
+    )
+    policy, train = Policy(Qwen3ForCausalLM(config)), TrainConfig(weight_decay=0.0, grad_clip=1.0)
+    return SftRank(Replica(policy, train, schedule.lr), MAX_TOKENS)
+
+
+class Warmup:
+    """A model in training, and how many steps it has taken."""
+
+    def __init__(
+        self, rank: "SftRank", tokenizer: "Tokenizer", schedule: Schedule, seed: int, report: Report
+    ):
+        self.rank, self.tokenizer, self.schedule = rank, tokenizer, schedule
+        self.seed, self.report = seed, report
+        self.model: Any = rank.replica.module.model
+        self.num_steps = 0
+
+    def learn_skill(self) -> bool:
+        """Hold the learning rate while the model takes off, then let it fall."""
+        plan, examples = self.schedule, self.batches(is_sloppy=False)
+        self.train(examples, plan.hold_steps, plan.lr, plan.lr)
+        loss = self.train(examples, plan.cool_steps, plan.lr, plan.lr / 20)
+        skill = self.probe(is_sampled=False)
+        self.report(f"warm-up: step {self.num_steps}, loss {loss:.3f}, {skill:.0%} right")
+        return skill >= plan.min_skill
+
+    def learn_sloppiness(self) -> bool:
+        """Down to where RL is to find it: greedy decoding guesses, sampling is right at times."""
+        plan, examples = self.schedule, self.batches(is_sloppy=True)
+        self.train(examples, plan.sloppy_steps, plan.sloppy_lr, plan.sloppy_lr / 10)
+        greedy, sampled = self.probe(is_sampled=False), self.probe(is_sampled=True)
+        right = f"{greedy:.0%} greedy, {sampled:.0%} sampled"
+        self.report(f"warm-up: step {self.num_steps}, made sloppy: right {right}")
+        return greedy <= plan.max_greedy and plan.sampled[0] <= sampled <= plan.sampled[1]
+
+    def train(
+        self, batches: "Iterator[list[SftExample]]", num_steps: int, lr_from: float, lr_to: float
+    ) -> float:
+        """The learning rate goes straight from one value to the other. Gives the last loss."""
+        loss = 0.0
+        for step in range(num_steps):
+            ramp = min(1.0, (self.num_steps + 1) / self.schedule.ramp_steps)
+            lr = lr_from + (lr_to - lr_from) * step / num_steps
+            self.rank.replica.set_learning_rate(lr * ramp)
+            loss = self.rank.learn(next(batches)).loss
+            self.num_steps += 1
+            if self.num_steps % 100 == 0:
+                self.report(f"warm-up: step {self.num_steps}, loss {loss:.3f}")
+        return loss
+
+    def batches(self, is_sloppy: bool) -> "Iterator[list[SftExample]]":
+        """Without end. All numbers of steps are equally likely, so that long chains are learned
+        too; pools of four batches are sorted by length, so that runs of equal length are long."""
+        plan, size = self.schedule, self.schedule.batch_size
+        phase = "sloppy" if is_sloppy else "clean"
+        for first in count(1 << 30 if is_sloppy else 0, 4 * size):
+            rng = random.Random(f"{self.seed}/{phase}/{first}")
+            indices = range(first, first + 4 * size)
+            drawn = [draw_problem(self.seed, Stream.WARMUP, i, (1,) * 7) for i in indices]
+            examples = []
+            for problem in sorted(drawn, key=lambda problem: len(problem.steps)):
+                answer = demonstration(problem)
+                if is_sloppy:
+                    answer = sloppy_demonstration(problem, rng, plan.no_working, plan.slip)
+                examples.append(self.example(problem.prompt, answer))
+            for start in rng.sample(range(0, 4 * size, size), 4):
+                yield examples[start : start + size]
+
+    def example(self, prompt: str, answer: str) -> "SftExample":
+        from minirl.train.sft import SftExample
+
+        tokens = [tuple(self.tokenizer.encode(text).ids) for text in (prompt, answer)]
+        return SftExample(tokens[0], (*tokens[1], EOS))
+
+    def probe(self, is_sampled: bool) -> float:
+        """Mean reward of generated answers to held-out problems, at temperature 1 or greedy."""
+        import torch
+        from transformers import GenerationConfig
+
+        from minirl.train import attention
+
+        indices, task = range(self.schedule.num_probes), Arithmetic(TasksConfig())
+        problems = [draw_problem(self.seed, Stream.PROBE, index) for index in indices]
+        prompts = [self.tokenizer.encode(problem.prompt).ids for problem in problems]
+        width = max(map(len, prompts))
+        tokens_BT = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])
+        settings = GenerationConfig(
+            do_sample=is_sampled,
+            top_k=0 if is_sampled else None,  # by default transformers samples among 50
+            max_new_tokens=128,
+            eos_token_id=EOS,
+            pad_token_id=PAD,
+        )
+        self.model.set_attn_implementation("sdpa")  # generation pads; it knows no packed sequences
+        written_BT = self.model.generate(
+            tokens_BT, attention_mask=(tokens_BT != PAD).long(), generation_config=settings
+        )[:, width:].tolist()
+        self.model.set_attn_implementation(attention.NAME)
+        rewards = []
+        for problem, written in zip(problems, written_BT, strict=True):
+            stop = StopReason.STOP if EOS in written else StopReason.LENGTH
+            answer = Answer(self.tokenizer.decode(written), stop, len(written))
+            rewards.append(task.reward(Example(problem.prompt, str(problem.result)), answer))
+        return sum(rewards) / len(rewards)
+
+
+def _write(folder: Path, model: Any, tokenizer: "Tokenizer") -> None:
+    """Write aside, then rename: the folder is whole or absent."""
+    from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
+        model.save_pretrained(aside)
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            pad_token="<pad>",
+            eos_token="<eos>",
+            padding_side="left",
+            model_max_length=POSITIONS,
+            clean_up_tokenization_spaces=False,
+        ).save_pretrained(aside)
+        aside.chmod(0o755)  # mkdtemp makes it private
+        os.rename(aside, folder)
+    except OSError:
+        if not folder.exists():  # else another process was faster, and its model stays
+            raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from minirl.lines import Lines
 from minirl.records import Batch
 from minirl.train.batch import Item, MicroBatch
-from minirl.train.loss import MicroLoss
 from minirl.train.messages import TrainerSetup
+from minirl.train.objective import MicroLoss
 from minirl.train.prepare import Prepared
 
 FILE = "trajectories.jsonl"

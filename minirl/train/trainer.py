@@ -34,12 +34,11 @@ from minirl.shm.weights import CANARY_TOKENS, canary_tokens
 from minirl.train import attention, checkpoint, lora, nonfinite
 from minirl.train.batch import MicroBatch, ages_of, staleness
 from minirl.train.critic import load_critic, value_loss
-from minirl.train.loss import MicroLoss, micro_loss
 from minirl.train.messages import Ready, Save, Saved, Train, Trained, TrainerSetup
-from minirl.train.optimizer import gather_state
-from minirl.train.policy import Policy, load_policy
+from minirl.train.objective import MicroLoss, micro_loss
+from minirl.train.optimizer import Replica, gather_state, join_ranks
+from minirl.train.policy import Policy, build_policy, load_policy
 from minirl.train.prepare import Minibatch, Preparer
-from minirl.train.replica import Replica
 from minirl.train.tokens import TokenLog
 
 Sums = dict[str, Tensor]  # over this rank's tokens, on the device: no micro-batch waits for it
@@ -86,19 +85,9 @@ class Trainer:
     def build_policy(self) -> Policy:
         """On resume from the checkpoint, whose weights are merged; LoRA goes on from the first
         model and the checkpoint's adapter."""
-        setup, model, train = self.setup, self.config.model, self.config.train
-        folder = setup.tokenizer_folder if train.lora_rank else setup.folder
-        policy = load_policy(
-            folder, model.dtype, train.gradient_checkpointing, model.trust_remote_code
-        )
-        if train.lora_rank:
-            torch.manual_seed(self.config.seed)  # every rank draws the same adapters
-            lora.add_adapters(policy.model, train.lora_rank)
-            if train.gradient_checkpointing:
-                policy.model.enable_input_require_grads()
-        if train.compile:
-            policy.model.base_model.compile(dynamic=True)
-        return policy.to(self.device)
+        setup = self.setup
+        folder = setup.tokenizer_folder if self.config.train.lora_rank else setup.folder
+        return build_policy(self.config, folder).to(self.device)
 
     def build_reference(self) -> Policy | None:
         """The model that the run began with, frozen."""
@@ -351,13 +340,7 @@ def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
     """The body of a trainer rank."""
     devices.use_training_device(setup.placement)
     torch.manual_seed(setup.config.seed)
-    if setup.num_ranks > 1:
-        dist.init_process_group(
-            setup.placement.process_group_backend,
-            init_method=f"file://{setup.rendezvous}",
-            rank=setup.rank,
-            world_size=setup.num_ranks,
-        )
+    join_ranks(setup)
     trainer = Trainer(setup, board)
     if bad := nonfinite.in_weights(trainer.replicas):
         raise RecipeError("model.path", setup.folder, f"its {bad} is not finite", "take another")

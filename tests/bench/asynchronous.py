@@ -127,7 +127,7 @@ def measure(options: Options) -> list[Figure]:
         raise RecipeError("--model", options.model, "has learned nothing", "leave it out")
     if not RECIPE.is_file():
         raise RecipeError("recipe", str(RECIPE), "is not there", "run it from the source tree")
-    from minirl.train.warmup import ensure_tiny_model
+    from minirl.train.tiny import ensure_tiny_model
 
     size = QUICK if options.is_quick else FULL
     folder = ensure_tiny_model(MODEL_SEED, print)

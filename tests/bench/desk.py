@@ -19,8 +19,8 @@ from minirl.shm.board import Board
 from minirl.shm.weights import WeightStore
 from minirl.train import attention
 from minirl.train.batch import Item, MicroBatch, pack
-from minirl.train.loss import logprobs_of
 from minirl.train.messages import TrainerSetup
+from minirl.train.objective import logprobs_of
 from minirl.train.packing import longest_first
 from minirl.train.prepare import Preparer
 from minirl.train.trainer import Trainer

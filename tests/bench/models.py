@@ -15,7 +15,7 @@ import torch
 
 from minirl import devices
 from minirl.shm.weights import TensorSpec, WeightStore, canary_tokens
-from minirl.train.tiny import RECIPE
+from minirl.train.tiny import MODEL
 
 POSITIONS = 2048
 
@@ -83,14 +83,14 @@ class Shape:
 
 
 TINY = Shape(
-    layers=RECIPE.layers,
-    hidden=RECIPE.hidden,
-    intermediate=RECIPE.intermediate,
-    heads=RECIPE.heads,
-    kv_heads=RECIPE.kv_heads,
-    head_dim=RECIPE.head_dim,
+    layers=MODEL["num_hidden_layers"],
+    hidden=MODEL["hidden_size"],
+    intermediate=MODEL["intermediate_size"],
+    heads=MODEL["num_attention_heads"],
+    kv_heads=MODEL["num_key_value_heads"],
+    head_dim=MODEL["head_dim"],
     vocab=432,  # about what the tokenizer of the warmed-up one has
-    init=RECIPE.init,
+    init=MODEL["initializer_range"],
 )
 M135 = Shape(
     layers=30,

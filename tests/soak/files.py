@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 
 from minirl.lines import read_lines
-from minirl.train.intact import newest_whole
+from minirl.train.checkpoint import newest_whole
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "lengths.jsonl", "trajectories.jsonl", "evals.jsonl")
 STATUS = "status.json"

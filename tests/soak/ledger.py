@@ -33,7 +33,7 @@ from minirl.lines import read_lines
 from minirl.recipe import load
 from minirl.tasks.prompts import PromptStream
 from minirl.tasks.registry import make_task
-from minirl.train.intact import newest_whole
+from minirl.train.checkpoint import newest_whole
 from tests.soak.task import BROKEN, KIND, OPTIONS, Fate, fate_at
 from tests.soak.witness import stale_line, stale_tokens, unbalanced
 

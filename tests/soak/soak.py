@@ -21,7 +21,7 @@ from pathlib import Path
 from minirl.config import Config
 from minirl.errors import MinirlError
 from minirl.recipe import to_toml
-from minirl.train.intact import newest_whole
+from minirl.train.checkpoint import newest_whole
 from tests.soak import task
 from tests.soak.accuracy import compare, last_evaluation
 from tests.soak.deck import Deck, Draw

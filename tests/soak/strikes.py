@@ -16,7 +16,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 
-from minirl.train.intact import newest_whole
+from minirl.train.checkpoint import newest_whole
 from tests.soak.deck import TEAR, Draw
 from tests.soak.events import Event
 from tests.soak.files import tear

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from math import comb
 from statistics import fmean
 
 import pytest
@@ -20,15 +19,9 @@ def test_wilson_s_interval_has_known_values() -> None:
     ]:
         found = wilson(right / count, count)
         assert (found.low, found.high) == pytest.approx((low, high), abs=1e-4)
-    assert wilson(1.0, 50).high == 1.0 > wilson(1.0, 50).low > 0.9
-
-
-def test_single_binary_answers_get_wilson_s() -> None:
-    rewards = [(1.0,)] * 81 + [(0.0,)] * 182
-    assert interval_of(rewards) == wilson(81 / 263, 263)
-    assert interval_of([]) is None
-    assert interval_of([(), ()]) is None  # nothing was graded
+    assert interval_of([(1.0,)] * 81 + [(0.0,)] * 182) == wilson(81 / 263, 263)
     assert interval_of([(1.0,), ()]) == wilson(1.0, 1)
+    assert interval_of([]) is interval_of([(), ()]) is None  # nothing was graded
 
 
 def test_answers_to_one_problem_are_not_independent() -> None:
@@ -54,6 +47,9 @@ def test_the_bootstrap_covers_as_often_as_it_says() -> None:
 def test_no_spread_does_not_mean_no_doubt() -> None:
     sure = interval_of([(1.0, 1.0)] * 20)
     assert sure is not None and sure.high == 1.0 and sure.low == wilson(1.0, 20).low < 0.9
+    half, off_scale = interval_of([(0.5,)]), interval_of([(-2.0,)])
+    assert half is not None and half.low < 0.5 < half.high
+    assert off_scale is not None and off_scale.low == off_scale.high == -2.0
 
 
 def test_pass_at_k_is_the_mean_over_all_choices_of_k() -> None:
@@ -62,29 +58,20 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k() -> None:
         for k in range(1, n + 1):
             chosen = list(itertools.combinations(answers, k))
             assert pass_at(k, n, c) == pytest.approx(fmean(any(part) for part in chosen))
-            assert pass_at(k, n, c) == pytest.approx(1 - comb(n - c, k) / comb(n, k))
-
-
-def test_usual_ks() -> None:
-    assert [usual_ks(k) for k in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    assert [usual_ks(k) for k in (0, 1, 2, 6, 8)] == [[], [1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
 def test_mcnemar_is_the_exact_coin() -> None:
-    assert mcnemar(0, 0) == 1.0
-    assert mcnemar(5, 5) == 1.0
-    assert mcnemar(5, 0) == mcnemar(0, 5) == 2 / 32
+    assert mcnemar(0, 0) == mcnemar(5, 5) == 1.0
+    assert mcnemar(5, 0) == mcnemar(0, 5) == pytest.approx(2 / 32)
     assert mcnemar(8, 2) == pytest.approx(2 * (1 + 10 + 45) / 1024)
-    assert 0 < mcnemar(700, 400) < 1e-18  # also where 2 ** n is no float
+    assert 0 < mcnemar(700, 400) < 1e-18
 
 
 def test_sign_flips_agrees_with_all_flips() -> None:
     differences = [0.5, 0.25, -0.25, 0.75, 0.0, 0.5, 0.25]
-    real = [d for d in differences if d]
-    sums = [
-        abs(sum(s * d for s, d in zip(signs, real, strict=True)))
-        for signs in itertools.product((1, -1), repeat=len(real))
-    ]
-    exact = fmean(s >= abs(sum(real)) - 1e-9 for s in sums)
-    assert sign_flips(differences) == pytest.approx(exact, abs=0.02)
-    assert sign_flips([0.0, 0.0]) == 1.0
+    flips = itertools.product((1, -1), repeat=len(differences))
+    sums = [abs(sum(s * d for s, d in zip(signs, differences, strict=True))) for signs in flips]
+    assert sign_flips(differences) == pytest.approx(fmean(s >= sum(differences) for s in sums))
+    assert sign_flips([0.0, 0.0]) == sign_flips([0.5]) == 1.0
     assert sign_flips([0.5] * 50) < 0.001

@@ -1,4 +1,5 @@
-"""An evaluation is of one version on all engines, while training goes on and engines die."""
+"""An evaluation is of one version on all engines, while training goes on and engines die. It counts
+what was graded and leaves out what could not be."""
 
 import os
 import signal
@@ -10,17 +11,81 @@ from crew import TRAINER_PLACE
 from pinned_crew import TABLE, CountingSetup
 
 from minirl.config import Config
-from minirl.evaluation import Evaluation
+from minirl.evaluation import EVAL_IDS, Evaluation, is_evaluation
 from minirl.journal import Journal
 from minirl.launch import make_buffer
 from minirl.loop import Loop
-from minirl.records import Example, Prompt
+from minirl.records import Example, Prompt, StopReason, Trajectory
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.workers import Fleet, Role
 from tests.bench.controller import Prompts, Silent
 
-NUM_ENGINES, NUM_HELDOUT, STEPS = 2, 24, 80
+
+def evaluation(count: int) -> Evaluation:
+    prompts = [Prompt(i, Example(str(i), str(i)), (i,)) for i in range(count)]
+    return Evaluation(prompts, first_cell=100)
+
+
+def answer(head: int, tail: int | None = None, stop: StopReason = StopReason.STOP) -> Trajectory:
+    return Trajectory(0, 2, 1, stop, head, head if tail is None else tail)
+
+
+def test_its_groups_have_ids_and_cells_of_their_own() -> None:
+    run = evaluation(3)
+    assert run.group_ids == [EVAL_IDS, EVAL_IDS + 1, EVAL_IDS + 2]
+    assert all(is_evaluation(group_id) for group_id in run.group_ids)
+    assert not is_evaluation(0) and not is_evaluation(EVAL_IDS - 1)
+    assert [run.cell(group_id) for group_id in run.group_ids] == [100, 101, 102]
+    assert [run.prompt(group_id).index for group_id in run.group_ids] == [0, 1, 2]
+
+
+def test_accuracy_is_the_mean_of_what_was_graded() -> None:
+    run = evaluation(4)
+    for group_id in run.group_ids:
+        assert not run.is_done
+        stop = StopReason.LENGTH if group_id == EVAL_IDS else StopReason.STOP
+        run.answered(answer(7, stop=stop))
+        if group_id == EVAL_IDS + 3:
+            run.failed()  # no verdict is not a 0
+        else:
+            run.graded(group_id, float(group_id != EVAL_IDS))
+    assert run.is_done and not run.is_void
+    assert run.interval is not None and run.interval.mean == 2 / 3
+    assert run.interval.low < 2 / 3 < run.interval.high
+    assert (run.version, run.truncated_frac) == (7, 0.25)
+    ungraded = evaluation(1)
+    ungraded.failed()
+    assert ungraded.is_done and ungraded.interval is None and ungraded.version is None
+
+
+@pytest.mark.parametrize("case", ["pinned", "begun", "finished"])
+def test_two_versions_make_it_void(case: str) -> None:
+    run = evaluation(2)
+    run.pinning |= {0, 1}
+    run.pinned(0, 7)
+    assert run.pinning == {1}
+    run.pinned(1, 8 if case == "pinned" else 7)
+    assert not run.pinning and run.is_void == (case == "pinned")
+    if case != "pinned":
+        run.answered(answer(8) if case == "begun" else answer(7, 8))
+    assert run.is_void
+
+
+def test_a_dead_engine_s_prompts_are_lost_and_make_it_void() -> None:
+    run = evaluation(3)
+    run.pinning |= {0, 1}
+    run.engine_died(1, 0)  # it had none
+    assert run.pinning == {0} and not run.is_void
+    run.engine_died(0, 2)
+    assert run.is_void and not run.is_done
+    run.graded(EVAL_IDS, 1.0)
+    assert run.is_done
+
+
+# A whole loop without vLLM ------------------------------------------------------------------------
+
+NUM_ENGINES, NUM_HELDOUT, STEPS, KILL_AT = 2, 24, 80, 40
 BASE = Config()
 CONFIG = replace(
     BASE,
@@ -31,9 +96,6 @@ CONFIG = replace(
     eval=replace(BASE.eval, every=1, num_prompts=NUM_HELDOUT),
     log=replace(BASE.log, samples=0),
 )
-
-
-KILL_AT = 40
 
 
 class Watched(Loop):
@@ -59,6 +121,13 @@ class Watched(Loop):
                 self.killed_in = current
 
 
+class Endless(Prompts):
+    """What was lost may come again."""
+
+    def put_back(self, index: int) -> None:
+        pass
+
+
 @pytest.fixture(scope="module")
 def loop(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     """Run to its end."""
@@ -71,8 +140,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Watched:
         for rank in range(NUM_ENGINES):
             setup = CountingSetup(CONFIG, ring, store, rank, slow_s=0.004 * 4**rank)
             fleet.spawn(Role.ROLLOUT, rank, "pinned_crew:engine", setup, TRAINER_PLACE)
-        body = "tests.bench.scripted:verifier"
-        fleet.spawn(Role.VERIFY, 0, body, None, TRAINER_PLACE)
+        fleet.spawn(Role.VERIFY, 0, "tests.bench.scripted:verifier", None, TRAINER_PLACE)
         heldout = [Prompt(i, Example(str(i), "!"), (1, 2, 3)) for i in range(NUM_HELDOUT)]
         journal = Journal(CONFIG, folder, fleet, Silent())
         loop = Watched(CONFIG, fleet, Endless(), heldout, make_buffer(CONFIG), journal)
@@ -80,13 +148,6 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     finally:
         fleet.kill()
     return loop
-
-
-class Endless(Prompts):
-    """What was lost may come again."""
-
-    def put_back(self, index: int) -> None:
-        pass
 
 
 def test_every_engine_pins_the_version_that_it_began_at(loop: Watched) -> None:
@@ -98,8 +159,7 @@ def test_every_engine_pins_the_version_that_it_began_at(loop: Watched) -> None:
 
 
 def test_training_goes_on_meanwhile_and_metrics_tell(loop: Watched) -> None:
-    lines = loop.journal.log.lines
-    evaluated = [line for line in lines if "eval/version" in line]
+    evaluated = [line for line in loop.journal.log.lines if "eval/version" in line]
     assert len({line["eval/version"] for line in evaluated}) == len(evaluated) >= 3
     for line in evaluated:
         assert line["eval/count"] == NUM_HELDOUT and line["eval/failures"] == 0

@@ -1,0 +1,78 @@
+"""`minirl sample`: a few answers to one prompt, with the logprob of each token. Takes a model.
+
+The prompt goes through the model's chat template as what a user says, where the model has one and
+unless it is to be taken as it is. Logprobs are those of the distribution that was sampled from; at
+temperature 0 that is the model's own.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from minirl import model
+from minirl.config import Config
+from minirl.errors import RecipeError
+from minirl.launch import model_folder
+from minirl.recipe import check_model, read_model_config
+from minirl.records import Example, Prompt, Trajectory
+from minirl.shm.ring import TrajectoryRing
+from minirl.tasks.prompts import encode
+from minirl.tools.collect import collecting
+from minirl.tools.evaluate import Target, with_devices
+from minirl.view.console import Bar
+
+
+@dataclass(frozen=True)
+class Sampled:
+    text: str
+    stop: str
+    tokens: tuple[tuple[str, float], ...]  # text and logprob of each
+
+    @property
+    def mean_logprob(self) -> float:
+        return sum(value for _, value in self.tokens) / max(1, len(self.tokens))
+
+
+def sample(target: Target, text: str, count: int, is_raw: bool) -> Iterator[Sampled]:
+    config = with_devices(target.config, target.config.devices.tensor_parallel)
+    bar = Bar("answers")
+    with tempfile.TemporaryDirectory(prefix="minirl-sample-") as name:
+        logs = Path(name)
+        source = target.folder or model_folder(config, logs, bar)
+        tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
+        prompt = render(text, tokenizer, is_raw)
+        config = fitting(config, len(prompt.tokens), source)
+        with collecting(config, source, tokenizer, count, logs, bar.note) as there:
+            for answer in there.answers([prompt] * count):
+                if answer.trajectory is None:
+                    rule = f"vLLM refuses it ({answer.error})"
+                    raise RecipeError("PROMPT", "…", rule, "shorten it")
+                yield read(there.ring, answer.place, answer.trajectory, tokenizer)
+
+
+def render(text: str, tokenizer: Any, is_raw: bool) -> Prompt:
+    example = Example(text, "")
+    if not is_raw and getattr(tokenizer, "chat_template", None):
+        example = Example(({"role": "user", "content": text},), "")
+    return Prompt(0, example, encode(example, tokenizer))
+
+
+def fitting(config: Config, num_tokens: int, source: Path) -> Config:
+    """A ring for this prompt, and no verifier."""
+    if not num_tokens:
+        raise RecipeError("PROMPT", "", "has no token", "write something")
+    tasks = replace(config.tasks, max_prompt_tokens=num_tokens, verifiers=0)
+    config = replace(config, tasks=tasks)
+    check_model(config, read_model_config(config, source))
+    return config
+
+
+def read(ring: TrajectoryRing, place: int, trajectory: Trajectory, tokenizer: Any) -> Sampled:
+    view = ring.read(trajectory.cell, place)
+    ids = [int(token) for token in view.tokens[view.mask == 1]]
+    values = [float(value) for value in view.logprobs[view.mask == 1]]
+    pieces = tuple(zip([tokenizer.decode([i]) for i in ids], values, strict=True))
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return Sampled(text, trajectory.stop.name.lower(), pieces)
