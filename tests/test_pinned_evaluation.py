@@ -18,7 +18,7 @@ from minirl.records import Example, Prompt
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.workers import Fleet, Role
-from tests.bench.controller import Prompts, Silent
+from tests.bench.loop_harness import Prompts, Silent
 
 NUM_ENGINES, NUM_HELDOUT, STEPS = 2, 24, 80
 BASE = Config()

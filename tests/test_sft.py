@@ -23,7 +23,7 @@ from minirl.tasks.arithmetic import Arithmetic
 from minirl.tools.sft_run import as_training
 from minirl.train.lessons import Lesson, Lessons, SftSetup, taught
 from minirl.train.sft import Student, build_student, pack, step
-from tests.soak.life import living
+from tests.soak.controller_process import living
 
 STEPS, SIZE = 3, 6
 OVERRIDES = [

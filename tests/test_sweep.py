@@ -13,6 +13,7 @@ from minirl.tools import sweep
 from minirl.tools.outcome import area, estimate, first_at
 from minirl.tools.sweep import Sweep, cells, parse_vary
 from tests.bench import variants
+from tests.bench.sweep import VariantSweep
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "smoke.toml"
 
@@ -163,15 +164,15 @@ def test_a_curve_has_an_area_and_a_first_time() -> None:
 
 
 def test_variants_are_runs_of_another_program(tmp_path: Path) -> None:
-    here = Sweep(RECIPE, tmp_path, tuple(parse_vary(["variant=none,waiting"])), (0,))
+    here = VariantSweep(RECIPE, tmp_path, tuple(parse_vary(["variant=none,waiting"])), (0,))
     here.check()
     plain, waiting = cells(here.varied)
     assert here.program(plain) == ("minirl.cli",)
     assert here.program(waiting) == ("tests.bench.variants", "waiting")
     assert here.settings(waiting) == [] and waiting.name == "variant=waiting"
-    assert {*sweep.VARIANTS} == {"none", *variants.VARIANTS}
+    assert here.command.startswith("python -m tests.bench.sweep ")
     with pytest.raises(RecipeError, match="one of none, waiting"):
-        Sweep(RECIPE, tmp_path, tuple(parse_vary(["variant=nothing"])), (0,)).check()
+        VariantSweep(RECIPE, tmp_path, tuple(parse_vary(["variant=nothing"])), (0,)).check()
 
 
 @pytest.mark.slow
@@ -181,7 +182,7 @@ def test_a_sweep_over_variants_trains(tmp_path: Path) -> None:
     varied = parse_vary(["variant=waiting,fixed,keeping,behind"])
     overrides = ["train.steps=6", "train.batch_size=8", "eval.every=1", "eval.num_prompts=16"]
     overrides += ["buffer.target_staleness=2", "rollout.max_new_tokens=48"]
-    here = Sweep(RECIPE, tmp_path, tuple(varied), (0,), tuple(overrides))
+    here = VariantSweep(RECIPE, tmp_path, tuple(varied), (0,), tuple(overrides))
     here.go(print)
     assert [row["runs"] for row in here.rows()] == [1, 1, 1, 1]
     *_, keeping, behind = (here.run_dir(cell, 0) for cell in cells(varied))

@@ -22,7 +22,6 @@ Examples:
   minirl plan recipes/gsm8k.toml --gpu 4090 --num 4 --mean 300
   minirl plan recipes/gsm8k.toml --gpus 8..512
   minirl plan recipes/gsm8k.toml --run runs/gsm8k-…   with the lengths of that run's answers
-  minirl plan --check                                 the simulator against the paper
 """
 )
 def plan(
@@ -45,17 +44,11 @@ def plan(
     run: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Take the lengths of this run's answers.")
     ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Compare the simulator with the paper, and stop.")
-    ] = False,
 ) -> None:
     from minirl.recipe import load
     from minirl.tools.plan import report
     from minirl.tools.plan.gpus import gpu_named
 
-    if check:
-        show(list(report.check_rows()))
-        return
     if recipe is None:
         raise RecipeError("recipe", "", "is missing", "name one, such as recipes/gsm8k.toml")
     config = load(recipe, overrides or []).config

@@ -19,9 +19,6 @@ that was stopped is started again with the same command.
 Examples:
   minirl sweep recipes/smoke.toml --vary buffer.max_staleness=0,2,8 --seeds 3
   minirl sweep recipes/smoke.toml --vary train.objective=decoupled,naive --vary train.lr=1e-4,3e-4
-  minirl sweep recipes/async.toml --vary variant=none,waiting    against generation that waits
-
-variant is no key of a recipe but minirl with a part replaced, for ablations: minirl/variants.py.
 
 \b
 What it leaves behind, in sweeps/<recipe>/:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from minirl.errors import MinirlError, RecipeError
 from minirl.lines import replace_text
@@ -36,11 +36,6 @@ from minirl.tools.outcome import (
 
 TABLE = "table"  # .md for people, .json for programs
 PROGRAM = ("minirl.cli",)
-VARIANT = "variant"  # no key of a recipe: minirl with a part replaced (variants.py)
-VARIANTS = {
-    "none": PROGRAM,
-    **{name: ("tests.bench.variants", name) for name in ("waiting", "fixed", "keeping", "behind")},
-}
 
 
 @dataclass(frozen=True)
@@ -107,21 +102,19 @@ class Sweep:
     varied: tuple[Vary, ...]
     seeds: tuple[int, ...]
     overrides: tuple[str, ...] = ()
+    name: ClassVar[str] = "minirl sweep"
 
     def check(self) -> None:
         """Every combination is read before the first is run."""
-        for name in (v for vary in self.varied if vary.key == VARIANT for v in vary.values):
-            if name not in VARIANTS:
-                rule = "no such variant"
-                raise RecipeError("--vary variant", name, rule, f"one of {', '.join(VARIANTS)}")
         for cell in cells(self.varied):
             load(self.recipe, [*self.overrides, *self.settings(cell), f"seed={self.seeds[0]}"])
 
     def settings(self, cell: Cell) -> list[str]:
-        return [f"{key}={value}" for key, value in cell.settings if key != VARIANT]
+        return [f"{key}={value}" for key, value in cell.settings]
 
     def program(self, cell: Cell) -> Sequence[str]:
-        return VARIANTS[dict(cell.settings).get(VARIANT, "none")]
+        """The module that trains, with its first arguments."""
+        return PROGRAM
 
     def run_dir(self, cell: Cell, seed: int) -> Path:
         return self.folder / cell.name / f"seed-{seed}"
@@ -182,7 +175,7 @@ class Sweep:
         """What makes the same table."""
         options = [f"--vary {v.key}={','.join(v.values)}" for v in self.varied]
         options += [f"--seeds {len(self.seeds)}", *(f"--set {text}" for text in self.overrides)]
-        return " ".join(["minirl sweep", str(self.recipe), *options])
+        return " ".join([self.name, str(self.recipe), *options])
 
     def machine(self) -> dict[str, Any]:
         """What the first run ran on."""

@@ -1,4 +1,4 @@
-"""`minirl bench dashboard`: what it costs to be watched.
+"""The dashboard bench: what it costs to be watched.
 
     dashboard_cost     CPU seconds a second that the reporter takes of one core: samples of the
                        board, a snapshot, status.json, a frame, and writing it to a terminal of

@@ -11,7 +11,6 @@ from minirl.tools.plan.memory import Bill, rollout_bill, train_bill
 from minirl.tools.plan.shapes import shape_of
 from minirl.tools.plan.split import Split, ladder, recommended, splits, usual_lengths
 from minirl.tools.simulate.lengths import Lengths, of_run
-from tests.docs import paper
 
 Rows = Iterator[tuple[str, ...]]
 
@@ -95,28 +94,6 @@ def scale_rows(asked: Question, first: int, last: int) -> Rows:
             f"{o.trainer_idle:.0%}",
             f"{o.staleness_mean:.2f}",
         )
-
-
-def check_rows() -> Rows:
-    """The simulator against the paper."""
-    yield "table 7", "paper tokens/s", "simulated", "paper ratio", "simulated", "", ""
-    for row in paper.table_7():
-        verdict = "ok" if abs(row.error) <= paper.WITHIN else "MISSED"
-        yield (
-            f"η = {row.eta}",
-            f"{row.paper:,.0f}",
-            f"{row.simulated:,.0f}",
-            f"{row.paper_ratio:.2f}",
-            f"{row.simulated_ratio:.2f}",
-            f"{row.error:+.1%}",
-            verdict,
-        )
-    yield "figure 4", "η = 8", "η = 0", "colocated", "over η = 0", "over colocated", ""
-    for scale in paper.figure_4():
-        speedups = (scale.asynchronous, scale.synchronous, scale.colocated)
-        ratios = (scale.over_synchronous, scale.over_colocated)
-        cells = *(f"× {speedup:.2f}" for speedup in speedups), *(f"{r:.2f}" for r in ratios)
-        yield f"{scale.num_gpus} GPUs", *cells, ""
 
 
 def parse_range(text: str) -> tuple[int, int]:

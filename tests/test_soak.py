@@ -1,0 +1,327 @@
+"""`python -m tests.soak`: its parts, and a short soak of a real run."""
+
+import json
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import RECIPES, SMALL
+
+from minirl.config import Config
+from minirl.records import Answer, StopReason
+from minirl.tasks import Task
+from minirl.tasks.registry import make_task, self_check
+from minirl.tasks.turns import has_turns
+from tests.soak import run_files, task
+from tests.soak.accuracy import RUN_SD, compare
+from tests.soak.events import Event, Outcome
+from tests.soak.follower import LineFollower, RunFollower
+from tests.soak.ledger import Finding
+from tests.soak.report import as_markdown, figures
+from tests.soak.run_files import Z95, Evaluated, last_evaluation, tear
+from tests.soak.schedule import BY_NAME, FAULTS, Schedule
+from tests.soak.task import BROKEN, BadExample, BadReward, bad_reward_at
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+
+
+def test_one_seed_gives_one_order_and_every_fault_comes() -> None:
+    one, two, other = Schedule(3), Schedule(3), Schedule(4)
+    size = sum(fault.count for fault in FAULTS)
+    draws = [one.draw() for _ in range(3 * size)]
+    assert draws == [two.draw() for _ in range(3 * size)]
+    assert [d.fault for d in draws] != [other.draw().fault for _ in range(3 * size)]
+    for turn in range(3):
+        given = Counter(draw.fault for draw in draws[turn * size : (turn + 1) * size])
+        assert given == {fault.name: fault.count for fault in FAULTS}
+    assert len({draw.seed for draw in draws}) == len(draws)
+    some = Schedule(0, ("kill-rank", "fill-disk"))
+    assert {some.draw().fault for _ in range(20)} == {"kill-rank", "fill-disk"}
+
+
+def test_files_are_torn_as_by_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = '{"step": 1, "a": 1}\n{"step": 2, "a": 2}\n'
+    names = {"metrics.jsonl", "samples.jsonl"}
+    for seed in range(20):
+        for name in names:
+            (tmp_path / name).write_text(whole)
+        torn = tear(tmp_path, random.Random(seed))
+        assert torn and set(torn) <= names
+        for name in torn:
+            text = (tmp_path / name).read_text()
+            assert text.startswith('{"step": 1, "a": 1}\n{') and not text.endswith("\n")
+            assert [line["step"] for line in run_files.lines(tmp_path, name)] == [1]
+    # What a checkpoint vouches for stays whole.
+    monkeypatch.setattr(run_files, "newest_whole", lambda run_dir: (run_dir, {"step": 2}, []))
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "metrics.jsonl").write_text(whole)
+    (tmp_path / "samples.jsonl").unlink()
+    assert tear(tmp_path, random.Random(0)) == ["metrics.jsonl"]
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text.startswith(whole + "{") and not text.endswith("}\n")
+
+
+def line_of(step: int, seconds: float, **values: Any) -> str:
+    counts = {"submitted": 5, "trained": 3, "dropped": 1, "in_flight": 1}
+    ledger = {f"buffer/groups_{name}": count for name, count in counts.items()}
+    line = {"step": step, "version": step, "seconds": seconds, "buffer/staleness_max": 1}
+    return json.dumps({**line, **ledger, **values}) + "\n"
+
+
+def test_a_file_is_followed_through_cuts_and_replacements(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    follower = LineFollower(path)
+
+    def seen() -> list[tuple[int, float]]:
+        return [(line["step"], line["seconds"]) for line in follower.look()]
+
+    assert seen() == []
+    path.write_text(line_of(1, 1.0) + line_of(2, 2.0) + line_of(3, 3.0)[:20])
+    assert seen() == [(1, 1.0), (2, 2.0)]
+    with path.open("a") as file:
+        file.write(line_of(3, 3.0)[20:])
+    assert seen() == [(3, 3.0)]
+    aside = tmp_path / "aside"  # as a controller does that goes back to step 1
+    aside.write_text(line_of(1, 1.0) + "no line\n" + line_of(2, 5.0))
+    aside.rename(path)
+    assert seen() == [(2, 5.0)]
+    os.truncate(path, len(line_of(1, 1.0)))  # cut, and longer than before when it is seen again
+    with path.open("a") as file:
+        file.write("".join(line_of(step, 7.0) for step in range(2, 9)))
+    assert seen() == [(step, 7.0) for step in range(2, 9)]
+
+
+def test_the_follower_sees_what_is_taken_back_later(tmp_path: Path) -> None:
+    follower = RunFollower(tmp_path, max_staleness=2)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line_of(1, 1.0) + line_of(2, 2.0, **{"buffer/staleness_max": 3}))
+    assert follower.look() == 2 and follower.furthest == 2
+    path.write_text(line_of(1, 3.0, **{"buffer/groups_dropped": 2}))
+    assert follower.look() == 3 and follower.last_step == 1 and follower.furthest == 2
+    tokens = {"group": 7, "versions": [1, 3, 4], "trained": [0, 1, 0]}
+    trained = {"step": 6, "version": 5, "groups": [{"group": 7}], "tokens": [tokens]}
+    old = {**trained, "step": 7, "tokens": [{**tokens, "trained": [1, 1, 0]}]}
+    (tmp_path / run_files.TRAINED).write_text(f"{json.dumps(trained)}\n{json.dumps(old)}\n")
+    follower.look()
+    assert follower.num_tokens == 3
+    assert follower.violations == [
+        "step 2: buffer/staleness_max is 3",
+        "step 1: the groups do not add up (submitted 5, trained 3, dropped 2, in_flight 1)",
+        "step 7: group 7 has a token 4 old",
+    ]
+
+
+# -- bad rewards
+
+
+def soaked_task(share: float = 0.3, kind: str = "arithmetic", **options: object) -> Task:
+    base = Config()
+    tasks = replace(base.tasks, kind=kind, options=options)
+    return make_task(replace(base, tasks=task.options(tasks, 5, share)))
+
+
+def test_bad_rewards_are_as_many_as_asked_for_and_a_task_stays_what_it_is() -> None:
+    counts = Counter(bad_reward_at(5, 0.06, place) for place in range(20_000))
+    assert 0.05 < 1 - counts[None] / 20_000 < 0.07
+    assert all(counts[bad] > 50 for bad in BadReward)
+    made = soaked_task(max_start=9)
+    bad = [example for i in range(100) if isinstance(example := made.train(i), BadExample)]
+    assert 15 < len(bad) < 45 and bad[0].prompt and made.train(3) == made.train(3)
+    assert not any(isinstance(example, BadExample) for example in made.heldout(100))
+    assert self_check(made, "soak").num_right == 32, "in the controller no reward is bad"
+    assert made.options["max_start"] == 9 and "soak_kind" not in made.options
+    assert not has_turns(made) and has_turns(soaked_task(kind="calculator"))
+
+
+def _grade(place: int, pipe: Any) -> None:
+    made = soaked_task()
+    example = made.train(place)
+    try:
+        pipe.send(made.reward(example, Answer(made.solution(example), StopReason.STOP, 9)))
+    except ValueError as error:
+        pipe.send(str(error))
+
+
+def test_rewards_are_bad_in_a_verifier() -> None:
+    context = multiprocessing.get_context("fork")
+    found: dict[BadReward | None, object] = {}
+    for bad in (None, *BadReward):
+        place = next(i for i in range(1000) if bad_reward_at(5, 0.3, i) is bad)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_grade, args=(place, theirs))
+        process.start()
+        theirs.close()
+        process.join(1.0 if bad is BadReward.HANGS else 30.0)
+        found[bad] = ours.recv() if ours.poll() and not process.exitcode else process.exitcode
+        process.kill()
+        process.join()
+    raised, exits = "soak: this reward always raises", {BadReward.EXITS: 7, BadReward.HANGS: None}
+    assert found == {None: 1.0, BadReward.SLOW: 1.0, BadReward.RAISES: raised, **exits}
+    assert set(BROKEN) == set(BadReward) - {BadReward.SLOW}
+
+
+# -- the disk
+
+WRITER = """
+import os, sys
+fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+for _ in sys.stdin:
+    data = bytes(9000)
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+        print("ok", flush=True)
+    except OSError as error:
+        print(error.strerror, flush=True)
+"""
+DISK = f"""
+import subprocess, sys
+from pathlib import Path
+from tests.soak.disk import Limit, small_disk
+folder = Path(sys.argv[1])
+disk = Limit() if "limit" in sys.argv else small_disk(folder, 4 << 20)
+folder.mkdir(exist_ok=True)
+command = [sys.executable, "-c", {WRITER!r}, str(folder / "x")]
+child = subprocess.Popen(command, stdin=-1, stdout=-1, text=True)
+def ask():
+    child.stdin.write("go\\n")
+    child.stdin.flush()
+    return child.stdout.readline().strip()
+said = [ask()]
+disk.fill([child.pid])
+said.append(ask())
+disk.free([child.pid])
+said.append(ask())
+child.stdin.close()
+child.wait()
+print(type(disk).__name__, *said, sep=" | ")
+"""
+PATHS = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (HERE, ROOT)))}
+
+
+@pytest.mark.parametrize("kind", ["small", "limit"])
+def test_a_small_disk_is_full_and_then_not(tmp_path: Path, kind: str) -> None:
+    command = [sys.executable, "-c", DISK, str(tmp_path / "disk"), kind]
+    said = subprocess.run(command, capture_output=True, text=True, env=PATHS, check=True).stdout
+    limited = "Limit | ok | File too large | ok\n"
+    full = "Tmpfs | ok | No space left on device | ok\n"
+    assert said in ([limited] if kind == "limit" else [full, limited])
+
+
+# -- accuracy
+
+
+def evaluated(share: float, steps: int = 40) -> Evaluated:
+    half = Z95 * (share * (1 - share) / 1024) ** 0.5
+    return Evaluated(share, share - half, share + half, 1024, steps)
+
+
+def test_accuracy_is_within_noise_or_not(tmp_path: Path) -> None:
+    assert compare(evaluated(0.90), evaluated(0.91)).is_held
+    noise = 1.96 * (2 * 0.9 * 0.1 / 1024 + 2 * RUN_SD**2) ** 0.5
+    assert compare(evaluated(0.90 - 0.95 * noise), evaluated(0.90)).is_held
+    assert not compare(evaluated(0.90 - 1.1 * noise), evaluated(0.90)).is_held
+    assert not compare(evaluated(0.90 + 1.5 * noise), evaluated(0.90)).is_held
+    other = compare(evaluated(0.9, steps=41), evaluated(0.9))
+    assert other == Finding("accuracy", False, "41 steps against 40: not to be compared")
+    values = {"eval/accuracy": 0.5, "eval/low": 0.4, "eval/high": 0.6, "eval/count": 64}
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line_of(1, 1.0, **values) + line_of(2, 2.0))
+    none = compare(last_evaluation(tmp_path), evaluated(0.9))
+    assert not none.is_held and none.detail == "the soak has no evaluation of its last step"
+    path.write_text(line_of(1, 1.0) + line_of(2, 2.0, **values))
+    assert last_evaluation(tmp_path) == Evaluated(0.5, 0.4, 0.6, 64, 2)
+
+
+# -- the report and the command
+
+
+def test_figures_and_table() -> None:
+    events = [
+        Event("kill-rank", "train-0", 1.0, 3, survived=True, recovered_s=4.0),
+        Event("kill-rank", "train-0", 9.0, 5, survived=True, recovered_s=6.0),
+        Event("kill-at-save", "controller", 20.0, 6, "save", True, 12.0, 0.4),
+        Event("fill-disk", "disk", 30.0, 7, survived=False, detail="it ended"),
+    ]
+    findings = [Finding("survived", False, "fill-disk: a | b"), Finding("once", True, "all")]
+    outcome = Outcome("a tmpfs", 60.0, 2, 10, 14, events, findings)
+    facts = {"cores": 2, "cpu": "a CPU", "packages": {"minirl": "0.1.0"}}
+    setting = {"recipe": "recipes/smoke.toml", "minutes": 1.0, "seed": 3}
+    found = json.loads(json.dumps(figures(outcome, setting, facts)))
+    assert not found["held"] and found["injected"] == 4 and found["survived"] == 3
+    text = as_markdown(found)
+    for words in (
+        "`python -m tests.soak recipes/smoke.toml --minutes 1 --seed 3` on 2 cores (a CPU)",
+        "| 2 | 2 | 5.0 s, at most 6.0 s |",
+        "| 1 | 0 | – |",
+        "was killed 1 times: 0 at start, 1 at save, 0 at evaluation, 0 at full disk",
+        "| survived | **NO** | fill-disk: a \\| b |",
+        "| once | yes | all |",
+        "4 more that were taken back",
+    ):
+        assert words in text
+
+
+def test_the_docs_show_what_the_command_wrote() -> None:
+    """docs/chaos.json is what `python -m tests.soak … --json` wrote, and the page prints it."""
+    found = json.loads((ROOT / "docs" / "chaos.json").read_text())
+    assert as_markdown(found) in (ROOT / "docs" / "faults.md").read_text()
+    assert found["held"] and found["minutes"] >= 20
+    assert {row["fault"] for row in found["faults"]} >= BY_NAME.keys()
+
+
+def soak(folder: Path, *extra: str, **changes: object) -> subprocess.CompletedProcess[str]:
+    settings = {**SMALL, **{key.replace("__", "."): value for key, value in changes.items()}}
+    overrides = [f"--set={key}={value}" for key, value in settings.items()]
+    command = [sys.executable, "-m", "tests.soak", str(RECIPES / "smoke.toml"), *overrides]
+    command += ["--run-dir", str(folder), *extra]
+    return subprocess.run(command, capture_output=True, text=True, env=PATHS)
+
+
+@pytest.mark.parametrize(
+    ("extra", "line"),
+    [
+        (("--minutes", "0"), "--minutes = 0.0: must be 0.01 to 10,000; 20 is a good soak"),
+        (("--minutes=1", "--faults", "x"), '--faults = "x": no such fault; there are kill-engine'),
+        (("--minutes=1", "--bad-rewards=2"), "--bad-rewards = 2.0: must be 0 to 0.5"),
+    ],
+)
+def test_wrong_input_is_one_line(extra: tuple[str, ...], line: str, tmp_path: Path) -> None:
+    done = soak(tmp_path / "soak", *extra)
+    assert done.returncode == 2 and done.stderr.startswith(f"soak: {line}")
+    assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "soak").exists()
+
+
+@pytest.mark.vllm
+def test_a_short_soak_loses_nothing(tmp_path: Path, tied_folder: Path) -> None:
+    """A real run: its engine and its trainer rank are killed, then the controller while it saves;
+    lines are torn, and rewards raise, hang, exit and are slow all along. Then it finishes by
+    itself."""
+    done = soak(
+        tmp_path / "soak",
+        *("--minutes=9", "--most=2", "--seed=835", "--bad-rewards=0.12", "--problems=32"),
+        *("--faults=kill-two,kill-at-save", f"--json={tmp_path / 'figures.json'}"),
+        "--no-reference",
+        model__path=tied_folder,
+        tasks__kind=f"{HERE / 'noisy_task.py'}:Endless",
+        checkpoint__every=2,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "figures.json").read_text())
+    assert found["held"] and found["injected"] == found["survived"] == 3
+    events = run_files.lines(tmp_path / "soak", "events.jsonl")
+    assert [event["fault"] for event in events] == ["kill-two", "kill-at-save", "tear-files"]
+    assert events[0]["target"] == "rollout-0, train-0"
+    assert found["controllers"] == 2 and found["controller_killed_at"]["save"] == 1
+    names = {row["name"] for row in found["properties"]}
+    assert names >= {"survived", "watched", "ended", "steps", "ledger", "once", "accounted"}
+    assert names >= {"rewards", "staleness", "versions", "finite", "clean"}
+    assert as_markdown(found) in done.stdout and "nothing was lost: " in done.stdout
