@@ -20,10 +20,9 @@ from statistics import fmean
 
 from minirl.config import Config
 from minirl.devices import Placement
-from minirl.journal import View
 from minirl.workers import Role
 from tests.bench import Figure, Options, at_least
-from tests.bench.loop_harness import Around, Silent, run_loop
+from tests.bench.loop_harness import Around, Silent, View, run_loop
 from tests.bench.processes import processes
 from tests.bench.scripted import EngineScript, TrainerScript
 

@@ -22,11 +22,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from minirl.launch import _signals
-from minirl.loop import Loop
 from minirl.view.console import ConsoleView
 from minirl.view.dashboard.snapshot import STATUS
 from tests.bench import Figure, Options, at_most
 from tests.bench.controller import Shape, play
+from tests.bench.loop_harness import Loop
 from tests.bench.terminal import Terminal
 
 GOAL = 0.01

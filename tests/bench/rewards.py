@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from minirl.buffer import Buffer, Drop
+from minirl.buffer import Drop
 from minirl.config import Config
 from minirl.records import Example, Prompt
 from minirl.rollout.engine import Engine, Sampling
@@ -39,7 +39,7 @@ from minirl.tasks.verifier import VerifierSetup
 from minirl.workers import Role
 from tests.bench import Figure, Options, at_most, median
 from tests.bench.clock import now, stolen
-from tests.bench.loop_harness import Prompts, Silent, run_loop
+from tests.bench.loop_harness import LoopRun, Prompts, Silent, run_loop
 from tests.bench.models import SHAPES, Publisher
 from tests.bench.processes import Processes, processes
 from tests.bench.scripted import TrainerScript, serve_training
@@ -90,7 +90,7 @@ def measure(options: Options) -> list[Figure]:
         conductor = Conductor(switch, size, here.rollout_place.cores)
         store = WeightStore(shape.table, "float32")
         with _on_cores(here.train_place.cores):
-            buffer = _play(here, size, conductor, folder, store)
+            buffer = _play(here, size, conductor, folder, store).buffer
     raw = {p: [work.tokens / work.seconds for work in conductor.turns[p]] for p in Phase}
     rates = {p: [work.tokens_per_gauge for work in conductor.turns[p]] for p in Phase}
     batch = {p: [work.tokens / work.steps for work in conductor.turns[p]] for p in Phase}
@@ -120,7 +120,7 @@ def _costs(rates: dict[Phase, list[float]]) -> list[float]:
 
 def _play(
     here: Processes, size: Size, conductor: "Conductor", folder: str, store: WeightStore
-) -> Buffer:
+) -> LoopRun:
     config = _recipe(size, conductor.switch.segment.path)
     num_cells = config.num_slots * size.group_size + config.eval.num_prompts
     ring = TrajectoryRing(num_cells, config.max_tokens_per_trajectory)
@@ -135,7 +135,7 @@ def _play(
         grader = VerifierSetup(config, folder, ring)
         here.spawn(Role.VERIFY, "minirl.tasks.verifier:run", grader, aside)
     prompts = RandomPrompts(size.prompt_tokens, vocab=300)
-    return run_loop(config, here.fleet, here.folder, conductor, prompts).buffer
+    return run_loop(config, here.fleet, here.folder, conductor, prompts)
 
 
 def _recipe(size: Size, switch: str) -> Config:

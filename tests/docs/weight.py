@@ -80,8 +80,9 @@ def needed_by(modules: Sequence[str]) -> set[Path]:
         for path in {path for path in files if path.is_file()} - found:
             found.add(path)
             for node in ast.parse(path.read_text()).body:
-                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("minirl"):
-                    left += [node.module, *(f"{node.module}.{name.name}" for name in node.names)]
+                match node:
+                    case ast.ImportFrom(module=str(name)) if name.startswith("minirl"):
+                        left += [name, *(f"{name}.{alias.name}" for alias in node.names)]
     return found
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from minirl.lines import read_lines
-from minirl.tools.statistics import Z95
 from minirl.train.intact import newest_whole
 
 Line = dict[str, Any]
+Z95 = 1.96  # half a 95 % interval, in standard errors
 
 METRICS, SAMPLES, EVALS = "metrics.jsonl", "samples.jsonl", "evals.jsonl"
 TRAINED = "trajectories.jsonl"  # what each step trained, by the trainer's own account
