@@ -3,7 +3,7 @@
 Takes a step's numbers, gives `metrics.jsonl`: one line a step. A name that is not in the table is
 our own mistake and fails. A value that a step does not have (no evaluation, no token at equal
 version) is left out of its line. `docs/metrics.md` is printed from the table:
-`python -m minirl.metrics > docs/metrics.md`.
+`python -m tests.docs.metrics > docs/metrics.md`.
 """
 
 import json
@@ -161,26 +161,3 @@ class MetricsLog:
 def read(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics file. One that was cut, by a crash or a full disk, is left out."""
     return [line for line in read_lines(path) if has_step(line)]
-
-
-def as_markdown() -> str:
-    """The table as `docs/metrics.md` shows it."""
-    rows = [
-        f"| `{metric.name}` | {metric.formula.replace('|', chr(92) + '|')} |" for metric in TABLE
-    ]
-    return "\n".join(["| metric | definition |", "|---|---|", *rows]) + "\n"
-
-
-def document() -> str:
-    """The whole of `docs/metrics.md`."""
-    return (
-        "# Metrics\n\n"
-        "One line a step in `metrics.jsonl`. A value that a step does not have is left out of its\n"
-        "line. This page is printed by `python -m minirl.metrics`; a test keeps it true.\n\n"
-        '"This step" is the time between two publications. "Trained tokens" are those that the\n'
-        "model wrote and that are not too stale.\n\n" + as_markdown()
-    )
-
-
-if __name__ == "__main__":
-    print(document(), end="")

@@ -20,7 +20,7 @@ from minirl.shm.board import BEAT_S, BoardWriter, State, Total
 from minirl.shm.weights import CANARY_TOKENS, WeightStore
 from minirl.tasks.verifier import Grade, Graded
 from minirl.train.messages import Ready, Save, Saved, Train, Trained
-from tests.soak.task import Fated
+from tests.soak.task import BadExample
 
 TICK_S = 0.01
 LONG_S = 300.0  # nobody waits for it
@@ -87,7 +87,7 @@ def verifier(script: Script, board: BoardWriter, pipe: Connection) -> None:
         board.enter(State.GRADING, anew=True)
         time.sleep(script.seconds / 10)
         count = len(request.trajectories)
-        if isinstance(request.example, Fated):
+        if isinstance(request.example, BadExample):
             pipe.send(Graded(request.group_id, (), (), "no verdict"))
         else:
             pipe.send(Graded(request.group_id, (1.0,) * count, ("text",) * count))

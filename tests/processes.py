@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.soak.life import children, living, orphaned_memory
+from tests.soak.controller_process import children, living, orphaned_memory
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 SMALL = {

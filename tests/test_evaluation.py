@@ -19,7 +19,7 @@ from minirl.records import Example, Prompt, StopReason, Trajectory
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.workers import Fleet, Role
-from tests.bench.controller import Prompts, Silent
+from tests.bench.loop_harness import Prompts, Silent
 
 
 def evaluation(count: int) -> Evaluation:

@@ -88,6 +88,10 @@ def ours(path: Path) -> set[str]:
     return {name for name in imported(path) if name.split(".")[0] == "minirl"} - {"minirl"}
 
 
+def test_minirl_does_not_import_its_tests() -> None:
+    assert not any("tests" in name.split(".") for path in FILES for name in imported(path))
+
+
 def test_every_room_has_its_level() -> None:
     assert {room_of(module) for module in MODULES} == LEVEL.keys()
 

@@ -17,7 +17,7 @@ from test_recovery import soon, stage  # noqa: F401 (a fixture)
 from minirl.lines import read_lines
 from minirl.rollout.worker import Stop
 from minirl.train.checkpoint import read_whole
-from tests.soak.life import living, orphaned_memory
+from tests.soak.controller_process import living, orphaned_memory
 
 LONG_S = 300.0  # only a hang comes to it
 

@@ -23,7 +23,7 @@ from minirl.tasks.arithmetic import Arithmetic
 from minirl.tools.sft_run import as_training
 from minirl.train.messages import SftSetup
 from minirl.train.sft import SftData, SftExample, SftRank, build_rank, step
-from tests.soak.life import living
+from tests.soak.controller_process import living
 
 STEPS, SIZE = 3, 6
 OVERRIDES = [

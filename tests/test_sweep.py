@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from minirl.errors import MinirlError, RecipeError
+from minirl.metrics import read
 from minirl.tools import sweep
 from minirl.tools.sweep import Sweep, area, cells, estimate, first_at, parse_vary
+from tests.bench import variants
+from tests.bench.sweep import VariantSweep
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "smoke.toml"
 
@@ -165,6 +168,35 @@ def test_a_run_is_a_process_with_a_log_and_its_failure_is_one_line(tmp_path: Pat
     with pytest.raises(MinirlError, match=f"{asked} --resume --set=seed=0; see "):
         sweep.train(Path("r.toml"), run_dir, ["seed=0"], program)
     assert run_dir.with_suffix(".log").read_text().count("before") == 2
+
+
+def test_variants_are_runs_of_another_program(tmp_path: Path) -> None:
+    here = VariantSweep(RECIPE, tmp_path, tuple(parse_vary(["variant=none,waiting"])), (0,))
+    here.check()
+    plain, waiting = cells(here.varied)
+    assert here.program(plain) == sweep.PROGRAM
+    assert here.program(waiting)[1:] == ("-m", "tests.bench.variants", "waiting")
+    assert here.settings(waiting, 0) == ["seed=0"] and waiting.name == "variant=waiting"
+    assert here.command.startswith("python -m tests.bench.sweep ")
+    with pytest.raises(RecipeError, match="one of none, waiting"):
+        VariantSweep(RECIPE, tmp_path, tuple(parse_vary(["variant=nothing"])), (0,)).check()
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_sweep_over_variants_trains(tmp_path: Path) -> None:
+    """With an evaluation at every step, which pins weights while others wait for them."""
+    varied = parse_vary(["variant=waiting,fixed,keeping,behind"])
+    overrides = ["train.steps=6", "train.batch_size=8", "eval.every=1", "eval.num_prompts=16"]
+    overrides += ["buffer.target_staleness=2", "rollout.max_new_tokens=48"]
+    here = VariantSweep(RECIPE, tmp_path, tuple(varied), (0,), tuple(overrides))
+    here.go(print)
+    assert [row["runs"] for row in here.rows()] == [1, 1, 1, 1]
+    *_, keeping, behind = (here.run_dir(cell, 0) for cell in cells(varied))
+    kept = sorted((keeping / variants.KEPT).iterdir())
+    assert [path.stem for path in kept] == [f"{v:06d}" for v in range(7)]
+    ages = [line["buffer/staleness_mean"] for line in read(behind / "metrics.jsonl")]
+    assert ages == [0, 1, 2, 2, 2, 2], "every batch is as old as it may be"
 
 
 def test_an_interval_is_students() -> None:

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -46,13 +47,8 @@ def test_runs_are_listed_with_what_they_came_to(folder: Path) -> None:
     assert rows[1][4] == "75.0%"
     assert ran("runs", folder / "eta-0").splitlines()[1].split()[0] == "eta-0"
     assert ran("runs", folder / "no-run") == f"no runs in {folder / 'no-run'}\n"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(3, "3 s"), (90, "2 min"), (7200, "2 h"), (200_000, "2 d"), (-5, "0 s")]
-)
-def test_age(seconds: float, words: str) -> None:
-    assert age(seconds) == words
+    ages = [age(seconds) for seconds in (3, 90, 7200, 200_000, -5)]
+    assert ages == ["3 s", "2 min", "2 h", "2 d", "0 s"]
 
 
 def test_every_state_is_told_apart(tmp_path: Path) -> None:
@@ -74,13 +70,13 @@ def test_every_state_is_told_apart(tmp_path: Path) -> None:
     assert RunDir(run.path).state is RunState.FAILED
 
 
-def test_a_run_of_which_nothing_is_left_but_half_a_recipe_is_listed(tmp_path: Path) -> None:
+def test_torn_recipes_are_listed_and_runs_of_a_sweep_by_what_tells_them_apart(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "recipe.toml").write_text("seed = 0\n[train]\nste")
     assert run_rows(list_runs(tmp_path))[1][:5] == ("torn", "failed", "0", "—", "—")
-
-
-def test_runs_of_a_sweep_are_listed_by_what_tells_them_apart(tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "torn")
     for lr in ("1e-4", "1e-3"):
         run = tmp_path / "smoke" / f"lr={lr}" / "seed-0"
         run.mkdir(parents=True)
@@ -89,7 +85,7 @@ def test_runs_of_a_sweep_are_listed_by_what_tells_them_apart(tmp_path: Path) -> 
     assert sorted(names) == ["lr=1e-3/seed-0", "lr=1e-4/seed-0"]
 
 
-def test_inspect_prints_every_trajectory_of_a_step(folder: Path) -> None:
+def test_inspect_prints_every_trajectory_of_a_step(folder: Path, tmp_path: Path) -> None:
     line = open_run(folder / "eta-2").batches[3]
     lines = ran("inspect", folder / "eta-2", "--step", 4).splitlines()
     assert lines[0] == "step 4, from version 3"
@@ -105,9 +101,7 @@ def test_inspect_prints_every_trajectory_of_a_step(folder: Path) -> None:
     only = ran("inspect", folder / "eta-2", "--step", 4, "--group", 9).splitlines()
     assert [row.split()[0] for row in only[2:]] == ["9", "9"]
     assert ran("inspect", folder / "eta-2").startswith("step 6"), "the last by default"
-
-
-def test_inspect_lives_on_samples_where_a_run_has_no_more(folder: Path, tmp_path: Path) -> None:
+    # Where a run has no more than its samples, these are shown.
     for name in ("samples.jsonl", "recipe.toml"):
         (tmp_path / name).write_text((folder / "eta-2" / name).read_text())
     out = ran("inspect", tmp_path, "--step", 2)
@@ -140,7 +134,7 @@ def test_documents_name_only_metrics_keys_and_files_that_there_are(name: str) ->
     found = {match[1] for match in keys if match and not match[1].endswith((".py", ".jsonl"))}
     assert found and found <= KEYS.keys()
     files = {w.partition(":")[0] for w in words if re.fullmatch(r"[\w/]+\.py(:\w+)?", w)}
-    missing = [f for f in files if not [*root.glob(f"minirl/**/{f}"), *root.glob(f"tests/{f}")]]
+    missing = [f for f in files if not [*root.glob(f"minirl/**/{f}"), *root.glob(f"tests/**/{f}")]]
     assert not missing
 
 

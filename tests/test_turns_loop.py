@@ -27,7 +27,7 @@ from minirl.tasks.registry import make_task
 from minirl.tasks.turns import Dialogue, runs
 from minirl.tasks.verifier import VerifierSetup
 from minirl.workers import Fleet, Role
-from tests.bench.controller import Silent
+from tests.bench.loop_harness import Silent
 
 NUM_ENGINES, NUM_HELDOUT, STEPS, KILL_AT = 2, 6, 24, 8
 MAX_NEW = 48

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TextIO
 
 from minirl.cli.app import app
-from minirl.errors import MinirlError, one_line
+from minirl.errors import MinirlError, RecipeError, one_line
 from minirl.secrets import scrub
 
 SUBJECTS = (
@@ -29,9 +29,12 @@ SUBJECTS = (
     "evaluate",
     "sample",
     "sft",
-    "verify_resume",
-    "chaos",
 )
+REMOVED = {
+    "bench": "python -m tests.bench, in a source tree",
+    "chaos": "python -m tests.soak, in a source tree",
+    "verify-resume": "pytest tests/test_verify_resume.py, in a source tree",
+}
 for subject in SUBJECTS:
     import_module(f"minirl.cli.{subject}")
 
@@ -39,6 +42,8 @@ for subject in SUBJECTS:
 def main() -> None:
     """The console entry."""
     try:
+        if sys.argv[1:2] and (instead := REMOVED.get(sys.argv[1])):
+            raise RecipeError("command", sys.argv[1], "is no command any more", f"use {instead}")
         app(prog_name="minirl")
     except MinirlError as error:
         print(f"minirl: {scrub(one_line(str(error), limit=2000))}", file=sys.stderr)

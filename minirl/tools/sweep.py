@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from scipy import stats
@@ -138,7 +138,7 @@ class Sweep:
     varied: tuple[Vary, ...]
     seeds: tuple[int, ...]
     overrides: tuple[str, ...] = ()
-    program: tuple[str, ...] = PROGRAM  # what runs instead of minirl
+    name: ClassVar[str] = "minirl sweep"
 
     def check(self) -> None:
         """Every combination is read before the first is run."""
@@ -147,6 +147,9 @@ class Sweep:
 
     def settings(self, cell: Cell, seed: int) -> list[str]:
         return [*self.overrides, *(f"{k}={v}" for k, v in cell.settings), f"seed={seed}"]
+
+    def program(self, cell: Cell) -> tuple[str, ...]:
+        return PROGRAM
 
     def run_dir(self, cell: Cell, seed: int) -> Path:
         return self.folder / cell.name / f"seed-{seed}"
@@ -164,7 +167,7 @@ class Sweep:
             before = ": done before" if is_done else ""
             say(f"{done}/{len(todo)}  {cell.name} seed {seed}{before}")
             if not is_done:
-                train(self.recipe, run_dir, self.settings(cell, seed), self.program)
+                train(self.recipe, run_dir, self.settings(cell, seed), self.program(cell))
                 self.write()
 
     def rows(self) -> list[dict[str, Any]]:
@@ -200,7 +203,7 @@ class Sweep:
         """What makes the same table."""
         options = [f"--vary {v.key}={','.join(v.values)}" for v in self.varied]
         options += [f"--seeds {len(self.seeds)}", *(f"--set {text}" for text in self.overrides)]
-        return " ".join(["minirl sweep", str(self.recipe), *options])
+        return " ".join([self.name, str(self.recipe), *options])
 
     def machine(self) -> dict[str, Any]:
         """What the first run ran on."""

@@ -1,20 +1,24 @@
-"""Benchmarks: each compares a part of minirl with the bare part it is made of, in the same run.
+"""`python -m tests.bench NAME`: each bench compares a part of minirl with the bare part
+it is made of, in the same run.
 
 Takes a name and Options, gives a Report: figures, some of them with a goal, and the machine they
 were measured on. Goals are ratios, so that they mean the same on any machine.
 
-__init__.py   the figures, the registry and the report; loads no torch
-clock.py      seconds, less those that other programs took
-stage.py      the processes that a bench plays on, each pinned to its own cores
-models.py     the models: random weights, no download, and a publisher that plays the trainer
-line.py       a real rollout worker and the prompts that keep it busy
-scripted.py   workers that only sleep
-table.py      figures as Markdown, for the docs
-terminal.py   a program in a terminal of its own
-weights.py, queue.py, rollout.py, controller.py, simulator.py, dashboard.py   the benches
-rewards.py    a whole run with slow rewards; slow_task.py is its task
-asynchronous.py   whole runs at several η; judge.py says what their weights know
-train.py      the trainer's bench; batches.py, desk.py, memory.py, two_ranks.py are its parts
+__init__.py         the figures, the registry and the report; loads no torch
+__main__.py         the command; table.py: its figures as Markdown, for the docs
+clock.py            seconds, less those that other programs took
+processes.py        the processes of a bench, each pinned to its own cores
+models.py           the models: random weights, no download, and a publisher in the trainer's place
+worker_harness.py   a real rollout worker and the prompts that keep it busy
+trainer_harness.py  a real trainer rank and the loops it is compared with; batches.py, memory.py
+                    and two_ranks.py are the train bench's other parts
+loop_harness.py     the real controller around any workers
+scripted.py         workers that only sleep
+terminal.py         a program in a terminal of its own
+rewards.py          a whole run with slow rewards; slow_task.py is its task
+asynchronous.py     whole runs at several η; held_out.py evaluates their weights
+variants.py         minirl with one part replaced; sweep.py: `minirl sweep` over them
+weights.py, queue.py, rollout.py, controller.py, simulator.py, dashboard.py, train.py   the benches
 
 A new bench is a function of Options that gives figures, and a line in BENCHES.
 """

@@ -1,4 +1,4 @@
-"""`minirl bench async`: one recipe, synchronous and asynchronous, on the same two processes.
+"""The async bench: one recipe, synchronous and asynchronous, on the same two processes.
 
     async_over_sync   trained tokens/s of the best η ≤ 4 / of η = 0: of each seed, and their median
     share_of_bound    trained tokens/s of that η / of perfect overlap
@@ -13,9 +13,9 @@ Each is a whole run of `minirl train recipes/async.toml --set train.lr=1e-4`, re
 and one trainer rank on a core each; η alone differs, and so the number of steps, groups and answers
 is the same. At the recipe's own learning rate accuracy at the end wanders by some points. Rates
 are of the steps in the middle, by the run's own clock: start-up, the first fill, and the end, where
-no more groups are begun than the run still needs, are left out. No evaluation is made while a run
-goes on: the trainer keeps every version's weights (variants.py), and they are judged afterwards.
-Seeds are of prompts and sampling; all start from the tiny model of seed 0. A seed's runs follow
+no more groups are begun than the run still needs, are left out. Nothing is evaluated
+during a run: the trainer keeps every version's weights (variants.py), and they are evaluated after
+it. Seeds are of prompts and sampling; all start from the tiny model of seed 0. A seed's runs follow
 each other, in turns from η = 0 upwards and downwards, so that a drift of the machine cancels out.
 
 Perfect overlap takes as long as the slower pool alone: max(g, t) seconds a token, where g and t are
@@ -27,7 +27,6 @@ of the synchronous engine, whose last answers run alone, are not in it either.
 """
 
 import shutil
-import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,12 +39,12 @@ from minirl.metrics import read
 from minirl.tools.sweep import estimate, train
 from minirl.workers import Worker
 from tests.bench import MODELS, Figure, Options, at_least, median
-from tests.bench.judge import Judge, accuracy_of
-from tests.bench.stage import Stage, stage
+from tests.bench.held_out import HeldOut, accuracy_of
+from tests.bench.processes import Processes, processes
+from tests.bench.variants import KEPT
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "async.toml"
-PROGRAM = (sys.executable, "-m", "tests.bench.variants", "keeping")
-KEPT = "weights"  # where that puts them
+PROGRAM = ("tests.bench.variants", "keeping")
 MODEL_SEED = 0
 MOST_ETA = 4  # of the figures with a goal
 LEAST_GAIN, LEAST_SHARE = 1.7, 0.9
@@ -132,14 +131,14 @@ def measure(options: Options) -> list[Figure]:
     size = QUICK if options.is_quick else FULL
     folder = ensure_tiny_model(MODEL_SEED, print)
     runs: Runs = {eta: [] for eta in size.etas}
-    with stage(num_parts=1) as here:
-        judge = here.part(here.rollout_place, Judge, str(folder), RECIPE, size.num_problems)
-        here.result(judge)
+    with processes(1) as here:
+        held_out = here.part(here.rollout_place, HeldOut, str(folder), RECIPE, size.num_problems)
+        here.result(held_out)
         for seed in range(size.num_seeds):
             for eta in size.order(seed):
                 run_dir = here.folder / f"eta-{eta}-seed-{seed}"
                 train(RECIPE, run_dir, settings(size, eta, seed, folder), PROGRAM)
-                runs[eta].append(look_at(run_dir, size, here, judge))
+                runs[eta].append(look_at(run_dir, size, here, held_out))
                 shutil.rmtree(run_dir)
     return figures(runs)
 
@@ -157,13 +156,13 @@ def settings(size: Size, eta: int, seed: int, folder: Path) -> list[str]:
     ]
 
 
-def look_at(run_dir: Path, size: Size, here: Stage, judge: Worker) -> Run:
+def look_at(run_dir: Path, size: Size, here: Processes, held_out: Worker) -> Run:
     """When the run has ended: its rates, and what its weights know."""
     lines = read(run_dir / "metrics.jsonl")
 
     def accuracy(line: dict[str, Any]) -> float:
         kept = run_dir / KEPT / f"{line['version']:06d}.safetensors"
-        return here.ask(judge, accuracy_of, kept)
+        return here.ask(held_out, accuracy_of, kept)
 
     last = accuracy(lines[-1])
     reached = None

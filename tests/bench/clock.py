@@ -39,7 +39,7 @@ def steady() -> float:
 
 
 def stolen(cores: Collection[int]) -> float:
-    """Seconds since the machine started, mean of these cores; 0 where nobody says."""
+    """Seconds since the machine started, mean of these cores; 0 where the kernel does not say."""
     with suppress(OSError, ValueError, IndexError), open("/proc/stat") as file:
         fields = {line.split()[0]: line.split() for line in file if line.startswith("cpu")}
         ticks = [int(fields[f"cpu{core}"][8]) for core in cores if f"cpu{core}" in fields]

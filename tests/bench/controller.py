@@ -1,4 +1,4 @@
-"""`minirl bench controller`: the real loop and fleet around workers that only sleep.
+"""The controller bench: the real loop around scripted workers, which only sleep.
 
     efficiency             share of its time that the bottleneck pool was at work: the smaller of
                            the two below. 1 is what that pool could do alone
@@ -13,24 +13,17 @@ with a long tail, in a time lapse: an answer takes 3 s on average, where a real 
 """
 
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-from minirl.buffer import Buffer
 from minirl.config import Config
 from minirl.devices import Placement
-from minirl.journal import Journal, View
-from minirl.loop import Loop
-from minirl.records import Example, Prompt
-from minirl.rollout.worker import Stop
-from minirl.tasks.prompts import Consumed
-from minirl.workers import Fleet, Role
+from minirl.workers import Role
 from tests.bench import Figure, Options, at_least
+from tests.bench.loop_harness import Around, Silent, View, run_loop
+from tests.bench.processes import processes
 from tests.bench.scripted import EngineScript, TrainerScript
 
 GOAL = 0.97
@@ -66,35 +59,6 @@ ANSWER = "Tom has 7 apples and buys 12 more: 7 + 12 = 19. " * 12
 SIGMA = 0.6  # of the logarithm of an answer's time: the longest of a step takes 6 times the mean
 
 
-class Silent:
-    """A view for nobody."""
-
-    def note(self, text: str) -> None: ...
-
-    def evaluated(self, version: int, accuracy: float) -> None: ...
-
-    def step(self, line: dict[str, Any]) -> None: ...
-
-
-class Prompts:
-    """An endless stream of one prompt."""
-
-    def __init__(self) -> None:
-        self.consumed = Consumed()
-        self._next = 0
-
-    def next(self) -> Prompt:
-        self._next += 1
-        return Prompt(self._next - 1, Example("?", "!"), (1, 2, 3))
-
-    @property
-    def waiting(self) -> list[int]:
-        return []
-
-    def put_back(self, index: int) -> None:
-        raise AssertionError(f"nothing is lost here, not even {index}")
-
-
 @dataclass(frozen=True)
 class Outcome:
     generation: float  # share of places at work
@@ -122,45 +86,28 @@ def play(
     train_s: float,
     folder: Path,
     view: View | None = None,
-    around: Sequence[Callable[[Loop], AbstractContextManager[object]]] = (),
+    around: Sequence[Around] = (),
 ) -> Outcome:
-    """`around`: what is entered before the loop runs and left when it has."""
-    config, cpu = (
-        recipe(shape, 0 if view is None else 2),
-        Placement("cpu", env={"OMP_NUM_THREADS": "1"}),
-    )
-    fleet = Fleet(folder, shape.num_engines + shape.num_ranks + 1)
+    """A run of scripted workers. Without a view it keeps no samples."""
+    config = recipe(shape, 0 if view is None else 2)
+    cpu = Placement("cpu", env={"OMP_NUM_THREADS": "1"})
     body = "tests.bench.scripted:{}".format
-    try:
+    with processes(shape.num_engines + shape.num_ranks + 1, folder) as here:
         for rank in range(shape.num_ranks):
-            name = "silent_trainer" if rank else "trainer"
-            fleet.spawn(Role.TRAIN, rank, body(name), TrainerScript(train_s), cpu)
+            script = TrainerScript(train_s, is_first=rank == 0)
+            here.spawn(Role.TRAIN, body("trainer"), script, cpu)
         for rank in range(shape.num_engines):
-            script = EngineScript(shape.num_places, shape.answer_s, SIGMA, rank, trainer_row=0)
-            fleet.spawn(Role.ROLLOUT, rank, body("engine"), script, cpu)
-        fleet.spawn(Role.VERIFY, 0, body("verifier"), "" if view is None else ANSWER, cpu)
-        journal = Journal(config, folder, fleet, view or Silent())
-        buffer = Buffer(shape.batch_size, shape.eta)
-        heldout = [Prompt(0, Example("?", "!"), (1, 2, 3))]
-        loop = Loop(config, fleet, Prompts(), heldout, buffer, journal)  # type: ignore[arg-type]
-        started = time.process_time()
-        with ExitStack() as stack:
-            for enter in around:
-                stack.enter_context(enter(loop))
-            loop.run()
-        cpu_s = time.process_time() - started
-        fleet.stop(Stop())
-    finally:
-        fleet.kill()
-    lines = journal.log.lines[shape.num_warm : shape.num_warm + shape.num_counted]
-    before = journal.log.lines[shape.num_warm - 1]
-    journal.close()
-    seconds = lines[-1]["seconds"] - before["seconds"]
+            engine = EngineScript(shape.num_places, shape.answer_s, SIGMA, rank, trainer_row=0)
+            here.spawn(Role.ROLLOUT, body("engine"), engine, cpu)
+        here.spawn(Role.VERIFY, body("verifier"), "" if view is None else ANSWER, cpu)
+        run = run_loop(config, here.fleet, folder, view or Silent(), around=around)
+    lines = run.lines[shape.num_warm : shape.num_warm + shape.num_counted]
+    seconds = lines[-1]["seconds"] - run.lines[shape.num_warm - 1]["seconds"]
     return Outcome(
         1 - fmean(line["rollout/idle_frac"] for line in lines),
         1 - fmean(line["train/idle_frac"] for line in lines),
         len(lines) * max(train_s, shape.generation_s) / seconds,
-        1e6 * cpu_s / buffer.ledger.submitted,
+        1e6 * run.cpu_s / run.buffer.ledger.submitted,
     )
 
 

@@ -1,7 +1,7 @@
-"""`python -m tests.bench dashboard`: what it costs to be watched.
+"""The dashboard bench: what it costs to be watched.
 
     dashboard_cost     CPU seconds a second that the reporter takes of one core: samples of the
-                       board, a status, status.json, a frame, and writing it to a terminal of
+                       board, a snapshot, status.json, a frame, and writing it to a terminal of
                        160 × 50. A box has many cores, so it costs throughput still less
     cost_80x24         the same in a small terminal
     status_cost        without a terminal: status.json alone
@@ -21,12 +21,13 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
+from minirl.view.dashboard.snapshot import STATUS
+
 from minirl.launch import _signals
-from minirl.loop import Loop
 from minirl.view.console import ConsoleView
-from minirl.view.status import FILE
 from tests.bench import Figure, Options, at_most
 from tests.bench.controller import Shape, play
+from tests.bench.loop_harness import Loop
 from tests.bench.terminal import Terminal
 
 GOAL = 0.01
@@ -64,7 +65,7 @@ def cost(folder: Path, size: tuple[int, int] | None, steps: int, engines: int) -
     finally:
         terminal.close()
     assert code == 0, terminal.seen[-2000:].decode(errors="replace")
-    return json.loads((folder / FILE).read_text())["cost"]
+    return json.loads((folder / STATUS).read_text())["cost"]
 
 
 def measure(options: Options) -> list[Figure]:
@@ -73,7 +74,7 @@ def measure(options: Options) -> list[Figure]:
         large = cost(Path(name) / "large", LARGE, steps, engines)
         small = cost(Path(name) / "small", SMALL, steps, engines)
         plain = cost(Path(name) / "plain", None, steps, engines)
-        num_bytes = os.path.getsize(Path(name) / "large" / FILE)
+        num_bytes = os.path.getsize(Path(name) / "large" / STATUS)
     return [
         at_most("dashboard_cost", large, GOAL, "CPU seconds a second, of one core, 160 × 50"),
         Figure("cost_80x24", small, note="the same in a small terminal"),

@@ -16,7 +16,7 @@ CHUNKED, FULL = "chunked", "full"
 
 
 def peak_bytes(pipe: Connection, kind: str, num_tokens: int) -> int:
-    """Run in a process of its own, which gives memory back to nobody."""
+    """Run in a process of its own, which keeps the memory that it was given."""
     torch.manual_seed(0)
     hidden_NE = torch.randn(num_tokens, WIDTH, requires_grad=True)
     weight_VE = torch.randn(VOCAB, WIDTH, requires_grad=True)

@@ -1,4 +1,4 @@
-"""`minirl bench queue`: finished trajectories from one process to another.
+"""The queue bench: finished trajectories from one process to another.
 
     ring_over_mp_queue   trajectories/s through the ring / through torch.multiprocessing.Queue
     ring_over_memcpy     bytes/s through the ring / of a plain memcpy into shared memory
@@ -26,7 +26,7 @@ from minirl.rollout.worker import Finished
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.segment import Segment
 from tests.bench import Figure, Options, at_least, median
-from tests.bench.stage import stage
+from tests.bench.processes import processes
 
 DEPTH = 32  # trajectories on the way at once
 PROMPT_TOKENS = 256
@@ -86,7 +86,7 @@ def _at_length(size: Size, is_goal: bool) -> list[Figure]:
     queue = context.Queue(DEPTH)
     reading, writing = context.Pipe()
     rates: dict[str, list[float]] = {"ring": [], "queue": [], "memcpy": []}
-    with stage(num_parts=2) as here:
+    with processes(2) as here:
         reader = here.part(here.train_place, Reader, ring, queue, reading)
         writer = here.part(here.rollout_place, Writer, ring, queue, writing, size.num_tokens)
         expected = [here.result(part) for part in (writer, reader)] and here.ask(writer, total_of)

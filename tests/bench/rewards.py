@@ -1,4 +1,4 @@
-"""`minirl bench rewards`: what slow rewards cost generation.
+"""The rewards bench: what slow rewards cost generation.
 
     generation_cost   share of tokens/s that the engine loses when every reward takes 200 ms and one
                       in 100 hangs until its verifier is replaced, against rewards that take nothing
@@ -26,27 +26,25 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from minirl.buffer import Buffer, Drop
+from minirl.buffer import Drop
 from minirl.config import Config
-from minirl.journal import Journal
-from minirl.loop import Loop
 from minirl.records import Example, Prompt
 from minirl.rollout.engine import Engine, Sampling
-from minirl.rollout.worker import Request, RolloutSetup, RolloutWorker, Started, Stop
+from minirl.rollout.worker import Request, RolloutSetup, RolloutWorker, Started
 from minirl.shm.board import TOTALS, BoardWriter, State, Total
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.segment import Segment
 from minirl.shm.weights import WeightStore
 from minirl.tasks.verifier import VerifierSetup
-from minirl.train.messages import Ready, Save, Saved, Train, Trained
 from minirl.workers import Role
 from tests.bench import Figure, Options, at_most, median
 from tests.bench.clock import now, stolen
-from tests.bench.controller import Prompts
-from tests.bench.line import SEED, random_prompt
+from tests.bench.loop_harness import LoopRun, Prompts, Silent, run_loop
 from tests.bench.models import SHAPES, Publisher
+from tests.bench.processes import Processes, processes
+from tests.bench.scripted import TrainerScript, serve_training
 from tests.bench.slow_task import HANGS, SLOW_S, Phase, Switch, Work
-from tests.bench.stage import Stage, stage
+from tests.bench.worker_harness import SEED, random_prompt
 
 GOAL = 0.02
 GAUGE_EVERY, GAUGE_TIMES = 8, 24  # engine turns; about 2 % of the engine's time
@@ -85,14 +83,14 @@ QUICK = Size(2, 2, 4, 8, 2, turns=1, steps_per_turn=1, steps_between=1, timeout_
 def measure(options: Options) -> list[Figure]:
     shape = SHAPES[options.model]
     size = QUICK if options.is_quick else SIZES[options.model]
-    with stage(num_parts=2 + size.num_verifiers) as here:
+    with processes(2 + size.num_verifiers) as here:
         folder = shape.write(here.folder / "model")
         _write_tokenizer(Path(folder), shape.vocab)
         switch = Switch(Segment(Switch.NUM_BYTES))
         conductor = Conductor(switch, size, here.rollout_place.cores)
         store = WeightStore(shape.table, "float32")
         with _on_cores(here.train_place.cores):
-            buffer = _play(here, size, conductor, folder, store)
+            buffer = _play(here, size, conductor, folder, store).buffer
     raw = {p: [work.tokens / work.seconds for work in conductor.turns[p]] for p in Phase}
     rates = {p: [work.tokens_per_gauge for work in conductor.turns[p]] for p in Phase}
     batch = {p: [work.tokens / work.steps for work in conductor.turns[p]] for p in Phase}
@@ -120,27 +118,24 @@ def _costs(rates: dict[Phase, list[float]]) -> list[float]:
     return [1 - rate / ((before + after) / 2) for rate, before, after in pairs]
 
 
-def _play(here: Stage, size: Size, conductor: "Conductor", folder: str, store: WeightStore) -> Any:
+def _play(
+    here: Processes, size: Size, conductor: "Conductor", folder: str, store: WeightStore
+) -> LoopRun:
     config = _recipe(size, conductor.switch.segment.path)
     num_cells = config.num_slots * size.group_size + config.eval.num_prompts
     ring = TrajectoryRing(num_cells, config.max_tokens_per_trajectory)
-    fleet, body = here.fleet, "tests.bench.rewards:{}".format
-    script = TrainerScript(folder, store, size.train_s)
-    fleet.spawn(Role.TRAIN, 0, body("trainer"), script, here.train_place)
+    body = "tests.bench.rewards:{}".format
+    script = PublishingScript(size.train_s, folder=folder, store=store)
+    here.spawn(Role.TRAIN, body("trainer"), script, here.train_place)
     setup = RolloutSetup(config, folder, here.kind, SEED, ring, store)
     watched = EngineScript(setup, conductor.switch)
-    fleet.spawn(Role.ROLLOUT, 0, body("engine"), watched, here.rollout_place)
+    here.spawn(Role.ROLLOUT, body("engine"), watched, here.rollout_place)
     aside = replace(here.train_place, env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
-    for rank in range(size.num_verifiers):
+    for _ in range(size.num_verifiers):
         grader = VerifierSetup(config, folder, ring)
-        fleet.spawn(Role.VERIFY, rank, "minirl.tasks.verifier:run", grader, aside)
+        here.spawn(Role.VERIFY, "minirl.tasks.verifier:run", grader, aside)
     prompts = RandomPrompts(size.prompt_tokens, vocab=300)
-    buffer = Buffer(size.batch_size, size.eta)
-    journal = Journal(config, here.folder, fleet, conductor)
-    Loop(config, fleet, prompts, [prompts.next()], buffer, journal).run()  # type: ignore[arg-type]
-    fleet.stop(Stop())
-    journal.close()
-    return buffer
+    return run_loop(config, here.fleet, here.folder, conductor, prompts)
 
 
 def _recipe(size: Size, switch: str) -> Config:
@@ -170,17 +165,13 @@ def _recipe(size: Size, switch: str) -> Config:
     )
 
 
-class Conductor:
-    """A view of the run for nobody, that turns the switch between steps and notes the rates."""
+class Conductor(Silent):
+    """A view that shows nothing: it turns the switch between steps and notes the rates."""
 
     def __init__(self, switch: Switch, size: Size, cores: tuple[int, ...]):
         self.switch, self.size, self._cores = switch, size, cores
         self.turns: dict[Phase, list[Work]] = {phase: [] for phase in Phase}
         self._before, self._stolen_before = Work(0.0, 0.0, 0.0), 0.0
-
-    def note(self, text: str) -> None: ...
-
-    def evaluated(self, version: int, accuracy: float) -> None: ...
 
     def step(self, line: dict[str, Any]) -> None:
         """After the steps between, a turn begins to count; after its steps it ends."""
@@ -238,34 +229,16 @@ def _write_tokenizer(folder: Path, vocab: int) -> None:
 
 
 @dataclass(frozen=True)
-class TrainerScript:
-    folder: str
-    store: WeightStore
-    step_s: float
+class PublishingScript(TrainerScript):
+    folder: str = ""
+    store: WeightStore | None = None
 
 
-def trainer(script: TrainerScript, board: BoardWriter, pipe: Connection) -> None:
+def trainer(script: PublishingScript, board: BoardWriter, pipe: Connection) -> None:
     """Sleeps for a step, and publishes as a real one does."""
+    assert script.store is not None
     publisher = Publisher(pipe, script.folder, script.store)
-    board.serving(0, 0)
-    pipe.send(Ready())
-    while True:
-        board.enter(State.WAITING_FOR_BATCH)
-        request = pipe.recv()
-        if isinstance(request, Save):
-            pipe.send(Saved(request.folder))
-        elif isinstance(request, Train):
-            board.enter(State.TRAINING)
-            time.sleep(script.step_s)
-            publisher.publish()
-            version = request.batch.version + 1
-            board.serving(version, 0)
-            oldest = min(group.head_version for group in request.batch.groups)
-            staleness = float(request.batch.version - oldest)
-            values = {"buffer/staleness_mean": staleness, "buffer/staleness_max": staleness}
-            pipe.send(Trained(version, {"train/tokens": 0.0, **values}))
-        else:
-            return
+    serve_training(script, board, pipe, publisher.publish)
 
 
 @dataclass(frozen=True)

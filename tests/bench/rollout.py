@@ -1,4 +1,4 @@
-"""`minirl bench rollout`: the rollout worker against the engine it is made of.
+"""The rollout bench: the rollout worker against the engine it is made of.
 
     worker_over_bare_vllm       tokens/s of the worker's loop (logprobs, versions, ring, messages) /
                                 of vllm.LLM.generate over the same prompts with the same sampling
@@ -21,9 +21,9 @@ from minirl.shm.weights import WeightStore
 from minirl.workers import Worker
 from tests.bench import Figure, Options, at_least, median
 from tests.bench.clock import steady
-from tests.bench.line import Line, Waiting, config_of, random_prompt
 from tests.bench.models import SHAPES, Publisher, publish, publish_every
-from tests.bench.stage import Stage, stage
+from tests.bench.processes import Processes, processes
+from tests.bench.worker_harness import WaitingLongTailed, WorkerHarness, config_of, random_prompt
 
 UPDATE_S = 1.0
 
@@ -53,7 +53,7 @@ QUICK = Size(4, 4, 2, 16, 8, 1, 32, 1, 4, 1)
 def measure(options: Options) -> list[Figure]:
     shape = SHAPES[options.model]
     size = QUICK if options.is_quick else SIZES[options.model]
-    with stage(num_parts=2) as here:
+    with processes(2) as here:
         folder = shape.write(here.folder / "model")
         store = WeightStore(shape.table, "float32")
         publisher = here.part(here.train_place, Publisher, folder, store)
@@ -81,8 +81,9 @@ class Rivals:
             self.bare["onednn"] = bare_engine(config, folder, kind)
         devices.keep_weights_writable()
         self.bare["bare"] = bare_engine(config, folder, kind)
-        self.line = Line(pipe, config, folder, kind, store)
-        self.waiting = Line(pipe, config, folder, kind, store, Waiting, self.line.engine)
+        self.worker = WorkerHarness(pipe, config, folder, kind, store)
+        engine = self.worker.engine
+        self.waiting = WorkerHarness(pipe, config, folder, kind, store, WaitingLongTailed, engine)
 
     def prompts(self) -> list[list[int]]:
         """The same for all that are given the same seed."""
@@ -129,16 +130,16 @@ def run_bare(rivals: Rivals, name: str, logprobs: int | None) -> float:
 
 
 def run_worker(rivals: Rivals) -> float:
-    line, size = rivals.line, rivals.size
-    before, prompts = line.num_tokens, rivals.prompts()
+    worker, size = rivals.worker, rivals.size
+    before, prompts = worker.num_tokens, rivals.prompts()
     start = steady()
     for prompt in prompts:
-        line.submit(prompt, size.new_tokens, size.group_size)
-    line.run_until(lambda: line.is_idle)
-    return (line.num_tokens - before) / (steady() - start)
+        worker.submit(prompt, size.new_tokens, size.group_size)
+    worker.run_until(lambda: worker.is_idle)
+    return (worker.num_tokens - before) / (steady() - start)
 
 
-def _against_bare(here: Stage, rivals: Worker, publisher: Worker, size: Size) -> list[Figure]:
+def _against_bare(here: Processes, rivals: Worker, publisher: Worker, size: Size) -> list[Figure]:
     rates: dict[str, list[float]] = {}
 
     def run(name: str, *call: Any) -> None:
@@ -183,24 +184,26 @@ def _against_bare(here: Stage, rivals: Worker, publisher: Worker, size: Size) ->
 def run_long_tail(rivals: Rivals, name: str) -> tuple[float, float, float]:
     """Until so many updates were taken: tokens, seconds, finished answers per update."""
     size = rivals.size
-    line = rivals.line if name == "interruptible" else rivals.waiting
+    worker = rivals.worker if name == "interruptible" else rivals.waiting
     rng = random.Random(rivals.seed)
 
     def feed() -> None:
         length = int(rng.lognormvariate(0.0, 1.0) * size.tail_tokens / 8)
         prompt = random_prompt(rng, size.prompt_tokens, rivals.vocab)
-        line.submit(prompt, max(2, min(length, size.tail_tokens)))
+        worker.submit(prompt, max(2, min(length, size.tail_tokens)))
 
-    tokens, reloads = line.num_tokens, line.num_reloads
+    tokens, reloads = worker.num_tokens, worker.num_reloads
     start = steady()
-    line.run_until(lambda: line.num_reloads - reloads >= size.num_updates, feed)
+    worker.run_until(lambda: worker.num_reloads - reloads >= size.num_updates, feed)
     spent = steady() - start
-    sampled = line.num_tokens - tokens
-    line.clear()
-    return sampled, spent, line.num_reloads - reloads
+    sampled = worker.num_tokens - tokens
+    worker.clear()
+    return sampled, spent, worker.num_reloads - reloads
 
 
-def _against_waiting(here: Stage, rivals: Worker, publisher: Worker, size: Size) -> list[Figure]:
+def _against_waiting(
+    here: Processes, rivals: Worker, publisher: Worker, size: Size
+) -> list[Figure]:
     rates: dict[str, list[float]] = {"interruptible": [], "waiting": []}
     for _ in range(size.tail_repeats):
         here.ask(rivals, next_prompts)

@@ -1,6 +1,5 @@
-"""Workers that only sleep: an engine, a trainer rank and a verifier that say what real ones say.
-
-What they cost the machine is next to nothing, so that a bench sees what the controller costs. An
+"""Scripted workers, which only sleep: an engine, a trainer rank and a verifier that send what real
+ones send. They cost the machine next to nothing, so that a bench sees the controller's cost. An
 engine's places fall free by its own time table, not when the process happens to wake up; a place is
 idle from then until a sequence that had arrived by some moment takes it at that moment.
 """
@@ -9,6 +8,7 @@ import heapq
 import random
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -19,7 +19,7 @@ from minirl.shm.board import BoardWriter, State, Total
 from minirl.tasks.verifier import Grade, Graded
 from minirl.train.messages import Ready, Save, Saved, Train, Trained
 
-TICK_S = 0.02  # an engine tells of what is done this often, as a step would
+TICK_S = 0.02  # an engine reports what is done this often, as a step would
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class EngineScript:
 @dataclass(frozen=True)
 class TrainerScript:
     step_s: float
+    is_first: bool = True
 
 
 class ScriptedEngine:
@@ -95,7 +96,7 @@ class ScriptedEngine:
             self.next_key += 1
 
     def account(self, now: float) -> None:
-        """Places that nobody took are idle up to now."""
+        """Places that are free are idle up to now."""
         idle_s = sum(now - since for since in self.free if since < now)
         self.board.add(Total.IDLE_S, idle_s / self.script.num_places)
         self.free = [max(now, since) for since in self.free]
@@ -108,34 +109,14 @@ def engine(script: EngineScript, board: BoardWriter, pipe: Connection) -> None:
 
 
 def trainer(script: TrainerScript, board: BoardWriter, pipe: Connection) -> None:
+    serve_training(script, board, pipe, publish=lambda: None)
+
+
+def serve_training(
+    script: TrainerScript, board: BoardWriter, pipe: Connection, publish: Callable[[], None]
+) -> None:
+    """A rank that sleeps for a step. All ranks train, and only the first one reports."""
     board.serving(0, 0)
-    pipe.send(Ready())
-    while True:
-        board.enter(State.WAITING_FOR_BATCH)
-        request = pipe.recv()
-        if isinstance(request, Save):
-            pipe.send(Saved(request.folder))
-        elif isinstance(request, Train):
-            board.enter(State.TRAINING)
-            time.sleep(script.step_s)
-            version = request.batch.version + 1
-            board.serving(version, 0)
-            oldest = min(group.head_version for group in request.batch.groups)
-            values = {
-                "train/tokens": 0.0,
-                "train/tokens_per_s": 1000.0 / script.step_s,
-                "train/logprob_gap": 1e-6,
-                "buffer/staleness_mean": float(request.batch.version - oldest),
-                "buffer/staleness_max": float(request.batch.version - oldest),
-            }
-            ages = (3, 2, 1)
-            pipe.send(Trained(version, dict(values), ages=ages))
-        else:
-            return
-
-
-def silent_trainer(script: TrainerScript, board: BoardWriter, pipe: Connection) -> None:
-    """Of the other ranks: they train along, and only the first speaks."""
     pipe.send(Ready())
     while True:
         board.enter(State.WAITING_FOR_BATCH)
@@ -143,8 +124,27 @@ def silent_trainer(script: TrainerScript, board: BoardWriter, pipe: Connection) 
         if isinstance(request, Train):
             board.enter(State.TRAINING)
             time.sleep(script.step_s)
+            publish()
         elif not isinstance(request, Save):
             return
+        if script.is_first:
+            pipe.send(reply(request, script, board))
+
+
+def reply(request: Train | Save, script: TrainerScript, board: BoardWriter) -> Trained | Saved:
+    if isinstance(request, Save):
+        return Saved(request.folder)
+    version = request.batch.version + 1
+    board.serving(version, 0)
+    oldest = min(group.head_version for group in request.batch.groups)
+    values: dict[str, float | None] = {
+        "train/tokens": 0.0,
+        "train/tokens_per_s": 1000.0 / script.step_s,
+        "train/logprob_gap": 1e-6,
+        "buffer/staleness_mean": float(request.batch.version - oldest),
+        "buffer/staleness_max": float(request.batch.version - oldest),
+    }
+    return Trained(version, values, ages=(3, 2, 1))
 
 
 def verifier(answer: str, board: BoardWriter, pipe: Connection) -> None:

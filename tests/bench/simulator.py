@@ -1,4 +1,4 @@
-"""`minirl bench simulator`: what the controller's decisions cost, without processes.
+"""The simulator bench: what the controller's decisions cost, without processes.
 
 group_events_a_minute  groups admitted, made ready, taken into a batch and published: four
                        events a group, through the real Buffer, Pace and Dispatcher

@@ -1,4 +1,4 @@
-"""A task whose rewards take their time, for `minirl bench rewards`, and the switch that says when.
+"""A task with slow rewards, for the rewards bench, and the switch that says when they are slow.
 
 Loads neither torch nor vLLM: it is what a real verifier runs.
 """

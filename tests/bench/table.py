@@ -1,4 +1,4 @@
-"""Figures as a table for the docs. Takes the JSON files that `minirl bench … --json` wrote, gives
+"""Figures as a table for the docs. Takes the JSON files of `python -m tests.bench … --json`, gives
 Markdown; no number in docs/benchmarks.md is typed by hand.
 
     python -m tests.bench.table weights.json rollout.json …

@@ -1,4 +1,4 @@
-"""`minirl bench train`: a training step against bare loops, and what its parts save.
+"""The train bench: a training step against bare loops, and what its parts save.
 
     step_over_bare_loop        tokens/s of a whole step (read, pack, forward, backward, clip, AdamW,
                                publish) / of transformers' forward, cross-entropy, backward and
@@ -22,10 +22,10 @@ Each on one core but the last, which is by the wall clock; repeats are interleav
 from minirl.workers import Worker
 from tests.bench import Figure, Options, at_least, at_most, median
 from tests.bench.batches import Size, draw, write_model
-from tests.bench.desk import LOOPS, Desk, bare, count_tokens, step
 from tests.bench.memory import CHUNKED, FULL, peak_bytes
 from tests.bench.models import SHAPES
-from tests.bench.stage import Stage, stage
+from tests.bench.processes import Processes, processes
+from tests.bench.trainer_harness import LOOPS, TrainerHarness, bare, count_tokens, step
 from tests.bench.two_ranks import tokens_per_s
 
 SIZES = {
@@ -65,31 +65,31 @@ QUICK = Size(
 def measure(options: Options) -> list[Figure]:
     shape = SHAPES[options.model]
     size = QUICK if options.is_quick else SIZES[options.model]
-    with stage(num_parts=3) as here:
+    with processes(3) as here:
         folder = write_model(shape, here.folder / "model")
-        desk = here.part(here.train_place, Desk, folder, size, shape.vocab)
-        here.result(desk)
+        harness = here.part(here.train_place, TrainerHarness, folder, size, shape.vocab)
+        here.result(harness)
         seconds: dict[str, list[float]] = {name: [] for name in LOOPS}
         for repeat in range(size.repeats + 1):
             for name, loop in LOOPS.items():
-                took = here.ask(desk, loop)
+                took = here.ask(harness, loop)
                 if repeat:  # the first is a warm-up
                     seconds[name].append(took)
         took_by = {name: median(times) for name, times in seconds.items()}
         return [
-            _against_bare(here, desk, 2 * size.repeats),
-            *_speeds(took_by, here.ask(desk, count_tokens)),
+            _against_bare(here, harness, 2 * size.repeats),
+            *_speeds(took_by, here.ask(harness, count_tokens)),
             _memory(here, num_tokens=64 if options.is_quick else 4096),
-            _two_ranks(here, folder, size, shape.vocab),
+            _two_ranks(folder, size, shape.vocab),
         ]
 
 
-def _against_bare(here: Stage, desk: Worker, repeats: int) -> Figure:
+def _against_bare(here: Processes, harness: Worker, repeats: int) -> Figure:
     """In an order in which a drift cancels out."""
     ratios = []
     for _ in range(repeats):
         step_s, bare_s, bare_again_s, step_again_s = (
-            here.ask(desk, loop) for loop in (step, bare, bare, step)
+            here.ask(harness, loop) for loop in (step, bare, bare, step)
         )
         ratios.append((bare_s + bare_again_s) / (step_s + step_again_s))
     return at_least("step_over_bare_loop", median(ratios), 0.95, "tokens/s, same packed tokens")
@@ -113,7 +113,7 @@ def _speeds(took: dict[str, float], num_tokens: int) -> list[Figure]:
     ]
 
 
-def _memory(here: Stage, num_tokens: int) -> Figure:
+def _memory(here: Processes, num_tokens: int) -> Figure:
     """Each in a process of its own, which it ends with."""
     peaks = {}
     for kind in (CHUNKED, FULL):
@@ -125,11 +125,11 @@ def _memory(here: Stage, num_tokens: int) -> Figure:
     return at_most("chunked_over_full_memory", mib[0] / mib[1], 0.25, note)
 
 
-def _two_ranks(here: Stage, folder: str, size: Size, vocab: int) -> Figure:
+def _two_ranks(folder: str, size: Size, vocab: int) -> Figure:
     drawn, config = draw(size, vocab), size.config(lr=1e-6)
     speeds: dict[int, list[float]] = {1: [], 2: []}
     for _ in range(2 if size.repeats > 1 else 1):
         for num_ranks, found in speeds.items():
-            found.append(tokens_per_s(here.folder, folder, config, drawn, num_ranks, size.repeats))
+            found.append(tokens_per_s(folder, config, drawn, num_ranks, size.repeats))
     ratio = median(speeds[2]) / median(speeds[1])
     return Figure("two_ranks_over_one", ratio, note="tokens/s, one core each")

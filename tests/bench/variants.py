@@ -1,7 +1,7 @@
 """minirl with one part replaced: what an ablation compares with, and what a bench looks into.
 
     python -m tests.bench.variants NAME train RECIPE …
-    minirl sweep RECIPE --vary variant=none,NAME
+    python -m tests.bench.sweep RECIPE --vary variant=none,NAME
 
     waiting   new weights wait until every running answer is finished, and none is begun meanwhile:
               generation that cannot be interrupted (the paper's figure 6b)
@@ -13,7 +13,7 @@
     keeping   nothing is different, but the trainer keeps the weights of every version in
               RUN/weights/<version>.safetensors
 
-These are no settings: nobody should train like that. Imports stay inside the bodies, which run in
+These are no settings: no run should train like that. Imports stay inside the bodies, which run in
 processes of their own.
 """
 
@@ -35,15 +35,15 @@ KEPT = "weights"  # in the run directory; bench/asynchronous.py looks there
 
 def waiting_engine(setup: "RolloutSetup", board: "BoardWriter", pipe: Connection) -> None:
     from minirl.rollout import worker
-    from tests.bench.line import Waits
+    from tests.bench.worker_harness import WaitingWorker
 
-    worker.RolloutWorker = Waits  # type: ignore[misc]
+    worker.RolloutWorker = WaitingWorker  # type: ignore[misc]
     worker.run(setup, board, pipe)
 
 
 def fixed_trainer(setup: "TrainerSetup", board: "BoardWriter", pipe: Connection) -> None:
     from minirl.train import trainer
-    from tests.bench.desk import FixedCount
+    from tests.bench.trainer_harness import FixedCount
 
     class Fixed(trainer.Trainer):
         def __init__(self, *arguments: Any):

@@ -1,4 +1,4 @@
-"""`minirl bench weights`: what it costs to publish weights, to take them, and to take them often.
+"""The weights bench: what it costs to publish weights, to take them, and to take them often.
 
     publish_over_memcpy       WeightStore.publish / one memcpy of as many bytes into shared memory
     pause_over_copy           the worse of the two below
@@ -27,9 +27,9 @@ from minirl.shm.weights import CANARY_TOKENS, WeightStore
 from minirl.workers import Worker
 from tests.bench import Figure, Options, at_most, median
 from tests.bench.clock import now, steady
-from tests.bench.line import Line, config_of, random_prompt
 from tests.bench.models import SHAPES, Publisher, publish, publish_every
-from tests.bench.stage import Stage, stage
+from tests.bench.processes import Processes, processes
+from tests.bench.worker_harness import WorkerHarness, config_of, random_prompt
 
 MODES = {"keep": 0.03, "recompute": 0.15}  # and how much of the throughput updates may cost
 UPDATE_S = 1.0
@@ -59,18 +59,20 @@ QUICK = Size(4, 16, 32, 4, 3, 2, 1, 1.0, 1)
 def measure(options: Options) -> list[Figure]:
     shape = SHAPES[options.model]
     size = QUICK if options.is_quick else SIZES[options.model]
-    with stage(num_parts=2) as here:
+    with processes(2) as here:
         folder = shape.write(here.folder / "model")
         store = WeightStore(shape.table, "float32")
         publisher = here.part(here.train_place, Publisher, folder, store)
-        lines = here.part(here.rollout_place, Lines, folder, here.kind, store, size, shape.vocab)
+        engines = here.part(
+            here.rollout_place, Engines, folder, here.kind, store, size, shape.vocab
+        )
         here.result(publisher)
         figures = _publishing(here.ask(publisher, time_publishing, size.num_copies))
-        here.result(lines)
-        figures += _pauses(here, lines, publisher, size)
+        here.result(engines)
+        figures += _pauses(here, engines, publisher, size)
         for mode, goal in MODES.items():
             limit = goal if options.model == "tiny" else None
-            figures += _throughput(here, lines, publisher, size, mode, limit)
+            figures += _throughput(here, engines, publisher, size, mode, limit)
     return figures
 
 
@@ -119,7 +121,7 @@ class Pause:
     step_s: float  # a decode step just before
 
 
-class Lines:
+class Engines:
     """One engine of each mode in one process; one works at a time."""
 
     def __init__(
@@ -134,22 +136,22 @@ class Lines:
         self.size, self.store, self.vocab = size, store, vocab
         self.rng = random.Random(0)
         self.keys = count()
-        self.lines = {}
+        self.workers: dict[str, WorkerHarness] = {}
         for mode in MODES:
             longest = size.prompt_tokens + CANARY_TOKENS
             config = config_of(longest, size.new_tokens, size.num_seqs, mode, size.kv_cache_gib)
-            self.lines[mode] = Line(pipe, config, folder, kind, store)
+            self.workers[mode] = WorkerHarness(pipe, config, folder, kind, store)
 
     def prompt(self) -> list[int]:
         return random_prompt(self.rng, self.size.prompt_tokens, self.vocab)
 
 
-def time_pause(lines: Lines, mode: str) -> Pause:
+def time_pause(engines: Engines, mode: str) -> Pause:
     """The store has a newer version than the engine of this mode."""
-    size, engine = lines.size, lines.lines[mode].engine
+    size, engine = engines.size, engines.workers[mode].engine
     written = {}
     for _ in range(size.num_seqs):
-        prompt, key = lines.prompt(), next(lines.keys)
+        prompt, key = engines.prompt(), next(engines.keys)
         written[key] = prompt
         engine.add(key, prompt, Sampling(size.new_tokens, 1.0), priority=key)
     while min(len(tokens) for tokens in written.values()) < size.prompt_tokens + size.steps_before:
@@ -164,8 +166,8 @@ def time_pause(lines: Lines, mode: str) -> Pause:
     engine.abort(list(written))
     while engine.is_busy:  # the canary, where the weights changed again
         engine.step()
-    copy_s = bare_copy(engine, lines.store)
-    prefill_s = bare_prefill(engine, [lines.prompt()[:1] * n for n in lengths.values()])
+    copy_s = bare_copy(engine, engines.store)
+    prefill_s = bare_prefill(engine, [engines.prompt()[:1] * n for n in lengths.values()])
     return Pause(reload_s, until_next_token_s, copy_s, prefill_s, step_s)
 
 
@@ -202,12 +204,12 @@ def bare_prefill(engine: Engine, prompts: list[list[int]]) -> float:
     return now() - start
 
 
-def _pauses(here: Stage, lines: Worker, publisher: Worker, size: Size) -> list[Figure]:
+def _pauses(here: Processes, engines: Worker, publisher: Worker, size: Size) -> list[Figure]:
     pauses: dict[str, list[Pause]] = {mode: [] for mode in MODES}
     for _ in range(size.num_pauses + 1):
         for mode in MODES:
             here.ask(publisher, publish)
-            pauses[mode].append(here.ask(lines, time_pause, mode))
+            pauses[mode].append(here.ask(engines, time_pause, mode))
     keep, recompute = pauses["keep"][1:], pauses["recompute"][1:]  # the first warms up
     keep_ratio = median([p.reload_s / p.copy_s for p in keep])
     recompute_ratio = median(
@@ -257,42 +259,44 @@ class Window:
         return lost_s / max(1.0, self.num_reloads) / UPDATE_S
 
 
-def generate(lines: Lines, mode: str, seconds: float) -> Window:
-    line, size = lines.lines[mode], lines.size
+def generate(engines: Engines, mode: str, seconds: float) -> Window:
+    worker, size = engines.workers[mode], engines.size
 
     def feed() -> None:
-        line.submit(lines.prompt(), lines.rng.randrange(size.new_tokens // 4, size.new_tokens + 1))
+        worker.submit(
+            engines.prompt(), engines.rng.randrange(size.new_tokens // 4, size.new_tokens + 1)
+        )
 
-    before_tokens, before_reloads = line.num_tokens, line.num_reloads
+    before_tokens, before_reloads = worker.num_tokens, worker.num_reloads
     start, end = steady(), time.monotonic() + seconds
-    line.run_until(lambda: time.monotonic() >= end, feed)
+    worker.run_until(lambda: time.monotonic() >= end, feed)
     return Window(
-        line.num_tokens - before_tokens, line.num_reloads - before_reloads, steady() - start
+        worker.num_tokens - before_tokens, worker.num_reloads - before_reloads, steady() - start
     )
 
 
-def clear(lines: Lines, mode: str) -> None:
-    lines.lines[mode].clear()
+def clear(engines: Engines, mode: str) -> None:
+    engines.workers[mode].clear()
 
 
 def _throughput(
-    here: Stage, lines: Worker, publisher: Worker, size: Size, mode: str, goal: float | None
+    here: Processes, engines: Worker, publisher: Worker, size: Size, mode: str, goal: float | None
 ) -> list[Figure]:
     window_s = size.window_s
-    here.ask(lines, generate, mode, window_s)  # fills the engine; also warms it up
+    here.ask(engines, generate, mode, window_s)  # fills the engine; also warms it up
     rates, costs = [], []
-    before: Window = here.ask(lines, generate, mode, window_s)
+    before: Window = here.ask(engines, generate, mode, window_s)
     for _ in range(size.num_windows):
-        here.begin(lines, generate, mode, window_s)
+        here.begin(engines, generate, mode, window_s)
         here.ask(
             publisher, publish_every, window_s / size.updates_per_window, size.updates_per_window
         )
-        during: Window = here.result(lines)
-        after: Window = here.ask(lines, generate, mode, window_s)
+        during: Window = here.result(engines)
+        after: Window = here.ask(engines, generate, mode, window_s)
         rates.append((before.tokens_per_s + after.tokens_per_s) / 2)  # so that a drift cancels out
         costs.append(during.cost_of_updates(rates[-1]))
         before = after
-    here.ask(lines, clear, mode)
+    here.ask(engines, clear, mode)
     name, note = f"{mode}_throughput_cost", f"at {1 / UPDATE_S:g} update/s"
     return [
         # The goals are the tiny model's: a copy takes longer the larger the model is.

@@ -3,12 +3,12 @@
     python -m tests.docs.results            fills the blocks of docs/results.md anew
 
 A block stands between `<!-- KIND FILE … -->` and `<!-- end -->`; FILE, beside the page, is what
-`--json`, `minirl sweep` (its table.json) or `python -m tests.docs.weight` wrote. Kinds:
+`--json`, a sweep (its table.json) or `python -m tests.docs.weight` wrote. Kinds:
 
-    async FILE            `minirl bench async`, a row an η
+    async FILE            `python -m tests.bench async`, one row per η
     bench FILE NAME …     some figures of any bench
-    sweep FILE COLUMN …   a row a combination, some columns of the sweep
-    curves FILE           held-out accuracy by step, one plot a value of the last varied key
+    sweep FILE COLUMN …   one row per combination, some columns of the sweep
+    curves FILE           held-out accuracy by step, one plot per value of the last varied key
     answers FILE          `minirl eval --compare`'s compare.json: both sides, and some answers
     weight FILE           lines, dependencies and recipe keys, beside those of others
 
@@ -22,16 +22,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from minirl.view.report.charts import Chart, Curve
-from minirl.view.report.families import Point
-
-from minirl.lines import replace_text
 from minirl.tools.sweep import COLUMNS, Estimate, cell_text, markdown
-from minirl.view.report import svg
+from tests.docs import save
 
-PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 BLOCK = re.compile(r"(<!-- (\w+) (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+ALONE = "accuracy"  # the title of a plot where no key is varied
 Table = list[tuple[str, ...]]
+Curves = dict[str, list[tuple[int, float]]]  # (version, accuracy) by label
 PEERS = (  # at a commit: lines, dependencies with vLLM, values in a whole recipe
     ("AReaL", "4aef98d8d", 106_910, 82, 136),
     ("TRL", "f2cd57710", 62_224, 11, None),
@@ -39,11 +37,19 @@ PEERS = (  # at a commit: lines, dependencies with vLLM, values in a whole recip
     ("OpenRLHF", "3c3be623", 11_928, 29, None),
     ("nano-aha-moment", "6cd0306", 1_682, 13, None),
 )
+ETA_HEAD = (
+    *("η", "trained tokens/s", "to η = 0", "engine idle", "trainer idle"),
+    *("mean staleness", "seconds to 80 %", "accuracy at the end"),
+)
+GOALS = (
+    *("async_over_sync", "share_of_bound", "bound_over_sync", "sooner_by"),
+    *("accuracy_gap", "accuracy_gap_low", "accuracy_gap_high"),
+)
 
 
-def render(text: str, folder: Path) -> tuple[str, dict[Path, str]]:
-    """The page with its blocks filled, and the plots that it shows. What is missing is said."""
-    plots: dict[Path, str] = {}
+def render(text: str, folder: Path) -> tuple[str, dict[Path, Curves]]:
+    """The page with its blocks filled, and the plots that it shows. A missing file is named so."""
+    plots: dict[Path, Curves] = {}
 
     def fill(block: re.Match[str]) -> str:
         head, kind, name, rest, _, end = block.groups()
@@ -51,12 +57,11 @@ def render(text: str, folder: Path) -> tuple[str, dict[Path, str]]:
         if not path.is_file():
             return f"{head}Not measured yet.\n{end}"
         data = json.loads(path.read_text())
-        if kind == "curves":
-            drawn = plots_of(data)
-            plots.update({path.with_name(f"{path.stem}-{n}.svg"): s for n, s in drawn.items()})
-            body = "".join(f"![{n}]({Path(name).with_suffix('')}-{n}.svg)\n" for n in drawn)
-        else:
-            body = KINDS[kind](data, rest.split())
+        if kind != "curves":
+            return f"{head}{KINDS[kind](data, rest.split())}{end}"
+        found = curves(data)
+        plots.update({path.with_name(f"{path.stem}-{n}.svg"): c for n, c in found.items()})
+        body = "".join(f"![{n}]({Path(name).with_suffix('')}-{n}.svg)\n" for n in found)
         return f"{head}{body}{end}"
 
     return BLOCK.sub(fill, text), plots
@@ -80,25 +85,12 @@ def async_table(data: dict[str, Any], _: Sequence[str]) -> str:
     table: Table = [ETA_HEAD]
     for eta in etas:
         of = {name.removeprefix(f"eta_{eta}_"): v for name, v in values.items()}
-        reached = of.get("seconds_to_80")
-        rates = (f"{of['tokens_per_s']:,.0f}", f"{of['over_sync']:.2f}")
-        idle = (f"{of['rollout_idle']:.1%}", f"{of['train_idle']:.1%}")
-        learned = (
-            "not in every seed" if reached is None else f"{reached:.1f}",
-            f"{of['accuracy']:.1%}",
-        )
-        table.append((str(eta), *rates, *idle, f"{of['staleness']:.2f}", *learned))
+        reached = f"{of['seconds_to_80']:.1f}" if "seconds_to_80" in of else "not in every seed"
+        rates = f"{of['tokens_per_s']:,.0f}", f"{of['over_sync']:.2f}"
+        idle = f"{of['rollout_idle']:.1%}", f"{of['train_idle']:.1%}"
+        learned = f"{of['staleness']:.2f}", reached, f"{of['accuracy']:.1%}"
+        table.append((str(eta), *rates, *idle, *learned))
     return bench(data, GOALS) + "\n" + markdown(table)
-
-
-ETA_HEAD = (
-    *("η", "trained tokens/s", "to η = 0", "engine idle", "trainer idle"),
-    *("mean staleness", "seconds to 80 %", "accuracy at the end"),
-)
-GOALS = (
-    *("async_over_sync", "share_of_bound", "bound_over_sync", "sooner_by"),
-    *("accuracy_gap", "accuracy_gap_low", "accuracy_gap_high"),
-)
 
 
 def bench(data: dict[str, Any], names: Sequence[str]) -> str:
@@ -108,17 +100,15 @@ def bench(data: dict[str, Any], names: Sequence[str]) -> str:
             goal = "" if figure["goal"] is None else f"{figure['goal']:g}"
             verdict = "" if figure["goal"] is None else "reached" if figure["ok"] else "MISSED"
             table.append((f"`{figure['figure']}`", f"{figure['value']:.3g}", goal, verdict))
-    return made_by(f"minirl bench {data['bench']}", data["machine"]) + markdown(table)
+    return made_by(f"python -m tests.bench {data['bench']}", data["machine"]) + markdown(table)
 
 
 def sweep(data: dict[str, Any], columns: Sequence[str]) -> str:
-    keys = varied(data, data["rows"][0])
-    table: Table = [(*keys, "runs", *columns)]
+    table: Table = [(*varied(data, data["rows"][0]), "runs", *columns)]
     for row in data["rows"]:
-        found = [Estimate(**row[column]) if row[column] else None for column in columns]
         texts = [
-            cell_text(value, COLUMNS[column], row["runs"])
-            for column, value in zip(columns, found, strict=True)
+            cell_text(Estimate(**row[name]) if row[name] else None, COLUMNS[name], row["runs"])
+            for name in columns
         ]
         table.append((*varied(data, row).values(), str(row["runs"]), *texts))
     return made_by(data["command"], data["machine"]) + markdown(table)
@@ -137,19 +127,20 @@ def weight(data: dict[str, Any], _: Sequence[str]) -> str:
     for name, commit, lines, count, recipe in PEERS:
         values = "" if recipe is None else str(recipe)
         table.append((f"{name} at {commit}", f"{lines:,}", str(count), values))
-    told = f"`python -m tests.docs.weight`: {data['code']:,} of the lines are code, "
-    told += f"{data['loop_lines']:,} are the loop with its workers, "
-    told += f"{data['dependencies']} of the dependencies are needed without vLLM, "
-    return f"{told}{data['all_keys']} keys could be set:\n\n" + markdown(table)
+    return (
+        f"`python -m tests.docs.weight`: {data['core_lines']:,} of the lines are the loop with its "
+        f"workers, {data['dependencies']} of the dependencies are needed without vLLM, "
+        f"{data['all_keys']} keys could be set:\n\n"
+    ) + markdown(table)
 
 
 def answers(data: dict[str, Any], _: Sequence[str]) -> str:
-    told = [
+    before, after = (
         f"{100 * mean:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
         for mean, low, high in data["accuracies"]
-    ]
+    )
     lines = [
-        f"{told[0]} before, {told[1]} after, of {data['problems']} problems: {len(data['gained'])} "
+        f"{before} before, {after} after, of {data['problems']} problems: {len(data['gained'])} "
         f"gained, {len(data['lost'])} lost; {data['test']}, p = {data['p']:.2g}."
     ]
     for pair in data["shown"]:
@@ -167,43 +158,39 @@ KINDS: dict[str, Callable[[dict[str, Any], Sequence[str]], str]] = {
 }
 
 
-ALONE = "accuracy"  # the title where nothing is varied
+# -- plots
 
 
-def plots_of(data: dict[str, Any]) -> dict[str, str]:
-    """By value of the last key; a curve a value of the keys before it. A key that has the same
-    value everywhere is not told."""
-    curves: dict[str, list[Curve]] = {}
+def curves(data: dict[str, Any]) -> dict[str, Curves]:
+    """By value of the last key; one curve per value of the keys before it. A key that has the same
+    value everywhere is left out."""
+    found: dict[str, Curves] = {}
     for row in data["rows"]:
         *others, (key, value) = varied(data, row).items() or [("", ALONE)]
-        own = f"{key} = {value}" if key else ""
+        own = f"{key} = {value}" if key else ALONE
         label = ", ".join(f"{k.rpartition('.')[2]} = {v}" for k, v in others) or own
-        found = curves.setdefault(value, [])
-        points = tuple(Point(p["version"], p["mean"], p["mean"], p["mean"]) for p in row["curve"])
-        found.append(Curve(label, points, len(found), is_marked=True))
-    return {value: _plot(value, lines) for value, lines in curves.items()}
+        points = [(point["version"], point["mean"]) for point in row["curve"]]
+        found.setdefault(value, {})[label] = points
+    return found
 
 
-def _plot(title: str, curves: Sequence[Curve]) -> str:
-    """With a title and a legend of its own: it is looked at alone."""
-    about = "held-out accuracy"
-    drawn = svg.draw(Chart(title, title, about, tuple(curves), is_share=True))
-    right, bottom = svg.WIDTH - svg.RIGHT - 8, svg.HEIGHT - svg.BOTTOM - 10
-    told = about if title == ALONE else f"{title}: {about}"
-    words = [svg.text(right, bottom - 14 * len(curves) - 4, told, "end")]
-    for place, curve in enumerate(reversed(curves)):
-        colour = f"--dim:var(--c{curve.colour % svg.NUM_COLOURS})"
-        line = svg.text(right, bottom - 14 * place, curve.label, "end")
-        words.append(f'<g style="{colour}">{line}</g>')
-    return svg.standalone(drawn.removesuffix("</svg>") + "".join(words) + "</svg>", {}, {})
+def draw(path: Path, title: str, found: Curves) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure((6, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for label, points in found.items():
+        axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=label)
+    axes.set(title=f"{title}: held-out accuracy", xlabel="version", ylim=(0, 1))
+    save(figure, path)
 
 
 def main() -> None:
     page = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
     text, plots = render(page.read_text(), page.parent)
-    replace_text(page, text)
-    for path, drawing in plots.items():
-        replace_text(path, drawing)
+    page.write_text(text)
+    for path, found in plots.items():
+        draw(path, path.stem.rpartition("-")[2], found)
 
 
 if __name__ == "__main__":

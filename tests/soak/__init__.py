@@ -1,19 +1,20 @@
-"""`minirl chaos`: a run that everything happens to, and the proof that nothing was lost.
+"""`python -m tests.soak`: faults on purpose, and the proof that nothing was lost.
 
-deck.py       the faults, and the order and moments that a seed deals them in
-soak.py       the whole of it: strikes until the time is over, the end, what it comes to
-strikes.py    how each fault is done, and when it counts as survived
-run.py        the run that is struck: one controller after another in one directory
-life.py       one controller process with its workers, and what is left of it
-witness.py    follows the run's files while it runs: sees also what is taken back later
-files.py      tears lines as a crash would
-disk.py       a small disk that can be filled
-task.py       the recipe's task, with rewards that raise, hang, exit or take their time
-ledger.py     the proof, from the files of the run alone
-events.py     what was done and what became of it
-accuracy.py   against a run that nothing happened to
-report.py     the figures, as JSON and as the table of docs/faults.md
+__main__.py            the command
+schedule.py            the faults, and the order and moments that a seed gives them
+soak.py                the whole: inject faults until the time is over, finish, prove
+inject.py              how each fault is made, and when it counts as survived
+run.py                 the run: one controller after another in one directory
+controller_process.py  one controller process with its workers, and what is left of it
+follower.py            follows the run's logs while it runs: also what is taken back later
+run_files.py           the run's files: the only place that knows their names and form
+disk.py                a small disk that can be filled
+task.py                the recipe's task, with rewards that raise, hang, exit or are slow
+ledger.py              the proof, from the files of the run alone
+events.py              the faults that were injected and what became of them
+accuracy.py            against a run without faults
+report.py              the figures, as JSON and as the tables of docs/faults.md
 
-All of it stands outside: the soak runs `minirl train` as anybody would, and knows of it only what
-it writes and what the kernel says of its processes.
+The soak stands outside: it runs `minirl train` like any user, and knows of a run only what the run
+writes and what the kernel says of its processes.
 """

@@ -1,7 +1,6 @@
-"""Is a run that everything happened to as good as one that nothing happened to? Takes the last
-evaluation of both, gives a Finding.
+"""Is a run with faults as good as one without? Takes the last evaluation of both, gives a Finding.
 
-Both are of the same steps, seed and held-out problems. Two runs at η > 0 are never the same run, so
+Both have the same steps, seed and held-out problems. Two runs at η > 0 are never the same run, so
 there are two sources of noise: which answers were sampled (each evaluation's own 95 % interval) and
 how the run went. The second is RUN_SD, the standard deviation of the last accuracy over undisturbed
 runs of recipes/smoke.toml (docs/faults.md says how it was measured). Within noise is
@@ -9,42 +8,12 @@ runs of recipes/smoke.toml (docs/faults.md says how it was measured). Within noi
     |difference| ≤ 1.96 · √(se_a² + se_b² + 2 · RUN_SD²)
 """
 
-from dataclasses import dataclass
 from math import sqrt
-from pathlib import Path
-from typing import Any
 
-from minirl.metrics import read
-from minirl.tools.statistics import Z95
 from tests.soak.ledger import Finding
+from tests.soak.run_files import Z95, Evaluated
 
 RUN_SD = 0.02
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    accuracy: float
-    low: float
-    high: float
-    count: int
-    steps: int
-
-    @property
-    def error(self) -> float:
-        return (self.high - self.low) / (2 * Z95)
-
-    def __str__(self) -> str:
-        return f"{self.accuracy:.1%} ({self.low:.1%} to {self.high:.1%})"
-
-
-def last_evaluation(run_dir: Path) -> Evaluated | None:
-    """Of the last step; None where it was not evaluated."""
-    lines: list[dict[str, Any]] = read(run_dir / "metrics.jsonl")
-    if not lines or "eval/accuracy" not in lines[-1]:
-        return None
-    line = lines[-1]
-    low, high = line["eval/low"], line["eval/high"]
-    return Evaluated(line["eval/accuracy"], low, high, int(line["eval/count"]), line["step"])
 
 
 def compare(ours: Evaluated | None, other: Evaluated | None) -> Finding:

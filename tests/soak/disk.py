@@ -1,8 +1,8 @@
 """A small disk that can be filled and emptied again. Takes a folder, gives one of
 
-    tmpfs    of its own size, mounted on the folder in a mount namespace of this process: nobody
-             else sees it, and it is gone with the last process in it. As root, or where users may
-             have namespaces. What it holds must be copied away before the end
+    tmpfs    of its own size, mounted on the folder in a mount namespace of this process: no
+             other process sees it, and it is gone with the last process in it. As root, or where
+             users may have namespaces. What it holds must be copied away before the end
     limit    where nothing can be mounted: a limit of 0 bytes on the size of files (RLIMIT_FSIZE),
              put on the processes of the run for a while. Writes then fail with "File too large"
 
@@ -79,7 +79,7 @@ def small_disk(folder: Path, num_bytes: int) -> Disk:
 
 
 def _can_mount(folder: Path) -> bool:
-    """Tried by a child: who fails half way is nobody any more."""
+    """Tried in a child process: a half-done attempt would leave this process unusable."""
     pid = os.fork()
     if pid:
         return os.waitpid(pid, 0)[1] == 0

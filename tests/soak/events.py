@@ -28,15 +28,15 @@ class Event:
 class Outcome:
     disk: str
     seconds: float = 0.0  # of the soak, without the undisturbed run
-    lives: int = 0
+    controllers: int = 0
     steps: int = 0  # of the finished run
     steps_trained: int = 0  # those that were taken back too
     events: list[Event] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
     @property
-    def is_held(self) -> bool:
-        return all(finding.is_held for finding in self.findings)
+    def violated(self) -> list[Finding]:
+        return [finding for finding in self.findings if not finding.is_held]
 
     @property
     def pending(self) -> list[Event]:

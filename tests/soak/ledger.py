@@ -1,22 +1,22 @@
 """The proof that a run lost nothing. Takes the files that the run itself wrote, gives one Finding
-for each property; whoever wrote the run's code is not asked, and no process is needed.
+for each property; it uses no process, and nothing of the run's own bookkeeping in memory.
 
-    steps       metrics.jsonl, samples.jsonl, lengths.jsonl and trajectories.jsonl have each step
-                from 1 to the last once, in order, and no torn line
+    steps       each log of the run has each step from 1 to the last once, in order, and ends with
+                a whole line
     ledger      at every step: submitted = trained + dropped + in flight, and trained = B · step
-    once        no prompt and no group is in trajectories.jsonl twice: the trainer's own list
+    once        no prompt and no group was trained twice, by the trainer's own list
     accounted   what the last checkpoint calls consumed are the prompts that were trained, and as
                 many more as were dropped for good by its counts; what it calls in flight are
                 others; and every prompt up to the newest is one or the other
     staleness   no trained token is older than η: by the trainer's greatest of each step, and token
-                by token for the answers that trajectories.jsonl has in full
+                by token for the answers that the logs have in full
     versions    they only grow, and no step began before the one before it was published
     finite      weights and optimizer of the last checkpoint; no update was left out
     clean       nothing half written is left
     rewards     no prompt whose reward is broken (task.py) was trained; all that were consumed count
                 as dropped, under their reason; those with a slow reward were trained
 
-Leaves out: what a fault must come to (strikes.py), and accuracy (accuracy.py).
+Leaves out: when a fault counts as survived (inject.py), and accuracy (accuracy.py).
 """
 
 from collections import Counter
@@ -29,19 +29,17 @@ from typing import Any
 from minirl.buffer import Drop
 from minirl.config import Config
 from minirl.errors import MinirlError
-from minirl.lines import read_lines
 from minirl.recipe import load
 from minirl.tasks.prompts import PromptStream
 from minirl.tasks.registry import make_task
-from minirl.train.checkpoint import newest_whole
-from tests.soak.task import BROKEN, KIND, OPTIONS, Fate, fate_at
-from tests.soak.witness import stale_line, stale_tokens, unbalanced
+from tests.soak import run_files
+from tests.soak.follower import stale_line, stale_tokens, unbalanced
+from tests.soak.task import BROKEN, KIND, OPTIONS, BadReward, bad_reward_at
 
-LOGS = ("metrics.jsonl", "samples.jsonl", "lengths.jsonl", "trajectories.jsonl")
 FOR_GOOD = [reason for reason in Drop if reason is not Drop.WORKER_DIED]
 DUE = {
-    Drop.REWARD_ERROR: (Fate.RAISES, Fate.EXITS),
-    Drop.REWARD_TIMEOUT: (Fate.HANGS,),
+    Drop.REWARD_ERROR: (BadReward.RAISES, BadReward.EXITS),
+    Drop.REWARD_TIMEOUT: (BadReward.HANGS,),
 }
 NUM_NAMED = 5
 
@@ -60,13 +58,13 @@ class Books:
     run_dir: Path
     config: Config
     metrics: list[dict[str, Any]]
-    trained: list[dict[str, Any]]  # trajectories.jsonl
+    trained: list[dict[str, Any]]  # one line per step: what the trainer says it trained
     checkpoint: Path
     state: dict[str, Any]
 
     @property
     def trained_prompts(self) -> list[int]:
-        return [group["prompt"] for line in self.trained for group in line["groups"]]
+        return [prompt for line in self.trained for prompt in run_files.prompts(line)]
 
     @property
     def consumed(self) -> set[int]:
@@ -78,12 +76,14 @@ class Books:
 
 
 def read_books(run_dir: Path) -> Books:
-    checkpoint, state, broken = newest_whole(run_dir)
-    if checkpoint is None or state is None or broken:
-        raise MinirlError(f"{run_dir}: {'; '.join(broken) or 'there is no checkpoint'}")
-    metrics, trained = (read_lines(run_dir / name) for name in ("metrics.jsonl", LOGS[-1]))
+    saved = run_files.saved(run_dir)
+    if saved.folder is None or saved.broken:
+        raise MinirlError(f"{run_dir}: {'; '.join(saved.broken) or 'there is no checkpoint'}")
+    metrics, trained = (
+        run_files.lines(run_dir, name) for name in (run_files.METRICS, run_files.TRAINED)
+    )
     config = load(run_dir / "recipe.toml").config
-    return Books(run_dir, config, metrics, trained, checkpoint, state)
+    return Books(run_dir, config, metrics, trained, saved.folder, saved.state)
 
 
 def prove(run_dir: Path, num_verifier_faults: int = 0) -> list[Finding]:
@@ -137,19 +137,15 @@ def named(items: Sequence[object]) -> str:
 
 def steps(books: Books) -> str:
     last = books.state["step"]
-    for name in LOGS:
-        found = [line.get("step") for line in read_lines(books.run_dir / name)]
-        each = list(dict.fromkeys(found)) if name == "samples.jsonl" else found
+    for name in run_files.ALL_STEPS:
+        found = [line.get("step") for line in run_files.lines(books.run_dir, name)]
+        each = list(dict.fromkeys(found)) if name == run_files.SAMPLES else found
         gaps = sorted(set(range(1, last + 1)) - set(each))
         need(not gaps, f"{name} has no step {named(gaps)}")
         need(each == [*range(1, last + 1)], f"{name} has steps twice or out of order")
-        torn = _num_torn(books.run_dir / name)
-        need(not torn, f"{name} has {torn} torn lines")
-    return f"1 to {last}, once each, in {', '.join(LOGS)}"
-
-
-def _num_torn(path: Path) -> int:
-    return sum(bool(raw.strip()) for raw in path.read_bytes().split(b"\n")) - len(read_lines(path))
+        is_whole = (books.run_dir / name).read_bytes().endswith(b"\n")
+        need(is_whole, f"{name} ends with a torn line")
+    return f"1 to {last}, once each, in {', '.join(run_files.ALL_STEPS)}"
 
 
 def ledger(books: Books) -> str:
@@ -165,12 +161,12 @@ def ledger(books: Books) -> str:
 
 
 def once(books: Books) -> str:
-    for what, key in (("prompt", "prompt"), ("group", "group")):
-        found = Counter(group[key] for line in books.trained for group in line["groups"])
+    for what, of in (("prompt", run_files.prompts), ("group", run_files.group_ids)):
+        found = Counter(number for line in books.trained for number in of(line))
         twice = sorted(number for number, count in found.items() if count > 1)
         need(not twice, f"{what} {named(twice)} was trained twice")
     size = books.config.train.batch_size
-    short = [line["step"] for line in books.trained if len(line["groups"]) != size]
+    short = [line["step"] for line in books.trained if len(run_files.group_ids(line)) != size]
     need(not short, f"step {named(short)} did not train {size} groups")
     return f"{len(books.trained_prompts)} prompts trained, none twice"
 
@@ -200,38 +196,38 @@ def accounted(books: Books) -> str:
 
 
 def rewards(books: Books, num_verifier_faults: int) -> str:
-    fates = fates_of(books.config, sorted(books.consumed))
+    bad = bad_rewards_of(books.config, sorted(books.consumed))
     trained = set(books.trained_prompts)
-    wrong = [index for index, fate in fates.items() if fate in BROKEN and index in trained]
+    wrong = [index for index, kind in bad.items() if kind in BROKEN and index in trained]
     need(not wrong, f"prompt {named(wrong)} was trained, and its reward is broken")
-    slow = [index for index, fate in fates.items() if fate is Fate.SLOW]
+    slow = [index for index, kind in bad.items() if kind is BadReward.SLOW]
     lost = [index for index in slow if index not in trained]
     spare = 0
     for reason, due in DUE.items():
-        num, num_due = books.drops[reason], sum(fate in due for fate in fates.values())
+        num, num_due = books.drops[reason], sum(kind in due for kind in bad.values())
         need(num >= num_due, f"{num} groups dropped as {reason}, and {num_due} rewards are so")
         spare += num - num_due
     need(
         spare <= num_verifier_faults,
-        f"{spare} more rewards failed than are broken, and verifiers were struck "
-        f"{num_verifier_faults} times",
+        f"{spare} more rewards failed than are broken, and verifiers had {num_verifier_faults} "
+        "faults",
     )
     others = spare + books.drops[Drop.STALE] + books.drops[Drop.REFUSED]
     need(len(lost) <= others, f"prompt {named(lost)} has a slow reward and was not trained")
-    counts = Counter(fates.values())
-    said = ", ".join(f"{counts[fate]} {fate}" for fate in BROKEN)
+    counts = Counter(bad.values())
+    said = ", ".join(f"{counts[kind]} {kind}" for kind in BROKEN)
     return (
-        f"{said}: all dropped, none trained; {counts[Fate.SLOW]} slow: {len(slow) - len(lost)} "
-        f"trained; {spare} more lost with their verifier"
+        f"{said}: all dropped, none trained; {len(slow)} slow: {len(slow) - len(lost)} trained; "
+        f"{spare} more lost with their verifier"
     )
 
 
-def fates_of(config: Config, indices: Sequence[int]) -> dict[int, Fate]:
+def bad_rewards_of(config: Config, indices: Sequence[int]) -> dict[int, BadReward]:
     """Of prompts that have one, by their index in the stream."""
     stream = PromptStream(make_task(config), None, config.seed)
     seed, share = (config.tasks.options[name] for name in OPTIONS[1:])
-    found = {index: fate_at(seed, share, stream.place(index)) for index in indices}
-    return {index: fate for index, fate in found.items() if fate is not Fate.FINE}
+    found = {index: bad_reward_at(seed, share, stream.place(index)) for index in indices}
+    return {index: bad for index, bad in found.items() if bad is not None}
 
 
 def staleness(books: Books) -> str:

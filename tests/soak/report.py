@@ -5,16 +5,27 @@ docs/faults.md shows: `python -m tests.soak.report docs/chaos.json` prints them 
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.soak.deck import BY_NAME, TEAR
+from minirl.devices import describe
 from tests.soak.events import Event, Outcome
+from tests.soak.schedule import BY_NAME, TEAR
 
 MOMENTS = ("start", "save", "evaluation", "full disk", "other times")
+
+
+def write(outcome: Outcome, setting: dict[str, Any], paths: Sequence[Path]) -> str:
+    """The figures to each path, and beside the first one their tables, which it gives."""
+    found = figures(outcome, setting, describe("cpu"))
+    for path in paths:
+        path.write_text(json.dumps(found, indent=2) + "\n")
+    tables = as_markdown(found)
+    paths[0].with_suffix(".md").write_text(tables)
+    return tables
 
 
 def figures(outcome: Outcome, setting: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
@@ -27,7 +38,7 @@ def figures(outcome: Outcome, setting: dict[str, Any], facts: dict[str, Any]) ->
         "machine": facts,
         "disk": outcome.disk,
         "seconds": outcome.seconds,
-        "controllers": outcome.lives,
+        "controllers": outcome.controllers,
         "steps": outcome.steps,
         "steps_taken_back": outcome.steps_trained - outcome.steps,
         "faults": [_of_kind(name, [e for e in events if e.fault == name]) for name in names],
@@ -36,7 +47,7 @@ def figures(outcome: Outcome, setting: dict[str, Any], facts: dict[str, Any]) ->
         "controller_killed_at": {moment: moments[moment] for moment in MOMENTS},
         "gone_s_max": max(gone, default=None),
         "properties": [asdict(finding) for finding in outcome.findings],
-        "held": outcome.is_held,
+        "held": not outcome.violated,
     }
 
 
@@ -57,8 +68,9 @@ def as_markdown(found: dict[str, Any]) -> str:
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
     machine, kills = found["machine"], found["controller_killed_at"]
+    options = f"--minutes {found['minutes']:g} --seed {found['seed']}"
     yield (
-        f"`minirl chaos {found['recipe']} --minutes {found['minutes']:g} --seed {found['seed']}` "
+        f"`python -m tests.soak {found['recipe']} {options}` "
         f"on {machine['cores']} cores ({machine['cpu']}), minirl {machine['packages']['minirl']}: "
         f"{found['seconds'] / 60:.1f} minutes, {found['injected']} faults, "
         f"{found['controllers']} controllers, {found['steps']} steps and "

@@ -1,6 +1,6 @@
-"""The run that is struck: a directory, and at most one living controller in it.
+"""The run under test: a directory, and at most one living controller in it.
 
-Takes a recipe and a disk, gives lives one after another, and waits for what the run must come to.
+Takes a recipe and a disk, gives one controller after another, and waits for what the run must do.
 """
 
 import time
@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from minirl.config import Config
-from minirl.lines import read_lines
-from minirl.metrics import read
 from minirl.recipe import to_toml
-from minirl.view.status import Phase, Status
+from tests.soak import run_files
+from tests.soak.controller_process import ControllerProcess, living
 from tests.soak.disk import Disk
-from tests.soak.life import Life, living
-from tests.soak.witness import Witness
+from tests.soak.follower import RunFollower
 
 POLL_S, SHARP_S = 0.05, 0.002  # a checkpoint of a tiny model takes 50 ms
 RECOVER_S = 600.0  # an engine of a large model takes its time to come up
@@ -29,47 +27,48 @@ class Run:
         self.config, self.folder, self.disk = config, folder, disk
         self._program = program
         self.run_dir = folder / "disk" / "run"
-        self.witness = Witness(self.run_dir, config.buffer.max_staleness)
-        self.num_lives = 0
-        self._life: Life | None = None
-        self._steps_before = 0  # this life
+        self.follower = RunFollower(self.run_dir, config.buffer.max_staleness)
+        self.num_controllers = 0
+        self._controller: ControllerProcess | None = None
+        self._steps_before = 0  # this controller
         self.began = time.monotonic()
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.began
 
-    # -- lives
+    # -- controllers
 
     @property
-    def life(self) -> Life:
-        assert self._life is not None, "there is no controller"
-        return self._life
+    def controller(self) -> ControllerProcess:
+        assert self._controller is not None, "there is no controller"
+        return self._controller
 
     @property
     def is_alive(self) -> bool:
         """It has a controller, which may have ended in the meantime."""
-        return self._life is not None
+        return self._controller is not None
 
     def start(self) -> None:
-        """Always by the same command: a run directory that holds a run goes on."""
+        """Always by the same command: a run directory that holds a run is resumed."""
         recipe = self.folder / "soak.toml"
         recipe.write_text(to_toml(self.config))
-        self.num_lives += 1
-        self._steps_before = self.witness.look()
+        self.num_controllers += 1
+        self._steps_before = self.follower.look()
         command = train_command(self._program, recipe, self.run_dir)
-        self._life = Life(command, self.folder / "lives" / f"{self.num_lives:03d}.log")
+        log = self.folder / "controllers" / f"{self.num_controllers:03d}.log"
+        self._controller = ControllerProcess(command, log)
 
     def over(self) -> None:
-        """The controller has ended, and nobody waits for anything of it any more."""
-        if self._life is not None:
-            self._life.end()
-        self._life = None
+        """Ends what is left of the controller, and forgets it."""
+        if self._controller is not None:
+            self._controller.end()
+        self._controller = None
 
     @property
     def is_new(self) -> bool:
         """This controller has trained nothing yet."""
-        return self.witness.look() == self._steps_before
+        return self.follower.look() == self._steps_before
 
     # -- waiting
 
@@ -79,20 +78,20 @@ class Run:
         """False: the controller ended first, or it took too long."""
         deadline = time.monotonic() + limit_s
         while not is_so():
-            if self.life.code is not None or time.monotonic() > deadline:
+            if self.controller.code is not None or time.monotonic() > deadline:
                 return is_so()
             time.sleep(poll_s)
         return True
 
     def trains(self) -> bool:
         """Waits for one more step."""
-        before = self.witness.look()
-        return self.wait(lambda: self.witness.look() > before)
+        before = self.follower.look()
+        return self.wait(lambda: self.follower.look() > before)
 
     # -- what it is at
 
     def pids(self) -> list[int]:
-        return living(self.life.pid) if self._life is not None else []
+        return living(self.controller.pid) if self._controller is not None else []
 
     def checkpoints(self) -> set[tuple[str, int]]:
         """Names and inodes: one that is saved again is another."""
@@ -103,27 +102,23 @@ class Run:
     def is_saving(self) -> bool:
         return any((self.run_dir / "checkpoints").glob(".step-*"))
 
-    def last_step_on_disk(self) -> int:
-        lines = read(self.run_dir / "metrics.jsonl")
-        return lines[-1]["step"] if lines else 0
-
     def are_up(self, workers: Iterable[str], since: float) -> bool:
         """As the run says, of a moment after `since` (Unix seconds): verifiers have no lane."""
-        seen = Status.read(self.run_dir)
-        if seen is None or seen.time <= since:
+        seen = run_files.status(self.run_dir)
+        if seen is None or seen["time"] <= since:
             return False
-        starting = [lane.name for lane in seen.lanes if lane.state == "starting"]
+        starting = [lane["name"] for lane in seen["lanes"] if lane["state"] == "starting"]
         return not any(worker in starting for worker in workers)
 
     def moment(self) -> str:
         """What a controller that was just killed had been at, by the files that it left."""
         if self.is_saving:
             return "save"
-        seen = Status.read(self.run_dir)
-        if seen is None or seen.pid != self.life.pid or seen.state == Phase.STARTING:
+        seen = run_files.status(self.run_dir)
+        if seen is None or seen["pid"] != self.controller.pid or seen["state"] == "starting":
             return "start"
         every = self.config.eval.every
-        lines = read(self.run_dir / "metrics.jsonl")
+        lines = run_files.lines(self.run_dir, run_files.METRICS)
         due = [line["version"] for line in lines if every and line["step"] % every == 0]
-        told = [line.get("version") for line in read_lines(self.run_dir / "evals.jsonl")]
-        return "evaluation" if due and due[-1] not in told else "other times"
+        done = [line.get("version") for line in run_files.lines(self.run_dir, run_files.EVALS)]
+        return "evaluation" if due and due[-1] not in done else "other times"

@@ -1,13 +1,12 @@
-"""The soak: a run that is started, struck and started again until its time is over; then it is left
-alone to finish, and everything is counted.
+"""The soak: faults are injected into a run, and a controller that ended is started again, until the
+time is over; then the run finishes without faults, and everything is counted.
 
     takes    a recipe, a seed, minutes
     gives    an Outcome: every fault with what became of it, and a Finding for each property
 
 Faults come one after another (one of them is two at once), each when the run has recovered from
-the last. The last controller is not struck: it goes a few steps further, evaluates and ends by
-itself. Then the recipe is run once more, for as many steps and with nothing done to it, for the
-accuracy.
+the last. The last controller has no fault: it trains a few steps more, evaluates and ends by
+itself. Then the recipe is run once more, for as many steps and without faults, for the accuracy.
 """
 
 import json
@@ -21,20 +20,20 @@ from pathlib import Path
 from minirl.config import Config
 from minirl.errors import MinirlError
 from minirl.recipe import to_toml
-from minirl.train.checkpoint import newest_whole
 from tests.soak import task
-from tests.soak.accuracy import compare, last_evaluation
-from tests.soak.deck import Deck, Draw
+from tests.soak.accuracy import compare
+from tests.soak.controller_process import ControllerProcess
 from tests.soak.disk import Disk
 from tests.soak.events import Event, Outcome
+from tests.soak.inject import inject
 from tests.soak.ledger import Finding, prove
-from tests.soak.life import Life
 from tests.soak.run import RECOVER_S, Run, train_command
-from tests.soak.strikes import strike
+from tests.soak.run_files import last_evaluation, saved
+from tests.soak.schedule import Draw, Schedule
 
 ENDLESS = 10**6  # steps: the soak ends by its clock
 TIMEOUT_S, STALL_S = 8.0, 20.0  # soon, yet not so soon that a busy machine looks like a fault
-LAST_STEPS = 3  # that the last controller goes on for
+LAST_STEPS = 3  # that the last controller trains
 MAX_LOST = 3  # faults that were not survived: enough has been seen
 PROGRAM = (sys.executable, "-m", "minirl.cli")
 
@@ -43,9 +42,9 @@ PROGRAM = (sys.executable, "-m", "minirl.cli")
 class Options:
     minutes: float
     seed: int = 0
-    faults: tuple[str, ...] = ()  # none: all of the deck
+    faults: tuple[str, ...] = ()  # none: all of the schedule
     most: int = 10**6  # faults
-    share: float = 0.06  # of training prompts whose reward has a fate
+    share: float = 0.06  # of training prompts whose reward has a kind
     problems: int = 1024  # held out, for the accuracy
     has_reference: bool = True
     program: tuple[str, ...] = PROGRAM
@@ -92,13 +91,13 @@ class Soak:
     ):
         self.plain, self.options, self.folder, self.say = config, options, folder, say
         self.run = Run(soak_config(config, options), folder, options.program, disk)
-        self.deck = Deck(options.seed, options.faults)
+        self.schedule = Schedule(options.seed, options.faults)
         self.outcome = Outcome(disk.what)
 
     def go(self) -> Outcome:
         run, outcome = self.run, self.outcome
         try:
-            self._strike_until_the_end()
+            self._inject_until_the_end()
             self._finish()
         except MinirlError as error:
             if not outcome.events:
@@ -108,8 +107,8 @@ class Soak:
             run.over()
             run.disk.free([])
             self._bring_home()
-        outcome.seconds, outcome.lives = round(run.seconds, 1), run.num_lives
-        outcome.steps_trained = run.witness.look()
+        outcome.seconds, outcome.controllers = round(run.seconds, 1), run.num_controllers
+        outcome.steps_trained = run.follower.look()
         outcome.findings += [*self._of_faults(), *prove(run.run_dir, self._num_verifier_faults)]
         if self.options.has_reference and outcome.steps:
             outcome.findings.append(self._accuracy())
@@ -117,15 +116,15 @@ class Soak:
 
     # -- faults
 
-    def _strike_until_the_end(self) -> None:
+    def _inject_until_the_end(self) -> None:
         deadline = self.run.began + 60 * self.options.minutes
         while time.monotonic() < deadline and len(self.outcome.events) < self.options.most:
             if not self.run.is_alive:
                 self.run.start()
-            draw = self.deck.draw()
+            draw = self.schedule.draw()
             if self._settles():
                 time.sleep(draw.wait_s)
-                self._strike(draw)
+                self._inject(draw)
             if sum(event.survived is False for event in self.outcome.events) >= MAX_LOST:
                 return
 
@@ -135,8 +134,8 @@ class Soak:
         if not run.is_new:
             return True
         trains = run.trains()
-        seconds = round(time.monotonic() - run.life.began, 2)
-        code, words = run.life.code, run.life.last_line()
+        seconds = round(time.monotonic() - run.controller.began, 2)
+        code, words = run.controller.code, run.controller.last_line()
         if not trains:
             run.over()
             if not pending:
@@ -148,8 +147,8 @@ class Soak:
             self._tell(event)
         return trains
 
-    def _strike(self, draw: Draw) -> None:
-        for event in strike(self.run, draw):
+    def _inject(self, draw: Draw) -> None:
+        for event in inject(self.run, draw):
             self.outcome.events.append(event)
             if event.survived is not None:
                 self._tell(event)
@@ -170,16 +169,15 @@ class Soak:
         """SIGTERM, unless there is no controller; then the last one, which ends by itself."""
         run = self.run
         if run.is_alive and self._settles():
-            self._strike(replace(self.deck.draw(), fault="term-controller"))
-        saved = newest_whole(run.run_dir)[1]
-        steps = (saved["step"] if saved else 0) + LAST_STEPS
+            self._inject(replace(self.schedule.draw(), fault="term-controller"))
+        steps = saved(run.run_dir).step + LAST_STEPS
         run.config = last_config(run.config, steps, self.options.problems)
         self.say(f"{run.seconds:7.1f} s  the last controller, left alone until step {steps}")
         run.start()
         if not self._settles():
             return
-        code, words = run.life.ends(RECOVER_S), run.life.last_line()
-        _, left = run.life.gone_after()
+        code, words = run.controller.ends(RECOVER_S), run.controller.last_line()
+        _, left = run.controller.gone_after()
         is_good = code == 0 and not left
         detail = f"exit code {code}" + (f", left behind: {', '.join(left)}" if left else "")
         self.outcome.findings.append(
@@ -199,13 +197,13 @@ class Soak:
         return sum(event.target.count("verify-") for event in self.outcome.events)
 
     def _of_faults(self) -> list[Finding]:
-        events, seen = self.outcome.events, self.run.witness
+        events, seen = self.outcome.events, self.run.follower
         lost = [
             f"{event.fault} of {event.target} at step {event.step}: {event.detail}"
             for event in events
             if not event.survived
         ]
-        every = f"{len(events)} of {len(events)} faults, {self.outcome.lives} controllers"
+        every = f"{len(events)} of {len(events)} faults, {self.outcome.controllers} controllers"
         again = self.outcome.steps_trained - self.outcome.steps
         watched = (
             f"{self.outcome.steps_trained} steps and {seen.num_tokens} tokens, as they were "
@@ -222,12 +220,12 @@ class Soak:
         recipe.write_text(to_toml(last_config(self.plain, steps, problems)))
         self.say(f"{self.run.seconds:7.1f} s  the same {steps} steps, undisturbed")
         command = train_command(self.options.program, recipe, run_dir)
-        life = Life(command, self.folder / "lives" / "undisturbed.log")
+        controller = ControllerProcess(command, self.folder / "controllers" / "undisturbed.log")
         try:
-            code = life.process.wait()
+            code = controller.process.wait()
         finally:
-            life.end()
+            controller.end()
         if code != 0:
-            detail = f"the undisturbed run ended with code {code}: {life.last_line()}"
+            detail = f"the undisturbed run ended with code {code}: {controller.last_line()}"
             return Finding("accuracy", False, detail)
         return compare(last_evaluation(self.run.run_dir), last_evaluation(run_dir))

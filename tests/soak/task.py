@@ -1,13 +1,13 @@
-"""The recipe's own task, with rewards that fail. Takes the task's name as an option, gives a task
-that asks the same; but some training prompts have a fate, drawn from a seed by their place:
+"""The recipe's own task, with bad rewards. Takes the task's name as an option, gives a task that
+asks the same; but some training prompts, drawn from a seed by their place, have a bad reward:
 
-    raises   its reward raises            must be dropped: reward_error
-    exits    its reward ends the verifier must be dropped: reward_error
-    hangs    its reward never ends        must be dropped: reward_timeout
-    slow     its reward takes a while     must be trained like any other
+    raises   its reward raises             must be dropped: reward_error
+    exits    its reward ends the verifier  must be dropped: reward_error
+    hangs    its reward never ends         must be dropped: reward_timeout
+    slow     its reward takes a while      must be trained like any other
 
-Fates are the soak's own knowledge of what must be dropped, beside the run's counts (ledger.py).
-They strike in verifiers alone: the self-check in the controller and held-out prompts are as ever.
+So the soak knows by itself what must be dropped, beside the run's own counts (ledger.py). Rewards
+are bad in verifiers only: the self-check in the controller and held-out prompts are not affected.
 """
 
 import multiprocessing
@@ -24,76 +24,76 @@ from minirl.tasks import Task
 from minirl.tasks.registry import make_task
 
 KIND = "tests.soak.task:make"
-OPTIONS = ("chaos_kind", "chaos_seed", "chaos_share")
+OPTIONS = ("soak_kind", "soak_seed", "soak_share")
 SLOW_S, FOR_EVER_S = 0.1, 86_400.0
 
 
-class Fate(StrEnum):
-    FINE = "fine"
-    SLOW = "slow"
+class BadReward(StrEnum):
     RAISES = "raises"
+    SLOW = "slow"
     EXITS = "exits"
     HANGS = "hangs"
 
 
-PARTS = {Fate.RAISES: 0.5, Fate.SLOW: 0.3, Fate.EXITS: 0.1, Fate.HANGS: 0.1}
-"""Of the prompts that have a fate."""
-BROKEN = (Fate.RAISES, Fate.EXITS, Fate.HANGS)
+PARTS = {BadReward.RAISES: 0.5, BadReward.SLOW: 0.3, BadReward.EXITS: 0.1, BadReward.HANGS: 0.1}
+"""Of the prompts whose reward is bad."""
+BROKEN = (BadReward.RAISES, BadReward.EXITS, BadReward.HANGS)
 
 
 @dataclass(frozen=True)
-class Fated(Example):
-    fate: Fate = Fate.FINE
+class BadExample(Example):
+    bad: BadReward = BadReward.RAISES
 
 
-class Fates:
+class BadRewards:
     """Mixed into the class of the recipe's task."""
 
-    chaos_seed: int
-    chaos_share: float
+    soak_seed: int
+    soak_share: float
 
     def train(self, index: int) -> Example:
         example: Example = super().train(index)  # type: ignore[misc]
-        fate = fate_at(self.chaos_seed, self.chaos_share, index)
-        if fate is Fate.FINE:
+        bad = bad_reward_at(self.soak_seed, self.soak_share, index)
+        if bad is None:
             return example
-        return Fated(**{f.name: getattr(example, f.name) for f in fields(Example)}, fate=fate)
+        return BadExample(**{f.name: getattr(example, f.name) for f in fields(Example)}, bad=bad)
 
     def reward(self, example: Example, answer: Answer) -> float:
-        if isinstance(example, Fated) and multiprocessing.parent_process() is not None:
-            suffer(example.fate)
+        if isinstance(example, BadExample) and multiprocessing.parent_process() is not None:
+            misbehave(example.bad)
         return super().reward(example, answer)  # type: ignore[misc]
 
 
-def fate_at(seed: int, share: float, place: int) -> Fate:
+def bad_reward_at(seed: int, share: float, place: int) -> BadReward | None:
+    """None: the reward of this prompt is as the task has it."""
     left = random.Random(f"{seed}/fate/{place}").random()
-    for fate, part in PARTS.items():
+    for bad, part in PARTS.items():
         left -= share * part
         if left < 0:
-            return fate
-    return Fate.FINE
+            return bad
+    return None
 
 
-def suffer(fate: Fate) -> None:
-    if fate is Fate.RAISES:
-        raise ValueError("chaos: this reward always raises")
-    if fate is Fate.EXITS:
+def misbehave(bad: BadReward) -> None:
+    if bad is BadReward.RAISES:
+        raise ValueError("soak: this reward always raises")
+    if bad is BadReward.EXITS:
         os._exit(7)
-    time.sleep(SLOW_S if fate is Fate.SLOW else FOR_EVER_S)
+    time.sleep(SLOW_S if bad is BadReward.SLOW else FOR_EVER_S)
 
 
 def options(tasks: TasksConfig, seed: int, share: float) -> TasksConfig:
-    """[tasks] of a recipe whose rewards fail."""
+    """The [tasks] of a recipe, with bad rewards."""
     mine = dict(zip(OPTIONS, (tasks.kind, seed, share), strict=True))
     return replace(tasks, kind=KIND, options={**tasks.options, **mine})
 
 
 def make(tasks: TasksConfig, seed: int) -> Task:
-    """What tasks.kind names. A child of the recipe's class: whatever else it has is as ever."""
+    """What tasks.kind names: a subclass of the recipe's class, which keeps all else that it has."""
     given: dict[str, Any] = dict(tasks.options)
-    kind, chaos_seed, share = (given.pop(name) for name in OPTIONS)
+    kind, soak_seed, share = (given.pop(name) for name in OPTIONS)
     inner = make_task(Config(seed=seed, tasks=replace(tasks, kind=kind, options=given)))
     cls = type(inner)
-    inner.__class__ = type(f"Chaos{cls.__name__}", (Fates, cls), {})
-    inner.chaos_seed, inner.chaos_share = chaos_seed, share  # type: ignore[attr-defined]
+    inner.__class__ = type(f"Soaked{cls.__name__}", (BadRewards, cls), {})
+    inner.soak_seed, inner.soak_share = soak_seed, share  # type: ignore[attr-defined]
     return inner

@@ -1,6 +1,6 @@
-"""What kept weights know: held-out accuracy of any version of a run, when the run is over.
+"""Held-out accuracy of any version of a run, from its kept weights when the run is over.
 
-A part of `minirl bench async`. Answers are sampled by transformers, as the recipe's [eval] says,
+A part of the async bench. Answers are sampled by transformers, as the recipe's [eval] says,
 and graded by the task itself; no clock runs meanwhile.
 """
 
@@ -20,7 +20,7 @@ from minirl.tasks.registry import make_task
 SEED = 7  # of sampling, the same for every version
 
 
-class Judge:
+class HeldOut:
     def __init__(self, pipe: Connection, folder: str, recipe: Path, num_problems: int):
         devices.hide_broken_torchvision()
         from transformers import AutoModelForCausalLM
@@ -61,5 +61,5 @@ class Judge:
         return self.task.reward(example, Answer(text, stop, len(written)))
 
 
-def accuracy_of(judge: Judge, weights: Path) -> float:
-    return judge.accuracy(weights)
+def accuracy_of(held_out: HeldOut, weights: Path) -> float:
+    return held_out.accuracy(weights)

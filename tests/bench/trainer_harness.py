@@ -1,4 +1,4 @@
-"""One trainer rank, and the loops that a script would write instead, on the same batch.
+"""One real trainer rank, and the loops that a script would write instead, on the same batch.
 
 Each loop is one pass over the batch with one optimizer step, and gives the seconds it took.
 Axes: T packed tokens, B sequences, L tokens of the longest, V vocabulary.
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minirl.config import Config
 from minirl.devices import Placement
 from minirl.model import weight_table
 from minirl.shm.board import Board
@@ -24,7 +25,7 @@ from minirl.train.objective import logprobs_of
 from minirl.train.packing import longest_first
 from minirl.train.prepare import Preparer
 from minirl.train.trainer import Trainer
-from tests.bench.batches import Size, draw
+from tests.bench.batches import Drawn, Size, draw
 from tests.bench.clock import steady
 
 LR = 1e-6
@@ -48,7 +49,7 @@ class FixedCount(Preparer):
         ]
 
 
-class Desk:
+class TrainerHarness:
     def __init__(self, pipe: Connection, folder: str, size: Size, vocab: int):
         torch.manual_seed(0)
         self.drawn, self.size = draw(size, vocab), size
@@ -66,20 +67,27 @@ class Desk:
         return dynamic, fixed
 
     def make_trainer(self, folder: str, max_tokens: int) -> Trainer:
-        setup = TrainerSetup(
-            config=replace(self.size, max_tokens=max_tokens).config(lr=LR),
-            folder=folder,
-            tokenizer_folder=folder,
-            rank=0,
-            num_ranks=1,
-            rendezvous="",
-            placement=Placement("cpu"),
-            ring=self.drawn.ring,
-            store=WeightStore(weight_table(Path(folder)), "float32"),
-            is_resumed=False,
-            version=0,
-        )
-        return Trainer(setup, Board(1).writer(0))
+        config = replace(self.size, max_tokens=max_tokens).config(lr=LR)
+        return Trainer(trainer_setup(folder, config, self.drawn), Board(1).writer(0))
+
+
+def trainer_setup(
+    folder: str, config: Config, drawn: Drawn, rendezvous: str = "", rank: int = 0, num: int = 1
+) -> TrainerSetup:
+    """Of one rank of `num`, with a weight store of its own."""
+    return TrainerSetup(
+        config=config,
+        folder=folder,
+        tokenizer_folder=folder,
+        rank=rank,
+        num_ranks=num,
+        rendezvous=rendezvous,
+        placement=Placement("cpu"),
+        ring=drawn.ring,
+        store=WeightStore(weight_table(Path(folder)), "float32"),
+        is_resumed=False,
+        version=0,
+    )
 
 
 def make_bare(folder: str, kind: str) -> tuple[Any, torch.optim.Optimizer]:
@@ -91,50 +99,50 @@ def make_bare(folder: str, kind: str) -> tuple[Any, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
 
-def count_tokens(desk: Desk) -> int:
-    return sum(map(len, desk.drawn.sequences))
+def count_tokens(harness: TrainerHarness) -> int:
+    return sum(map(len, harness.drawn.sequences))
 
 
 # Loops ----------------------------------------------------------------------------------------
 
 
-def step(desk: Desk) -> float:
-    return _step(desk.dynamic, desk)
+def step(harness: TrainerHarness) -> float:
+    return _step(harness.dynamic, harness)
 
 
-def fixed(desk: Desk) -> float:
-    return _step(desk.fixed, desk)
+def fixed(harness: TrainerHarness) -> float:
+    return _step(harness.fixed, harness)
 
 
-def tight_dynamic(desk: Desk) -> float:
-    return _step(desk.tight_dynamic, desk)
+def tight_dynamic(harness: TrainerHarness) -> float:
+    return _step(harness.tight_dynamic, harness)
 
 
-def tight_fixed(desk: Desk) -> float:
-    return _step(desk.tight_fixed, desk)
+def tight_fixed(harness: TrainerHarness) -> float:
+    return _step(harness.tight_fixed, harness)
 
 
-def _step(trainer: Trainer, desk: Desk) -> float:
+def _step(trainer: Trainer, harness: TrainerHarness) -> float:
     started = steady()
-    trainer.train(desk.drawn.batch)
+    trainer.train(harness.drawn.batch)
     trainer.publish(trainer.setup.store.latest + 1)
     return steady() - started
 
 
-def with_prox(desk: Desk) -> float:
+def with_prox(harness: TrainerHarness) -> float:
     """A step that asks for π_prox although it has one minibatch."""
     started = steady()
-    for micro in desk.packed:
-        logprobs_of(desk.dynamic.policy, micro, desk.dynamic.config)
-    return steady() - started + step(desk)
+    for micro in harness.packed:
+        logprobs_of(harness.dynamic.policy, micro, harness.dynamic.config)
+    return steady() - started + step(harness)
 
 
-def bare(desk: Desk) -> float:
+def bare(harness: TrainerHarness) -> float:
     """transformers' own forward with its logits, over tensors that are packed already."""
-    model, optimizer = desk.bare
+    model, optimizer = harness.bare
     started = steady()
     optimizer.zero_grad()
-    for micro in desk.packed:
+    for micro in harness.packed:
         logits_TV = model(
             input_ids=micro.tokens_T[None],
             position_ids=micro.positions_T[None],
@@ -148,14 +156,14 @@ def bare(desk: Desk) -> float:
     return steady() - started
 
 
-def padded(desk: Desk) -> float:
+def padded(harness: TrainerHarness) -> float:
     """Sequences in the order they came, as many at once as fit when padded to the longest."""
-    model, optimizer = desk.padded
+    model, optimizer = harness.padded
     started = steady()
     optimizer.zero_grad()
-    sequences = [torch.tensor(tokens) for tokens in desk.drawn.sequences]
+    sequences = [torch.tensor(tokens) for tokens in harness.drawn.sequences]
     longest = max(map(len, sequences))
-    count = max(1, desk.size.max_tokens // longest)
+    count = max(1, harness.size.max_tokens // longest)
     for start in range(0, len(sequences), count):
         _padded_loss(model, sequences[start : start + count]).backward()
     optimizer.step()

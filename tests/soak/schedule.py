@@ -1,8 +1,8 @@
-"""The faults, and who gets which when. Takes a seed, gives one Draw after another: the n-th is a
-function of the seed and n alone, whatever the run makes of those before it.
+"""The faults, their targets and their moments. Takes a seed, gives one Draw after another: the n-th
+is a function of the seed and n alone, whatever the run makes of those before it.
 
-Faults come as from a deck of cards: each as often as the table says, in random order, then all
-again. So none is left out by chance, and a soak of any length has a mixture.
+Each fault comes as often as the table says, in random order, then all come again. So none is left
+out by chance, and a soak of any length has a mixture.
 """
 
 import random
@@ -17,7 +17,7 @@ class Fault:
     name: str
     what: str  # is done
     then: str  # what must come of it
-    count: int = 1  # in a deck
+    count: int = 1  # in one round
 
 
 FAULTS = (
@@ -28,9 +28,9 @@ FAULTS = (
     Fault("freeze-engine", "SIGSTOP to a rollout worker", "it is replaced after log.stall_s"),
     Fault("freeze-verifier", "SIGSTOP to a verifier", "it is replaced after log.stall_s"),
     Fault("freeze-rank", "SIGSTOP to a trainer rank", "the run ends with code 3; resumed"),
-    Fault("pause-engine", "SIGSTOP to a rollout worker, SIGCONT soon", "it goes on"),
-    Fault("pause-verifier", "SIGSTOP to a verifier, SIGCONT soon", "it goes on"),
-    Fault("pause-rank", "SIGSTOP to a trainer rank, SIGCONT soon", "it goes on"),
+    Fault("pause-engine", "SIGSTOP to a rollout worker, SIGCONT soon", "it works again"),
+    Fault("pause-verifier", "SIGSTOP to a verifier, SIGCONT soon", "it works again"),
+    Fault("pause-rank", "SIGSTOP to a trainer rank, SIGCONT soon", "it works again"),
     Fault("fill-disk", "no room on the disk when it saves", "it saves when there is", 2),
     Fault("kill-controller", "SIGKILL to the controller", "workers end too; resumed"),
     Fault("kill-at-start", "the same while its workers start", "workers end too; resumed"),
@@ -57,7 +57,7 @@ class Draw:
     seed: str  # of what else is random about it
 
 
-class Deck:
+class Schedule:
     def __init__(self, seed: int, names: Sequence[str] = ()):
         self._seed, self._names = seed, [*names] or [*BY_NAME]
         for name in self._names:
@@ -67,15 +67,15 @@ class Deck:
         self._number = 0
 
     def draw(self) -> Draw:
-        cards = [name for name in self._names for _ in range(BY_NAME[name].count)]
-        turn, place = divmod(self._number, len(cards))
-        random.Random(f"{self._seed}/deck/{turn}").shuffle(cards)
+        round_ = [name for name in self._names for _ in range(BY_NAME[name].count)]
+        turn, place = divmod(self._number, len(round_))
+        random.Random(f"{self._seed}/deck/{turn}").shuffle(round_)
         seed = f"{self._seed}/{self._number}"
         dice = random.Random(seed)
         self._number += 1
         return Draw(
             number=self._number,
-            fault=cards[place],
+            fault=round_[place],
             wait_s=dice.uniform(0.2, 3.0),
             pick=dice.random(),
             other=dice.random(),

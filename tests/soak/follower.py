@@ -1,9 +1,9 @@
-"""Follows a run's files while it runs. Takes metrics.jsonl and trajectories.jsonl as they grow, are
-cut and are written again; gives every line that was ever seen in them, once.
+"""Follows a run's logs while it runs. Takes the metrics and the trained steps as their files grow,
+are cut and are written again; gives every line that was ever in them, once.
 
-So what is said of all trained steps holds for those too that a fault took back. trajectories.jsonl
-is written by the trainer itself, with the very mask that its loss had: the controller's own counts
-are not asked for the staleness of a token.
+So what is said of all trained steps also holds for those that a rollback took back. The list of
+trained steps is the trainer's own, with the very mask that its loss had: the controller's counts
+are not used for the staleness of a token.
 """
 
 import json
@@ -11,13 +11,14 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from tests.soak.run_files import METRICS, TRAINED, Line, group_ids, trained_versions
 
 TAIL = 64  # bytes by which a file is known again: it may have been cut and have grown since
-MAX_TOLD = 5  # violations of one kind
+MAX_NAMED = 5  # violations
 
 
-class Follower:
+class LineFollower:
     """New whole lines of a file that may be cut or replaced at any moment."""
 
     def __init__(self, path: Path):
@@ -26,7 +27,7 @@ class Follower:
         self._tail = b""  # what was last read before the offset
         self._seen: set[tuple[object, ...]] = set()
 
-    def look(self) -> Iterator[dict[str, Any]]:
+    def look(self) -> Iterator[Line]:
         try:
             with self._path.open("rb") as file:
                 inode = os.fstat(file.fileno()).st_ino
@@ -42,12 +43,12 @@ class Follower:
         self._tail = (self._tail + whole + newline)[-TAIL:]
         for raw in whole.split(b"\n"):
             line = _parsed(raw)
-            if line is not None and (key := key_of(line)) not in self._seen:
+            if line is not None and (key := _key(line)) not in self._seen:
                 self._seen.add(key)
                 yield line
 
 
-def _parsed(raw: bytes) -> dict[str, Any] | None:
+def _parsed(raw: bytes) -> Line | None:
     try:
         line = json.loads(raw)
     except ValueError:
@@ -55,25 +56,24 @@ def _parsed(raw: bytes) -> dict[str, Any] | None:
     return line if isinstance(line, dict) and type(line.get("step")) is int else None
 
 
-def key_of(line: dict[str, Any]) -> tuple[object, ...]:
-    """Of one training of a step: it has other groups, or another clock, when it is done again."""
-    groups = tuple(group.get("group") for group in line.get("groups", []))
-    return line["step"], line.get("version"), line.get("seconds"), groups
+def _key(line: Line) -> tuple[object, ...]:
+    """Of one training of a step: a step that is trained again has other groups or another clock."""
+    return line["step"], line.get("version"), line.get("seconds"), *group_ids(line)
 
 
 @dataclass
-class Witness:
+class RunFollower:
     run_dir: Path
     max_staleness: int
-    num_steps: int = 0  # trained, those that were taken back too
+    num_steps: int = 0  # trained, including those that were taken back
     last_step: int = 0
     furthest: int = 0  # step that was ever reached
-    num_tokens: int = 0  # looked at one by one
+    num_tokens: int = 0  # checked one by one
     violations: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._metrics = Follower(self.run_dir / "metrics.jsonl")
-        self._trained = Follower(self.run_dir / "trajectories.jsonl")
+        self._metrics = LineFollower(self.run_dir / METRICS)
+        self._trained = LineFollower(self.run_dir / TRAINED)
 
     def look(self) -> int:
         """How many steps have been trained so far, whatever became of them."""
@@ -81,26 +81,26 @@ class Witness:
             self.num_steps += 1
             self.last_step = line["step"]
             self.furthest = max(self.furthest, self.last_step)
-            self._told(stale_line(line, self.max_staleness))
-            self._told(unbalanced(line))
+            self._note(stale_line(line, self.max_staleness))
+            self._note(unbalanced(line))
         for line in self._trained.look():
             count, found = stale_tokens(line, self.max_staleness)
             self.num_tokens += count
             for problem in found:
-                self._told(problem)
+                self._note(problem)
         return self.num_steps
 
-    def _told(self, problem: str) -> None:
-        if problem and len(self.violations) < MAX_TOLD:
+    def _note(self, problem: str) -> None:
+        if problem and len(self.violations) < MAX_NAMED:
             self.violations.append(problem)
 
 
-def stale_line(line: dict[str, Any], limit: int) -> str:
+def stale_line(line: Line, limit: int) -> str:
     stale = line.get("buffer/staleness_max", 0)
     return f"step {line['step']}: buffer/staleness_max is {stale:g}" if stale > limit else ""
 
 
-def unbalanced(line: dict[str, Any]) -> str:
+def unbalanced(line: Line) -> str:
     names = ("submitted", "trained", "dropped", "in_flight")
     counts = [line.get(f"buffer/groups_{name}", 0) for name in names]
     if counts[0] == sum(counts[1:]):
@@ -109,15 +109,13 @@ def unbalanced(line: dict[str, Any]) -> str:
     return f"step {line['step']}: the groups do not add up ({said})"
 
 
-def stale_tokens(line: dict[str, Any], limit: int) -> tuple[int, list[str]]:
-    """How many trained tokens of a line of trajectories.jsonl were looked at, and which are older
-    than they may be: by the version that wrote them and the one that the step began with."""
-    oldest, count, problems = line["version"] - limit, 0, []
-    for answer in line.get("tokens", []):
-        pairs = zip(answer["versions"], answer["trained"], strict=True)
-        versions = [version for version, is_trained in pairs if is_trained]
+def stale_tokens(line: Line, limit: int) -> tuple[int, list[str]]:
+    """How many trained tokens of a trained step were checked, and which are older than allowed: by
+    the version that wrote them and the one that the step began with."""
+    count, problems = 0, []
+    for group, versions in trained_versions(line):
         count += len(versions)
-        if versions and min(versions) < oldest:
-            age = line["version"] - min(versions)
-            problems.append(f"step {line['step']}: group {answer['group']} has a token {age} old")
+        staleness = line["version"] - min(versions, default=line["version"])
+        if staleness > limit:
+            problems.append(f"step {line['step']}: group {group} has a token {staleness} old")
     return count, problems

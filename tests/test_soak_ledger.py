@@ -14,11 +14,12 @@ from safetensors.numpy import load_file, save_file
 from test_recovery import STEPS, stage_config, staged
 
 from minirl.buffer import Drop
-from minirl.lines import read_lines
 from minirl.rollout.worker import Stop
 from tests.soak import task
 from tests.soak.ledger import Finding, prove
-from tests.soak.task import Fate, fate_at
+from tests.soak.run_files import METRICS, SAMPLES, TRAINED, prompts
+from tests.soak.run_files import lines as lines_of
+from tests.soak.task import BadReward, bad_reward_at
 
 SEED, SHARE = 1, 0.2
 
@@ -30,7 +31,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = stage_config(every=3)
     config = replace(config, tasks=task.options(config.tasks, SEED, SHARE))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(task, "PARTS", {Fate.RAISES: 1.0})
+        patch.setattr(task, "PARTS", {BadReward.RAISES: 1.0})
         with staged(folder, config) as run:
             run.loop.run()
             run.fleet.stop(Stop())
@@ -40,7 +41,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def only_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task, "PARTS", {Fate.RAISES: 1.0})
+    monkeypatch.setattr(task, "PARTS", {BadReward.RAISES: 1.0})
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def violated(run: Path) -> dict[str, str]:
 
 
 def change(path: Path, how: Callable[[list[dict[str, Any]]], object]) -> None:
-    lines = read_lines(path)
+    lines = lines_of(path.parent, path.name)
     how(lines)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -65,103 +66,84 @@ def change_state(run: Path, how: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(state))
 
 
+def set_line(run: Path, name: str, index: int, **values: object) -> None:
+    change(run / name, lambda lines: lines[index].update(values))
+
+
+def newest(state: dict[str, Any]) -> int:
+    return max([state["consumed_below"] - 1, *state["consumed_above"], *state["in_flight"]])
+
+
+def uncount(state: dict[str, Any]) -> None:
+    state["history"]["drops"]["reward_error"] -= 1
+
+
 def test_a_run_with_which_nothing_is_wrong_passes(run: Path) -> None:
-    found = prove(run)
+    found = {finding.name: finding.detail for finding in prove(run)}
     assert violated(run) == {}
     names = {"steps", "ledger", "once", "accounted", "rewards"}
-    names |= {"staleness", "versions", "finite", "clean"}
-    assert {finding.name for finding in found} == names
-    said = {finding.name: finding.detail for finding in found}
-    assert said["once"] == f"{3 * STEPS} prompts trained, none twice"
-    assert f"{3 * STEPS} trained + " in said["accounted"]
-    assert "raises" in said["rewards"] and "none trained" in said["rewards"]
+    assert found.keys() == names | {"staleness", "versions", "finite", "clean"}
+    assert found["once"] == f"{3 * STEPS} prompts trained, none twice"
+    assert f"{3 * STEPS} trained + " in found["accounted"]
+    assert "raises" in found["rewards"] and "none trained" in found["rewards"]
 
 
 def test_a_step_that_is_missing_torn_or_there_twice(run: Path) -> None:
-    change(run / "metrics.jsonl", lambda lines: lines.pop(3))
+    change(run / METRICS, lambda lines: lines.pop(3))
     assert violated(run) == {"steps": "metrics.jsonl has no step 4"}
-    change(run / "metrics.jsonl", lambda lines: lines.insert(3, dict(lines[3], step=4)))
+    change(run / METRICS, lambda lines: lines.insert(3, dict(lines[3], step=4)))
     assert "steps" not in violated(run)
-    change(run / "lengths.jsonl", lambda lines: lines.append(lines[-1]))
-    assert violated(run)["steps"] == "lengths.jsonl has steps twice or out of order"
-    change(run / "lengths.jsonl", lambda lines: lines.pop())
-    with (run / "samples.jsonl").open("a") as file:
+    change(run / TRAINED, lambda lines: lines.append(lines[-1]))
+    assert violated(run)["steps"] == f"{TRAINED} has steps twice or out of order"
+    change(run / TRAINED, lambda lines: lines.pop())
+    with (run / SAMPLES).open("a") as file:
         file.write('{"step": 8, "gro')
-    assert violated(run)["steps"] == "samples.jsonl has 1 torn lines"
+    assert violated(run)["steps"] == "samples.jsonl ends with a torn line"
 
 
 def test_groups_that_do_not_add_up(run: Path) -> None:
-    def lose_one(lines: list[dict[str, Any]]) -> None:
-        lines[4]["buffer/groups_submitted"] += 1
-
-    change(run / "metrics.jsonl", lose_one)
+    set_line(run, METRICS, 4, **{"buffer/groups_submitted": 0})
     assert violated(run)["ledger"].startswith("step 5: the groups do not add up (submitted ")
 
 
 def test_a_prompt_that_is_trained_twice(run: Path) -> None:
-    def repeat(lines: list[dict[str, Any]]) -> None:
-        lines[5]["groups"][0]["prompt"] = lines[2]["groups"][1]["prompt"]
+    number = prompts(lines_of(run, TRAINED)[2])[1]
 
-    number = read_lines(run / "trajectories.jsonl")[2]["groups"][1]["prompt"]
-    change(run / "trajectories.jsonl", repeat)
+    def repeat(lines: list[dict[str, Any]]) -> None:
+        lines[5]["groups"][0]["prompt"] = number
+
+    change(run / TRAINED, repeat)
     found = violated(run)
     assert found["once"] == f"prompt {number} was trained twice"
     assert "accounted" in found, "and another was not trained at all"
 
 
-def test_a_prompt_that_was_skipped(run: Path) -> None:
-    """Consumed, but neither trained nor dropped."""
-
-    def skip(state: dict[str, Any]) -> None:
-        newest = max([state["consumed_below"] - 1, *state["consumed_above"], *state["in_flight"]])
-        state["consumed_above"].append(newest + 1)
-
-    change_state(run, skip)
-    assert "prompts are consumed but not trained" in violated(run)["accounted"]
-
-
-def test_a_prompt_that_nobody_knows_of(run: Path) -> None:
-    def forget(state: dict[str, Any]) -> None:
-        newest = max([state["consumed_below"] - 1, *state["consumed_above"], *state["in_flight"]])
-        state["in_flight"].append(newest + 2)
-
-    change_state(run, forget)
-    assert violated(run)["accounted"].endswith("is neither consumed nor in flight")
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        # Consumed, but neither trained nor dropped.
+        (lambda s: s["consumed_above"].append(newest(s) + 1), "prompts are consumed but not train"),
+        (lambda s: s["in_flight"].append(newest(s) + 2), "is neither consumed nor in flight"),
+        (lambda s: s["in_flight"].append(0), "prompt 0 is consumed and in flight"),
+        (uncount, "groups were dropped for good"),
+    ],
+    ids=["skipped", "unknown", "in flight too", "not counted"],
+)
+def test_a_prompt_that_is_not_accounted_for(run: Path, how: Any, words: str) -> None:
+    change_state(run, how)
+    assert words in violated(run)["accounted"]
 
 
-def test_a_prompt_in_flight_that_was_consumed(run: Path) -> None:
-    change_state(run, lambda state: state["in_flight"].append(0))
-    assert violated(run)["accounted"] == "prompt 0 is consumed and in flight"
-
-
-def test_a_drop_that_was_not_counted(run: Path) -> None:
-    def uncount(state: dict[str, Any]) -> None:
-        state["history"]["drops"]["reward_error"] -= 1
-
-    change_state(run, uncount)
-    found = violated(run)
-    assert "groups were dropped for good" in found["accounted"]
-    assert "groups dropped as reward_error, and" in found["rewards"]
-
-
-def test_a_broken_reward_that_was_trained(run: Path) -> None:
-    broken = next(i for i in range(1000) if fate_at(SEED, SHARE, i) is Fate.RAISES)
-
-    def train_it(lines: list[dict[str, Any]]) -> None:
-        lines[0]["groups"][0]["prompt"] = broken
-
-    change(run / "trajectories.jsonl", train_it)
-    assert violated(run)["rewards"] == f"prompt {broken} was trained, and its reward is broken"
-
-
-def test_rewards_that_failed_and_were_not_broken(run: Path) -> None:
-    def fail(state: dict[str, Any]) -> None:
-        state["history"]["drops"]["reward_timeout"] = 2
-
-    change_state(run, fail)
+def test_rewards_that_failed_and_a_broken_one_that_was_trained(run: Path) -> None:
+    change_state(run, lambda state: state["history"]["drops"].update(reward_timeout=2))
     assert violated(run)["rewards"].startswith("2 more rewards failed than are broken")
     excused = {finding.name: finding for finding in prove(run, num_verifier_faults=2)}
-    assert excused["rewards"].is_held, "where verifiers were struck, it may be so"
+    assert excused["rewards"].is_held, "where verifiers had faults, it may be so"
+    change_state(run, uncount)
+    assert "groups dropped as reward_error, and" in violated(run)["rewards"]
+    broken = next(i for i in range(1000) if bad_reward_at(SEED, SHARE, i) is BadReward.RAISES)
+    change(run / TRAINED, lambda lines: lines[0]["groups"][0].update(prompt=broken))
+    assert violated(run)["rewards"] == f"prompt {broken} was trained, and its reward is broken"
 
 
 def test_a_token_that_is_too_old(run: Path) -> None:
@@ -169,22 +151,19 @@ def test_a_token_that_is_too_old(run: Path) -> None:
         lines[6]["tokens"][0]["versions"][0] = lines[6]["version"] - 3
         lines[6]["tokens"][0]["trained"][0] = 1
 
-    change(run / "trajectories.jsonl", age)
+    change(run / TRAINED, age)
     assert violated(run)["staleness"].endswith("has a token 3 old")
-    change(run / "metrics.jsonl", lambda lines: lines[1].update({"buffer/staleness_max": 3}))
+    set_line(run, METRICS, 1, **{"buffer/staleness_max": 3})
     assert violated(run)["staleness"] == "step 2: buffer/staleness_max is 3"
 
 
 def test_a_version_that_comes_again(run: Path) -> None:
-    def repeat(lines: list[dict[str, Any]]) -> None:
-        lines[3]["version"] = lines[2]["version"]
-
-    change(run / "metrics.jsonl", repeat)
+    set_line(run, METRICS, 3, version=lines_of(run, METRICS)[2]["version"])
     assert violated(run)["versions"] == "a version is not above the one before it"
 
 
 def test_weights_that_are_not_finite_and_updates_left_out(run: Path) -> None:
-    change(run / "metrics.jsonl", lambda lines: lines[1].update({"train/skipped_updates": 1}))
+    set_line(run, METRICS, 1, **{"train/skipped_updates": 1})
     assert violated(run)["finite"] == "step 2 left an update out"
     path = run / "checkpoints" / f"step-{STEPS:06d}" / "model.safetensors"
     tensors = {name: tensor.copy() for name, tensor in load_file(path).items()}
@@ -196,8 +175,7 @@ def test_weights_that_are_not_finite_and_updates_left_out(run: Path) -> None:
 def test_what_is_left_behind_and_what_is_gone(run: Path) -> None:
     (run / "checkpoints" / ".step-000099.tmp").mkdir()
     assert "left behind: checkpoints/.step-000099.tmp" in violated(run)["clean"]
-    path = run / "trajectories.jsonl"
-    path.write_text("[]\nnull\n")
-    assert violated(run)["steps"].startswith("trajectories.jsonl has no step 1")
+    (run / TRAINED).write_text("[]\nnull\n")
+    assert violated(run)["steps"].startswith(f"{TRAINED} has no step 1")
     shutil.rmtree(run / "checkpoints")
     assert prove(run) == [Finding("checkpoint", False, f"{run}: there is no checkpoint")]

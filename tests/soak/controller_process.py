@@ -1,4 +1,4 @@
-"""One life of a run: a controller process, its workers, and what is left of them.
+"""One controller of a run: a controller process, its workers, and what is left of them.
 
 Takes a command, gives process ids by worker name, and sees whether anything is left. It is all read
 from /proc: what the run says of itself is not asked.
@@ -18,7 +18,7 @@ POLL_S = 0.05
 GONE_S = 15.0  # in which all must be gone after the controller
 
 
-class Life:
+class ControllerProcess:
     def __init__(self, command: Sequence[str], log: Path):
         self.log = log
         self._memory = set(os.listdir("/dev/shm"))
@@ -46,7 +46,7 @@ class Life:
 
     @property
     def code(self) -> int | None:
-        """None while the controller lives."""
+        """None while the controller controllers."""
         return self.process.poll()
 
     def workers(self) -> dict[str, int]:
@@ -78,7 +78,7 @@ class Life:
         return code
 
     def traces(self) -> list[str]:
-        """Living processes of it, and shared memory that nobody holds."""
+        """Living processes of it, and shared memory that no process holds."""
         memory = sorted(orphaned_memory() - self._memory)
         return [f"process {pid}" for pid in living(self.pid)] + [f"/dev/shm/{m}" for m in memory]
 

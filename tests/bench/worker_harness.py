@@ -1,7 +1,7 @@
-"""A production line: one real rollout worker, its engine, its ring, and prompts without end.
+"""One real rollout worker, its engine, its ring, and prompts without end.
 
-Lives in a part that the stage pinned; what the worker says goes to the bench as it would go to the
-controller. Answers are as long as the bench says, since its models never end one by themselves.
+Lives in a pinned process of the bench; the worker's messages go to the bench as they would go to
+the controller. Answers are as long as the bench says, since its models never end one themselves.
 """
 
 import random
@@ -44,7 +44,7 @@ class LongTailed(RolloutWorker):
         return replace(super().sampling(request), max_new_tokens=length)
 
 
-class Waits(RolloutWorker):
+class WaitingWorker(RolloutWorker):
     """What minirl does not do: new weights wait until every running answer is finished, and no
     answer is begun meanwhile, but those of an evaluation that has pinned the weights."""
 
@@ -57,11 +57,11 @@ class Waits(RolloutWorker):
             super().admit()
 
 
-class Waiting(Waits, LongTailed):
+class WaitingLongTailed(WaitingWorker, LongTailed):
     """The same, with lengths of the bench's own."""
 
 
-class Line:
+class WorkerHarness:
     def __init__(
         self,
         pipe: Connection,
@@ -92,7 +92,7 @@ class Line:
 
     @property
     def num_tokens(self) -> float:
-        """Sampled since the line was made."""
+        """Sampled since the harness was made."""
         return self.board.total(0, Total.TOKENS)
 
     @property

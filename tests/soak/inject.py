@@ -1,12 +1,12 @@
 """How each fault is done, and when the run has survived it. Takes a Draw, gives Events.
 
-a worker        is killed, frozen or held up. Survived: it was replaced (or goes on), it is up,
-                and the run trains. Ranks: further than ever, or they have saved; then they are
-                forgiven, and the next death is the first again
-the disk        is full until a checkpoint could not be written. Survived: then one is, and a step
-                is trained
-the controller  is ended. As it should be: with the exit code that belongs to it, all its
-                processes and shared memory gone within seconds. Survived: the next one trains
+a worker        is killed, frozen or paused. Survived: it was replaced (or works again), it is up,
+                and the run trains. Ranks must also have trained further than ever or have saved:
+                that resets their restart back-off
+the disk        is full until a checkpoint could not be written. Survived: afterwards one is
+                written and a step is trained
+the controller  is ended. It must leave the right exit code, and all its processes and shared
+                memory must be gone within seconds. Survived: the next controller trains
 """
 
 import contextlib
@@ -16,23 +16,22 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 
-from minirl.train.checkpoint import newest_whole
-from tests.soak.deck import TEAR, Draw
+from tests.soak import run_files
 from tests.soak.events import Event
-from tests.soak.files import tear
 from tests.soak.run import SHARP_S, Run
+from tests.soak.schedule import TEAR, Draw
 
 ROLES = {"engine": "rollout-", "verifier": "verify-", "rank": "train-"}
 INTERRUPTED, STALLED = 130, 3
 PAUSE_S = (0.3, 2.5)
 FULL_S = (1.0, 6.0)  # at least
-START_S = 5.0  # in which a start is struck, once its first worker is there
+START_S = 5.0  # the fault comes within this of a start's first worker
 EVAL_S = 0.5
 REFUSED = "no checkpoint of step"  # as the run tells it
 END_S = 120.0  # a controller that was asked to end finishes its step and saves
 
 
-def strike(run: Run, draw: Draw) -> Iterator[Event]:
+def inject(run: Run, draw: Draw) -> Iterator[Event]:
     verb, _, what = draw.fault.partition("-")
     if draw.fault == "kill-two":
         yield kill_two(run, draw)
@@ -48,7 +47,7 @@ def strike(run: Run, draw: Draw) -> Iterator[Event]:
 
 
 def begun(run: Run, draw: Draw, target: str) -> Event:
-    return Event(draw.fault, target, round(run.seconds, 1), run.witness.last_step)
+    return Event(draw.fault, target, round(run.seconds, 1), run.follower.last_step)
 
 
 # -- workers
@@ -59,7 +58,7 @@ def choose(run: Run, role: str, pick: float, but: str = "") -> tuple[str, int]:
     prefix = ROLES.get(role, "")
 
     def found() -> list[tuple[str, int]]:
-        here = run.life.workers().items()
+        here = run.controller.workers().items()
         return sorted((n, pid) for n, pid in here if n.startswith(prefix) and n != but)
 
     run.wait(lambda: bool(found()), END_S)
@@ -89,7 +88,7 @@ def kill_two(run: Run, draw: Draw) -> Event:
     done = recovery_of(run, {one: first, two: second})
     send(first, signal.SIGKILL)
     time.sleep(draw.moment * 0.9)
-    send(run.life.workers().get(two, 0), signal.SIGKILL)  # ranks go together: it may be new
+    send(run.controller.workers().get(two, 0), signal.SIGKILL)  # ranks go together: it may be new
     return recovered(run, event, done)
 
 
@@ -104,21 +103,21 @@ def pause(run: Run, draw: Draw, role: str) -> Event:
     return recovered(run, event, lambda: True)
 
 
-def recovery_of(run: Run, struck: dict[str, int]) -> Callable[[], bool]:
-    """Asked again and again after the strike: are they replaced, up, and forgiven?"""
-    saved, furthest = run.checkpoints(), run.witness.furthest
-    has_rank = any(name.startswith(ROLES["rank"]) for name in struck)
+def recovery_of(run: Run, hit: dict[str, int]) -> Callable[[], bool]:
+    """Polled after the fault: are the workers replaced, up, and is their back-off reset?"""
+    saved, furthest = run.checkpoints(), run.follower.furthest
+    has_rank = any(name.startswith(ROLES["rank"]) for name in hit)
     replaced_at: float | None = None
 
     def is_done() -> bool:
         nonlocal replaced_at
-        now = run.life.workers()
-        if any(now.get(name, pid) == pid for name, pid in struck.items()):
+        now = run.controller.workers()
+        if any(now.get(name, pid) == pid for name, pid in hit.items()):
             return False
         replaced_at = replaced_at or time.time()
-        run.witness.look()
-        is_forgiven = run.witness.furthest > furthest or bool(run.checkpoints() - saved)
-        return (is_forgiven or not has_rank) and run.are_up(struck, since=replaced_at)
+        run.follower.look()
+        is_reset = run.follower.furthest > furthest or bool(run.checkpoints() - saved)
+        return (is_reset or not has_rank) and run.are_up(hit, since=replaced_at)
 
     return is_done
 
@@ -134,8 +133,8 @@ def recovered(run: Run, event: Event, is_done: Callable[[], bool]) -> Event:
 
 
 def failure(run: Run) -> str:
-    """Why nothing more came; the controller is ended if it lives."""
-    code, words = run.life.code, run.life.last_line()
+    """Why nothing more came; the controller is ended if it controllers."""
+    code, words = run.controller.code, run.controller.last_line()
     run.over()
     return f"the controller {'hangs' if code is None else f'ended with code {code}'}: {words}"
 
@@ -145,12 +144,12 @@ def failure(run: Run) -> str:
 
 def fill_disk(run: Run, draw: Draw) -> Event:
     event = begun(run, draw, "disk")
-    num_before, began = run.life.count(REFUSED), time.monotonic()
+    num_before, began = run.controller.count(REFUSED), time.monotonic()
     try:
         keep_full(run, FULL_S[0] + draw.moment * (FULL_S[1] - FULL_S[0]))
     finally:
         run.disk.free(run.pids())
-    saved, num_refused = run.checkpoints(), run.life.count(REFUSED) - num_before
+    saved, num_refused = run.checkpoints(), run.controller.count(REFUSED) - num_before
     seconds = time.monotonic() - began
     event.detail = f"for {seconds:.1f} s, {num_refused} checkpoints not written"
     return recovered(run, event, lambda: bool(run.checkpoints() - saved))
@@ -158,12 +157,12 @@ def fill_disk(run: Run, draw: Draw) -> Event:
 
 def keep_full(run: Run, seconds: float) -> None:
     """So long, and until a checkpoint could not be written."""
-    num_before, began = run.life.count(REFUSED), time.monotonic()
+    num_before, began = run.controller.count(REFUSED), time.monotonic()
 
     def is_enough() -> bool:
         run.disk.fill(run.pids())  # again and again: what the run takes away makes room
         is_long = time.monotonic() > began + seconds
-        return is_long and run.life.count(REFUSED) > num_before
+        return is_long and run.controller.count(REFUSED) > num_before
 
     run.wait(is_enough, END_S)
 
@@ -177,7 +176,7 @@ def end_controller(run: Run, draw: Draw) -> Iterator[Event]:
         first = Event("kill-controller", "controller", *_now(run))
         yield from ended(run, first, draw, -signal.SIGKILL)
         run.start()
-        run.wait(lambda: bool(run.life.workers()), END_S)
+        run.wait(lambda: bool(run.controller.workers()), END_S)
         run.wait(lambda: not run.is_new, draw.moment * START_S)
     elif draw.fault == "kill-at-save":
         wait_for_save(run)
@@ -191,14 +190,15 @@ def end_controller(run: Run, draw: Draw) -> Iterator[Event]:
 
 
 def _now(run: Run) -> tuple[float, int]:
-    return round(run.seconds, 1), run.witness.last_step
+    return round(run.seconds, 1), run.follower.last_step
 
 
 def wait_for_save(run: Run) -> None:
     """Holds the ranks up in the middle of it: a tiny checkpoint is written in no time."""
     deadline = time.monotonic() + END_S
     while time.monotonic() < deadline and run.wait(lambda: run.is_saving, END_S, SHARP_S):
-        ranks = [pid for name, pid in run.life.workers().items() if name.startswith(ROLES["rank"])]
+        workers = run.controller.workers()
+        ranks = [pid for name, pid in workers.items() if name.startswith(ROLES["rank"])]
         for pid in ranks:
             send(pid, signal.SIGSTOP)
         if run.is_saving:
@@ -209,10 +209,10 @@ def wait_for_save(run: Run) -> None:
 
 def wait_for_evaluation(run: Run, draw: Draw) -> None:
     every = run.config.eval.every
-    begun_at = run.witness.look()
+    begun_at = run.follower.look()
 
     def is_due() -> bool:
-        return run.witness.look() > begun_at and run.witness.last_step % every == 0
+        return run.follower.look() > begun_at and run.follower.last_step % every == 0
 
     run.wait(is_due, END_S)
     time.sleep(draw.moment * EVAL_S)
@@ -222,12 +222,12 @@ def ended(run: Run, event: Event, draw: Draw, code: int, to_all: bool = False) -
     """The controller is ended now, by SIGKILL or SIGTERM as the code says."""
     number = signal.SIGKILL if code == -signal.SIGKILL else signal.SIGTERM
     if to_all:
-        run.life.signal_all(number)
+        run.controller.signal_all(number)
     else:
-        run.life.signal(number)
+        run.controller.signal(number)
     yield as_it_should(run, event, code)
     if number == signal.SIGKILL and draw.is_torn and event.survived is None:
-        torn = tear(run.run_dir, random.Random(draw.seed))
+        torn = run_files.tear(run.run_dir, random.Random(draw.seed))
         if torn:
             yield Event(TEAR.name, ", ".join(torn), *_now(run))
 
@@ -241,12 +241,12 @@ def freeze_rank(run: Run, draw: Draw) -> Iterator[Event]:
 
 def as_it_should(run: Run, event: Event, code: int) -> Event:
     """Ended with that code, and nothing left: whether it is survived, the next controller says."""
-    found = run.life.ends(END_S)
+    found = run.controller.ends(END_S)
     if found is None:
         return event.lost(failure(run))
-    event.gone_s, left = run.life.gone_after()
+    event.gone_s, left = run.controller.gone_after()
     event.gone_s = round(event.gone_s, 2)
-    words = run.life.last_line()
+    words = run.controller.last_line()
     if code == -signal.SIGKILL:
         event.moment = "full disk" if event.fault == "kill-at-full" else run.moment()
     run.over()
@@ -262,7 +262,6 @@ def as_it_should(run: Run, event: Event, code: int) -> Event:
 
 def unsaved_steps(run: Run) -> str:
     """After SIGTERM, every step that the metrics tell of is in the checkpoint."""
-    run.witness.look()
-    saved = newest_whole(run.run_dir)[1]
-    step, last = (saved["step"] if saved else 0), run.last_step_on_disk()
+    run.follower.look()
+    step, last = run_files.saved(run.run_dir).step, run_files.last_step(run.run_dir)
     return "" if step == last else f"it saved step {step}, and its metrics go to step {last}"

@@ -1,0 +1,63 @@
+"""`python -m tests.bench.sweep RECIPE --vary variant=none,waiting …`: `minirl sweep`, and a key of
+its own, `variant`, that no recipe has: minirl with one part replaced (variants.py).
+
+Takes what `minirl sweep` takes, gives the same table and run directories.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from minirl.errors import MinirlError, RecipeError
+from minirl.tools.sweep import Cell, Sweep, parse_vary
+from tests.bench.__main__ import print_columns
+from tests.bench.variants import VARIANTS
+
+VARIANT, NONE = "variant", "none"
+
+
+class VariantSweep(Sweep):
+    name = "python -m tests.bench.sweep"
+
+    def check(self) -> None:
+        for name in (v for vary in self.varied if vary.key == VARIANT for v in vary.values):
+            if name not in (NONE, *VARIANTS):
+                remedy = f"one of {', '.join((NONE, *VARIANTS))}"
+                raise RecipeError("--vary variant", name, "no such variant", remedy)
+        super().check()
+
+    def settings(self, cell: Cell, seed: int) -> list[str]:
+        recipe_keys = tuple(pair for pair in cell.settings if pair[0] != VARIANT)
+        return super().settings(Cell(recipe_keys), seed)
+
+    def program(self, cell: Cell) -> tuple[str, ...]:
+        name = dict(cell.settings).get(VARIANT, NONE)
+        if name == NONE:
+            return super().program(cell)
+        return (sys.executable, "-m", "tests.bench.variants", name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(VariantSweep.name, description=__doc__)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--vary", action="append", default=[], metavar="KEY=A,B,C")
+    parser.add_argument("--seeds", type=int, default=1, help="seeds 0, 1, … of each combination")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: sweeps/<recipe>")
+    asked = parser.parse_args()
+    folder = asked.out or Path("sweeps") / asked.recipe.stem
+    try:
+        varied, seeds = tuple(parse_vary(asked.vary)), tuple(range(asked.seeds))
+        planned = VariantSweep(asked.recipe, folder, varied, seeds, tuple(asked.set))
+        planned.check()
+        planned.go(print)
+    except MinirlError as error:
+        print(f"sweep: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    planned.write()
+    print_columns(planned.table())
+    print(f"table     {folder / 'table.md'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The files of a run: the only module of the soak that knows their names and how they are read.
+
+Takes a run directory; gives the lines of its logs, the state in its newest checkpoint, and its last
+evaluation. `tear` leaves the logs as a crash does: the last line half written. What a checkpoint
+vouches for was on the disk before it (the controller flushes it first), so a crash does not touch
+it: a last line after the checkpoint's step is cut in half, and after any other line the first half
+of one is added.
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minirl.lines import read_lines
+from minirl.train.checkpoint import newest_whole
+
+Line = dict[str, Any]
+Z95 = 1.96  # half a 95 % interval, in standard errors
+
+METRICS, SAMPLES, EVALS = "metrics.jsonl", "samples.jsonl", "evals.jsonl"
+TRAINED = "trajectories.jsonl"  # what each step trained, by the trainer's own account
+ALL_STEPS = (METRICS, SAMPLES, "lengths.jsonl", TRAINED)  # each has every step
+STATUS = "status.json"
+TORN = (*ALL_STEPS, EVALS, STATUS)
+
+
+def lines(run_dir: Path, name: str) -> list[Line]:
+    return read_lines(run_dir / name)
+
+
+def last_step(run_dir: Path) -> int:
+    found = lines(run_dir, METRICS)
+    return found[-1]["step"] if found else 0
+
+
+def status(run_dir: Path) -> Line | None:
+    """What the run shows of itself: pid, state, time, lanes. None: it cannot be read now."""
+    try:
+        found = json.loads((run_dir / STATUS).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The newest checkpoint; `folder` is None where there is none."""
+
+    folder: Path | None
+    state: Line
+    broken: list[str]  # newer ones that are not whole
+
+    @property
+    def step(self) -> int:
+        return self.state.get("step", 0)
+
+
+def saved(run_dir: Path) -> Saved:
+    if not (run_dir / "checkpoints").is_dir():
+        return Saved(None, {}, [])
+    folder, state, broken = newest_whole(run_dir)
+    return Saved(folder, state or {}, broken)
+
+
+# -- one line of TRAINED
+
+
+def group_ids(line: Line) -> list[int]:
+    return [group["group"] for group in line.get("groups", [])]
+
+
+def prompts(line: Line) -> list[int]:
+    return [group["prompt"] for group in line["groups"]]
+
+
+def trained_versions(line: Line) -> Iterator[tuple[int, list[int]]]:
+    """Of each answer that the line has in full: its group, and the versions of trained tokens."""
+    for answer in line.get("tokens", []):
+        pairs = zip(answer["versions"], answer["trained"], strict=True)
+        yield answer["group"], [version for version, is_trained in pairs if is_trained]
+
+
+# -- evaluations
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    accuracy: float
+    low: float
+    high: float
+    count: int
+    steps: int
+
+    @property
+    def error(self) -> float:
+        return (self.high - self.low) / (2 * Z95)
+
+    def __str__(self) -> str:
+        return f"{self.accuracy:.1%} ({self.low:.1%} to {self.high:.1%})"
+
+
+def last_evaluation(run_dir: Path) -> Evaluated | None:
+    """Of the last step; None where it was not evaluated."""
+    found = lines(run_dir, METRICS)
+    if not found or "eval/accuracy" not in found[-1]:
+        return None
+    line = found[-1]
+    low, high = line["eval/low"], line["eval/high"]
+    return Evaluated(line["eval/accuracy"], low, high, int(line["eval/count"]), line["step"])
+
+
+# -- torn files
+
+
+def tear(run_dir: Path, dice: random.Random) -> list[str]:
+    """Tears some of the files, at least one if there is any, and gives their names."""
+    paths = [run_dir / name for name in TORN]
+    there = [path.name for path in paths if path.is_file() and path.stat().st_size]
+    chosen = sorted(dice.sample(there, dice.randint(1, len(there)))) if there else []
+    saved_step = saved(run_dir).step
+    for name in chosen:
+        _tear(run_dir / name, saved_step, dice)
+    return chosen
+
+
+def _tear(path: Path, saved_step: int, dice: random.Random) -> None:
+    data = path.read_bytes()
+    end = data.rstrip(b"\n").rfind(b"\n") + 1
+    last = data[end:].rstrip(b"\n")
+    part = last[: dice.randint(1, max(1, len(last) - 1))]
+    found = read_lines(path)
+    if path.name == STATUS or (found and found[-1].get("step", 0) > saved_step):
+        path.write_bytes(data[:end] + part)
+    else:
+        with path.open("ab") as file:
+            file.write(part)
