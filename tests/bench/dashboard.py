@@ -21,10 +21,9 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from minirl.view.dashboard.snapshot import STATUS
-
 from minirl.launch import _signals
 from minirl.view.console import ConsoleView
+from minirl.view.status import FILE
 from tests.bench import Figure, Options, at_most
 from tests.bench.controller import Shape, play
 from tests.bench.loop_harness import Loop
@@ -65,7 +64,7 @@ def cost(folder: Path, size: tuple[int, int] | None, steps: int, engines: int) -
     finally:
         terminal.close()
     assert code == 0, terminal.seen[-2000:].decode(errors="replace")
-    return json.loads((folder / STATUS).read_text())["cost"]
+    return json.loads((folder / FILE).read_text())["cost"]
 
 
 def measure(options: Options) -> list[Figure]:
@@ -74,7 +73,7 @@ def measure(options: Options) -> list[Figure]:
         large = cost(Path(name) / "large", LARGE, steps, engines)
         small = cost(Path(name) / "small", SMALL, steps, engines)
         plain = cost(Path(name) / "plain", None, steps, engines)
-        num_bytes = os.path.getsize(Path(name) / "large" / STATUS)
+        num_bytes = os.path.getsize(Path(name) / "large" / FILE)
     return [
         at_most("dashboard_cost", large, GOAL, "CPU seconds a second, of one core, 160 × 50"),
         Figure("cost_80x24", small, note="the same in a small terminal"),

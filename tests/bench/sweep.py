@@ -55,7 +55,7 @@ def main() -> None:
         print(f"sweep: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     planned.write()
-    print_columns(planned.table())
+    print_columns(planned.table(planned.rows()))
     print(f"table     {folder / 'table.md'}")
 
 

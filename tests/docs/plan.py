@@ -24,7 +24,7 @@ from minirl.config import Config
 from minirl.launch import make_buffer
 from minirl.metrics import read
 from minirl.recipe import load
-from minirl.tools.plan import GPUS, shape_of, simulate
+from minirl.tools.plan import GPUS, Plan
 from minirl.tools.simulate import Costs, Setup, Simulation, of_run, with_mean
 from tests.docs import save
 
@@ -57,7 +57,7 @@ def recipe(eta: int, batch_size: int, context: int) -> Config:
 
 def tokens_per_s(config: Config, mean: float, rollout: int, train: int) -> float:
     lengths = with_mean(mean, config.rollout.max_new_tokens, PROMPT)
-    return simulate(config, GPUS["H800"], shape_of(config), lengths, rollout, train).tokens_per_s
+    return Plan(config, GPUS["H800"], lengths).simulate(rollout, train).tokens_per_s
 
 
 @dataclass(frozen=True)
