@@ -9,28 +9,24 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Protocol
 
-from minirl import devices, model, resplit, secrets
-from minirl.blackbox import BlackBox
+from minirl import devices, model, resplit
 from minirl.buffer import Buffer, History, OnStale
 from minirl.config import TINY, Config
 from minirl.errors import Interrupted, MinirlError, RecipeError
-from minirl.journal import LOCK, Journal
-from minirl.lines import Patient, replace_text
 from minirl.loop import Loop
 from minirl.pace import Pace
 from minirl.recipe import Loaded, to_toml
-from minirl.record import Recorder, most_bytes
 from minirl.records import Prompt
 from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
 from minirl.rollout.worker import RolloutSetup, Stop
 from minirl.rules import check_devices, check_memory, check_model, read_model_config
+from minirl.run_dir import RunLog, RunTotals, hold, write_text
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.tasks import Task
@@ -43,12 +39,13 @@ from minirl.tools.doctor import find_devices, free_memory_bytes
 from minirl.tools.plan.balance import balance
 from minirl.tools.plan.split import with_split
 from minirl.train import checkpoint
+from minirl.train.bad_batch import BatchSaver
 from minirl.train.messages import TrainerSetup
 from minirl.train.tiny import tiny_model_folder
 from minirl.view.console import ConsoleView
 from minirl.view.loggers import Loggers
 from minirl.view.trace import FOLDER, merge
-from minirl.workers import Died, Fleet, Role
+from minirl.workers import Died, Fleet, LossyStream, Role
 
 INTERRUPTED = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -71,7 +68,7 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: b
         with _ends_on_sigterm():
             return _train(loaded, recipe, run_dir, resume, is_plain)
     except KeyboardInterrupt:
-        print(_stopped(recipe, run_dir), file=Patient(sys.stdout))
+        print(_stopped(recipe, run_dir), file=LossyStream(sys.stdout))
         return INTERRUPTED
 
 
@@ -83,11 +80,9 @@ def _train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: 
     check_devices(config, kind, available)
     if (free := free_memory_bytes()) is not None:
         check_memory(config, free)
-    with redirect_stdout(secrets.Scrubbed(sys.stdout)):  # a task is the user's code
-        task = make_task(config)
-        self_check(task, config.tasks.kind)
+    task = make_task(config)
+    self_check(task, config.tasks.kind)
     changes = check_changes(config, run_dir) if resume else []
-    secrets.check(config)
     if resume and is_finished(run_dir, config):
         print(f"all {config.train.steps} steps are done; raise train.steps to go on")
         return 0
@@ -130,27 +125,11 @@ def _prepare(config: Config, job: Job, changes: list[str], resume: bool, is_plai
             may_correct = False  # once: what is measured is noisy
             config = with_split(config, *corrector.better)
             start = find_start(source, run_dir, is_resumed=True)
-            replace_text(run_dir / "recipe.toml", to_toml(config))
+            write_text(run_dir / "recipe.toml", to_toml(config))
     finally:
         devices.sweep_temp(run_dir / "tmp")
         view.close()
         lock.close()
-
-
-def _hold(run_dir: Path) -> IO[str]:
-    """One run at a time in a directory; and who looks at it sees by this that it lives. The kernel
-    lets go of the lock however the controller ends."""
-    file = (run_dir / LOCK).open("a")
-    try:
-        flock(file, LOCK_EX | LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        remedy = "wait for it, stop it, or name another directory"
-        raise RecipeError("--run-dir", str(run_dir), "a run is going on in it", remedy) from None
-    except OSError:
-        pass  # a file system without locks: `minirl runs` will not know that it lives
-    os.utime(run_dir / LOCK)
-    return file
 
 
 def _run(
@@ -179,25 +158,25 @@ def _run(
         heldout = heldout_prompts(config, task, tokenizer)
         _check_prompt_lengths(config, task, tokenizer)
         buffer = make_buffer(config, start.history)
-        journal_state = start.state["journal"] if start.state else None
-        box = BlackBox(config, run_dir, ring, store, source)
-        recorder = _recorder(config, run_dir, ring, places[1], start.step, view)
-        journal = Journal(config, run_dir, fleet, view, start.step, journal_state, box, recorder)
-        loop = Loop(config, fleet, stream, heldout, buffer, journal)
+        threads = len(places[1][0].cores)
+        saver = BatchSaver(config, run_dir, ring, store, source, threads)
+        totals = RunTotals.of(start.state)
+        log = RunLog(config, run_dir, fleet, view, start.step, totals, saver)
+        loop = Loop(config, fleet, stream, heldout, buffer, log)
         if corrector is not None:
-            loop.after_step = lambda: corrector.look(journal.log.lines, journal.began - began)
+            loop.after_step = lambda: corrector.look(log.metrics, log.began - began)
         loggers = Loggers(config, run_dir, start.step, view.note)
         try:
             with _signals(loop, view) as came, view.watching(loop, run_dir, loggers.check):
                 loop.run()
         except BaseException:
-            journal.close()  # what was recorded until now is kept
+            log.close()  # what was written until now is kept
             raise
         if loop.has_finished:  # else they have not all started, and would not listen
             fleet.stop(Stop())
         loggers.close()
         if corrector is not None and corrector.better and not came and not loop.unsaved:
-            journal.close()
+            log.close()
             view.note(corrector.why)
             return None
         if config.log.trace:
@@ -205,18 +184,18 @@ def _run(
                 merge(run_dir)
         is_whole = loop.step == config.train.steps
         extra = {"run_dir": str(run_dir), "seed": config.seed, "drops": dict(buffer.drops)}
-        found = balance(journal.log.lines, config.devices.rollout, config.devices.train)
+        found = balance(log.metrics, config.devices.rollout, config.devices.train)
         word = "GPU" if kind == "cuda" else "process"
         extra["balance"] = found.sentence(word, config.is_synchronous) if found else None
         extra["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        summary = journal.summarise(is_whole, {**extra, **machine.describe(kind)})
-        journal.close()
+        summary = log.summarise(is_whole, {**extra, **machine.describe(kind)})
+        log.close()
         view.finished(summary, _try_next(job.recipe, run_dir, is_whole))
         if loop.unsaved:
-            kept = journal.last_checkpoint
-            journal.problems.append(f"no checkpoint of the last step: {loop.unsaved}; {kept}")
-        if journal.problems:
-            raise MinirlError(f"not all could be written: {'; '.join(journal.problems)}")
+            kept = log.last_checkpoint
+            log.problems.append(f"no checkpoint of the last step: {loop.unsaved}; {kept}")
+        if log.problems:
+            raise MinirlError(f"not all could be written: {'; '.join(log.problems)}")
         return 0 if is_whole else INTERRUPTED
     finally:
         with _deaf():  # what is left takes a moment, and must be done
@@ -265,7 +244,6 @@ def _spawn(
             store=store,
             is_resumed=start.state is not None,
             version=start.history.version,
-            run_dir=str(run_dir),
         )
         fleet.spawn(Role.TRAIN, rank, BODIES[Role.TRAIN], setup, place)
     for rank, place in enumerate(engines):
@@ -289,34 +267,15 @@ def _make_run_dir(config: Config, run_dir: Path, kind: str) -> tuple[Path, IO[st
         logs.mkdir(parents=True, exist_ok=True)
         if run_dir.stat().st_mode & 0o022:
             run_dir.chmod(0o755)
-        lock = _hold(run_dir)
+        lock = hold(run_dir)
         devices.sweep_temp(run_dir / "tmp")  # a controller that was killed could not
         (run_dir / "tmp").mkdir()
-        replace_text(run_dir / "recipe.toml", to_toml(config))
+        write_text(run_dir / "recipe.toml", to_toml(config))
         machine.write(run_dir, machine.describe(kind))
     except OSError as error:
         rule = f"cannot be written to ({error.strerror})"
         raise RecipeError("--run-dir", str(run_dir), rule, "name another, or make room") from None
     return logs, lock
-
-
-def _recorder(
-    config: Config,
-    run_dir: Path,
-    ring: TrajectoryRing,
-    ranks: list[devices.Placement],
-    last_step: int,
-    view: ConsoleView,
-) -> Recorder | None:
-    if not config.log.record:
-        return None
-    each = most_bytes(config) / 2**20
-    left = config.train.steps - last_step
-    view.note(
-        f"log.record: at most {each:,.1f} MiB a step, {each * left:,.0f} MiB for {left} steps, "
-        f"in {run_dir / 'record'}"
-    )
-    return Recorder(run_dir, ring, devices.made_by(ranks), last_step)
 
 
 def model_folder(config: Config, logs: Path, view: Notes) -> Path:

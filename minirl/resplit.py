@@ -13,8 +13,8 @@ from typing import Any
 
 from minirl import devices
 from minirl.config import Config
-from minirl.metrics import read
 from minirl.recipe import load
+from minirl.run_dir import read_lines
 from minirl.tools.plan.balance import NUM_FIRST, Balance, balance
 from minirl.tools.plan.gpus import Gpu, recognise
 from minirl.tools.plan.memory import train_bill
@@ -30,7 +30,7 @@ def begin(config: Config, kind: str, resumed: Path | None) -> Config:
     given = config.devices.rollout + config.devices.train
     if resumed is not None:
         before = load(resumed / "recipe.toml").config.devices
-        found = balance(read(resumed / "metrics.jsonl"), before.rollout, before.train)
+        found = balance(read_lines(resumed / "metrics.jsonl"), before.rollout, before.train)
         if found is not None and before.rollout + before.train == given:
             return with_split(config, *best(found, config, kind))
     gpu = _gpu(kind)

@@ -1,9 +1,7 @@
-"""Run directories without a run: written by the real journal, buffer, metrics log and tracer, fed
-with made-up answers. What only a trainer writes (trajectories.jsonl) has its shape from a real run,
-which test_run.py checks.
+"""Run directories without a run: written by the real run log, buffer and tracer, fed with made-up
+answers.
 """
 
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +11,11 @@ from minirl.buffer import Buffer, OnStale
 from minirl.config import Config
 from minirl.devices import Placement
 from minirl.evaluation import EVAL_IDS, Evaluation
-from minirl.journal import LOCK, Journal
 from minirl.recipe import to_toml
 from minirl.records import Batch, Example, Group, Prompt, StopReason, Trajectory
+from minirl.run_dir import LOCK, RunLog
 from minirl.tools import machine
+from minirl.train.messages import AnswerTokens, Trained
 from minirl.view.trace import FOLDER, Tracer
 from minirl.workers import Fleet, Role, Worker
 
@@ -60,25 +59,24 @@ def write_run(path: Path, config: Config, is_whole: bool = True, is_traced: bool
         Worker(Role.TRAIN, 0, 1, "", None, place),
     ]
     buffer = Buffer(config.train.batch_size, config.buffer.max_staleness, OnStale.MASK)
-    journal = Journal(config, path, fleet, Silent())
-    journal.begin()
-    evaluate(journal, version=0, right=1)
+    log = RunLog(config, path, fleet, Silent())
+    log.begin()
+    evaluate(log, version=0, right=1)
     for step in range(1, config.train.steps + 1):
         is_last = step == config.train.steps
         batch = make_batch(config, buffer, step, dice)
         for group in batch.groups:
             prompt = Prompt(group.prompt_index, Example(QUESTION, "4"), (1, 2))
-            journal.keep_texts(group.id, prompt, ("<i>4</i>",) * len(group.rewards))
+            log.keep_texts(group.id, prompt, ("<i>4</i>",) * len(group.rewards))
         buffer.published()
-        journal.trained(step, batch, made_up_values(step, dice), buffer, is_last)
-        write_trajectories(path, batch)
+        log.trained(step, batch, made_up(batch, dice), buffer, [])
         if step == config.train.steps // 2 or is_last:
-            evaluate(journal, version=step, right=3)
+            evaluate(log, version=step, right=3)
     if is_traced:
         write_trace(path, config)
     if is_whole:
-        journal.summarise(True, {"seed": config.seed, **facts})
-    journal.close()
+        log.summarise(True, {"seed": config.seed, **facts})
+    log.close()
     return path
 
 
@@ -98,57 +96,30 @@ def make_batch(config: Config, buffer: Buffer, step: int, dice: random.Random) -
     return batch
 
 
-def made_up_values(step: int, dice: random.Random) -> dict[str, float | None]:
-    return {
+def made_up(batch: Batch, dice: random.Random) -> Trained:
+    values: dict[str, float | None] = {
         "buffer/staleness_mean": 0.0,
         "buffer/staleness_max": 0.0,
         "train/tokens": 50.0,
-        "train/entropy": 1 / step,
+        "train/entropy": 1 / batch.step,
         "train/clip_frac": 0.01 * dice.random(),
         "train/capped_frac": 0.0,
         "train/logprob_gap": 1e-6 * (1 + dice.random()),
         "train/grad_norm": 1.0,
         "train/tokens_per_s": 1000.0 + dice.random(),
     }
+    versions = [max(0, batch.version - 1), batch.version, batch.version]
+    shown = AnswerTokens([" <4>", "\n", "&"], versions, [None, 1e-7, 0.02])
+    return Trained(batch.version + 1, values, samples=(shown,))
 
 
-def write_trajectories(path: Path, batch: Batch) -> None:
-    groups = [
-        {
-            "group": group.id,
-            "prompt": group.prompt_index,
-            "rewards": list(group.rewards),
-            "advantages": [reward - 0.5 for reward in group.rewards],
-            "versions": [[t.head_version, t.tail_version] for t in group.trajectories],
-            "written": [t.num_written for t in group.trajectories],
-            "cut": [int(t.stop) for t in group.trajectories],
-            "masked": [],
-        }
-        for group in batch.groups
-    ]
-    kept = {
-        "group": batch.groups[0].id,
-        "ids": [5, 6, 7],
-        "pieces": [" <4>", "\n", "&"],
-        "versions": [max(0, batch.version - 1), batch.version, batch.version],
-        "trained": [0, 1, 1],
-        "logprobs": [-0.1, -0.2, -0.3],
-        "gaps": [None, 1e-7, 0.02],
-        "progress": 0.0,
-        "left_out": 9,
-    }
-    line = {"step": batch.step, "version": batch.version, "groups": groups, "tokens": [kept]}
-    with (path / "trajectories.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
-
-
-def evaluate(journal: Journal, version: int, right: int) -> None:
-    evaluation = Evaluation(HELDOUT, first_cell=0)
+def evaluate(log: RunLog, version: int, right: int) -> None:
+    evaluation = Evaluation(HELDOUT, first_cell=0, step=version)
     for place in range(len(HELDOUT)):
         evaluation.answered(Trajectory(place, 5, 3, StopReason.STOP, version, version))
         evaluation.texts[EVAL_IDS + place] = f"as version {version} says: <4>"
         evaluation.graded(EVAL_IDS + place, float(place < right))
-    journal.evaluated(evaluation)
+    log.evaluated(evaluation)
 
 
 def write_trace(path: Path, config: Config) -> None:

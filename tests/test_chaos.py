@@ -16,8 +16,8 @@ from processes import RECIPES, SMALL
 
 from minirl.config import Config
 from minirl.errors import RecipeError
-from minirl.lines import read_lines
 from minirl.records import Answer, StopReason
+from minirl.run_dir import read_lines
 from minirl.tasks import Task
 from minirl.tasks.registry import make_task, self_check
 from minirl.tasks.turns import has_turns
@@ -131,16 +131,17 @@ def test_the_witness_sees_what_is_taken_back_later(tmp_path: Path) -> None:
     assert witness.look() == 2
     path.write_text(line_of(1, 3.0, **{"buffer/groups_dropped": 2}))
     assert witness.look() == 3 and witness.last_step == 1 and witness.furthest == 2
-    tokens = {"group": 7, "versions": [0, 1, 5], "trained": [0, 0, 1]}
-    trained = {"step": 6, "version": 5, "groups": [{"group": 7}], "tokens": [tokens]}
-    old = {**trained, "step": 7, "tokens": [{**tokens, "trained": [0, 1, 1]}]}
-    (tmp_path / "trajectories.jsonl").write_text(f"{json.dumps(trained)}\n{json.dumps(old)}\n")
+    batch = {"step": 6, "version": 5, "groups": [{"id": 7}, {"id": 8}]}
+    (tmp_path / "batches.jsonl").write_text(f"{json.dumps(batch)}\n")
+    sample = {"step": 6, "group": 7, "token_versions": [0, 1, 5], "token_gaps": [None, None, 0.1]}
+    old = {**sample, "group": 8, "token_gaps": [None, 0.1, 0.1]}
+    (tmp_path / "samples.jsonl").write_text(f"{json.dumps(sample)}\n{json.dumps(old)}\n")
     witness.look()
     assert witness.num_tokens == 3
     assert witness.violations == [
         "step 2: buffer/staleness_max is 3",
         "step 1: the groups do not add up (submitted 5, trained 3, dropped 2, in_flight 1)",
-        "step 7: group 7 has a token 4 old",
+        "step 6: group 8 has a token 4 old",
     ]
 
 
@@ -367,7 +368,8 @@ def test_a_short_soak_loses_nothing(tmp_path: Path, tied_folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "figures.json").read_text())
     assert found["held"] and found["injected"] == found["survived"] == 3
-    events = read_lines(tmp_path / "chaos" / "events.jsonl")
+    told = (tmp_path / "chaos" / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in told]
     assert [event["fault"] for event in events] == ["kill-two", "kill-at-save", "tear-files"]
     assert events[0]["target"] == "rollout-0, train-0"
     assert found["controllers"] == 2 and found["controller_killed_at"]["save"] == 1

@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 from test_recovery import STEPS, stage_config, staged
 
 from minirl.buffer import Drop
-from minirl.lines import read_lines
 from minirl.rollout.worker import Stop
+from minirl.run_dir import read_lines
 from tests.soak import task
 from tests.soak.ledger import Finding, prove
 from tests.soak.task import Fate, fate_at
@@ -82,12 +82,11 @@ def test_a_step_that_is_missing_torn_or_there_twice(run: Path) -> None:
     assert violated(run) == {"steps": "metrics.jsonl has no step 4"}
     change(run / "metrics.jsonl", lambda lines: lines.insert(3, dict(lines[3], step=4)))
     assert "steps" not in violated(run)
-    change(run / "lengths.jsonl", lambda lines: lines.append(lines[-1]))
-    assert violated(run)["steps"] == "lengths.jsonl has steps twice or out of order"
-    change(run / "lengths.jsonl", lambda lines: lines.pop())
     with (run / "samples.jsonl").open("a") as file:
-        file.write('{"step": 8, "gro')
-    assert violated(run)["steps"] == "samples.jsonl has 1 torn lines"
+        file.write('{"step": 8, "gro')  # the reader leaves it out
+    assert "steps" not in violated(run)
+    change(run / "batches.jsonl", lambda lines: lines.append(lines[-1]))
+    assert violated(run)["steps"] == "batches.jsonl has steps twice or out of order"
 
 
 def test_groups_that_do_not_add_up(run: Path) -> None:
@@ -102,8 +101,8 @@ def test_a_prompt_that_is_trained_twice(run: Path) -> None:
     def repeat(lines: list[dict[str, Any]]) -> None:
         lines[5]["groups"][0]["prompt"] = lines[2]["groups"][1]["prompt"]
 
-    number = read_lines(run / "trajectories.jsonl")[2]["groups"][1]["prompt"]
-    change(run / "trajectories.jsonl", repeat)
+    number = read_lines(run / "batches.jsonl")[2]["groups"][1]["prompt"]
+    change(run / "batches.jsonl", repeat)
     found = violated(run)
     assert found["once"] == f"prompt {number} was trained twice"
     assert "accounted" in found, "and another was not trained at all"
@@ -150,7 +149,7 @@ def test_a_broken_reward_that_was_trained(run: Path) -> None:
     def train_it(lines: list[dict[str, Any]]) -> None:
         lines[0]["groups"][0]["prompt"] = broken
 
-    change(run / "trajectories.jsonl", train_it)
+    change(run / "batches.jsonl", train_it)
     assert violated(run)["rewards"] == f"prompt {broken} was trained, and its reward is broken"
 
 
@@ -166,10 +165,11 @@ def test_rewards_that_failed_and_were_not_broken(run: Path) -> None:
 
 def test_a_token_that_is_too_old(run: Path) -> None:
     def age(lines: list[dict[str, Any]]) -> None:
-        lines[6]["tokens"][0]["versions"][0] = lines[6]["version"] - 3
-        lines[6]["tokens"][0]["trained"][0] = 1
+        lines[6]["token_versions"][0] = began[lines[6]["step"]] - 3
+        lines[6]["token_gaps"][0] = 0.1
 
-    change(run / "trajectories.jsonl", age)
+    began = {line["step"]: line["version"] for line in read_lines(run / "batches.jsonl")}
+    change(run / "samples.jsonl", age)
     assert violated(run)["staleness"].endswith("has a token 3 old")
     change(run / "metrics.jsonl", lambda lines: lines[1].update({"buffer/staleness_max": 3}))
     assert violated(run)["staleness"] == "step 2: buffer/staleness_max is 3"
@@ -196,8 +196,8 @@ def test_weights_that_are_not_finite_and_updates_left_out(run: Path) -> None:
 def test_what_is_left_behind_and_what_is_gone(run: Path) -> None:
     (run / "checkpoints" / ".step-000099.tmp").mkdir()
     assert "left behind: checkpoints/.step-000099.tmp" in violated(run)["clean"]
-    path = run / "trajectories.jsonl"
+    path = run / "batches.jsonl"
     path.write_text("[]\nnull\n")
-    assert violated(run)["steps"].startswith("trajectories.jsonl has no step 1")
+    assert violated(run)["steps"].startswith("batches.jsonl has no step 1")
     shutil.rmtree(run / "checkpoints")
     assert prove(run) == [Finding("checkpoint", False, f"{run}: there is no checkpoint")]

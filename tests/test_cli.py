@@ -248,7 +248,7 @@ def test_plan_needs_no_gpu_and_names_the_split_to_take() -> None:
         (["recipes/gsm8k.toml", "--gpu", "T4"], '--gpu = "T4": is not in the table; one of H100, '),
         (["recipes/gsm8k.toml", "--gpus", "8"], '--gpus = "8": is not a range from 2 to 4096; '),
         (["recipes/gsm8k.toml", "--num", "1"], "--num = 1: 1 cannot be split into engines of 1 "),
-        (["recipes/gsm8k.toml", "--run", "no"], '--run = "no": has no lengths.jsonl; '),
+        (["recipes/gsm8k.toml", "--run", "no"], '--run = "no": has no batches.jsonl with a step; '),
     ],
 )
 def test_plan_refuses_in_one_line(args: list[str], line: str) -> None:

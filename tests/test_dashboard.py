@@ -215,7 +215,7 @@ def run_dir(folder: Path) -> Path:
          "rollout/idle_frac": 0.0, "train/idle_frac": 0.5}
         for step in range(1, 8)
     ]  # fmt: skip
-    lines[3] |= {"eval/accuracy": 0.25, "eval/version": 3}
+    (folder / "evals.jsonl").write_text('{"step": 3, "version": 3, "accuracy": 0.25}\n')
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "metrics.jsonl").write_text(text + '{"step": 8, "rew')
     sample = {"step": 7, "prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4",

@@ -39,16 +39,17 @@ def test_accuracy_is_the_mean_of_what_was_graded() -> None:
         else:
             run.graded(group_id, float(group_id != EVAL_IDS))
     assert run.is_done and not run.is_void
-    assert run.interval is not None and run.interval.mean == 2 / 3
-    assert run.interval.low < 2 / 3 < run.interval.high
-    assert run.version == 7
-    assert run.truncated_frac == 0.25
+    found = run.result
+    low, high = found["low"], found["high"]
+    assert found["accuracy"] == 2 / 3 and low is not None and high is not None
+    assert low < 2 / 3 < high and run.version == 7
+    assert (found["count"], found["failures"], found["truncated_frac"]) == (3, 1, 0.25)
 
 
 def test_one_without_any_verdict_ends_too() -> None:
     run = evaluation(1)
     run.failed()
-    assert run.is_done and run.interval is None and run.version is None
+    assert run.is_done and run.result["accuracy"] is None and run.version is None
 
 
 @pytest.mark.parametrize("case", ["pinned", "begun", "finished"])

@@ -86,8 +86,8 @@ def run_dir(tmp_path: Path) -> Path:
         trainer.mkdir(parents=True)
         (trainer.parent / "config.json").write_text("{}")
         (trainer / "state.json").write_text(json.dumps({"history": {"version": step}}))
-    lines = [{"step": s, "eval/version": s, "eval/accuracy": a} for s, a in ((10, 0.5), (20, 0.75))]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [{"step": s, "version": s, "accuracy": a} for s, a in ((10, 0.5), (20, 0.75))]
+    (run / "evals.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run / "recipe.toml").write_text(to_toml(Config()))
     return run
 

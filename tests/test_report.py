@@ -1,6 +1,5 @@
 """`minirl report`: from run directories, whole or torn, to a page that a real browser shows."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -15,10 +14,10 @@ from typer.testing import CliRunner
 
 from minirl.cli import app
 from minirl.errors import RecipeError
+from minirl.run_dir import RunDir
 from minirl.view.report import png, timeline
 from minirl.view.report.charts import accuracy_points, charts, length_points, reward_points, wilson
 from minirl.view.report.families import families
-from minirl.view.report.rundir import RunDir, open_run
 from minirl.view.report.svg import nice_ticks
 from minirl.view.report.write import write
 from minirl.view.trace import Slice
@@ -35,7 +34,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunDir]:
     configs["sync"] = make_config(eta=0)
     found = {name: RunDir(write_run(folder / name, config)) for name, config in configs.items()}
     died = write_run(folder / "died", make_config(lr=1e-5), is_whole=False, is_traced=False)
-    for name in ("metrics.jsonl", "samples.jsonl", "trajectories.jsonl", "evals.jsonl"):
+    for name in ("metrics.jsonl", "samples.jsonl", "batches.jsonl", "evals.jsonl"):
         with (died / name).open("a") as file:
             file.write('{"step": 99, "reward/me')
     return {**found, "died": RunDir(died)}
@@ -83,7 +82,7 @@ def test_the_page_says_all_of_it(page: Path, runs: dict[str, RunDir]) -> None:
         assert words in text, words
     assert "as version 6 says: &lt;4&gt;" in text, "time travel, and what a model writes is text"
     assert "Is &lt;b&gt;2 &amp; 2" in text and "<b>2" not in text
-    assert "class='tok a1 g0 out'" in text, "one version behind, masked, no logprob"
+    assert "class='tok a1 g0'" in text, "one version behind, no gap"
     assert "class='tok a0 g4'" in text, "a gap of 0.02"
 
 
@@ -150,7 +149,7 @@ def test_a_torn_run_directory_is_shown_as_far_as_it_goes(
 ) -> None:
     monkeypatch.setattr(png, "is_there", lambda: False)
     died = runs["died"]
-    assert len(died.metrics) == len(died.trajectory_places) == 6
+    assert len(died.metrics) == len(died.batches) == 6
     for name in sorted(path.name for path in died.path.iterdir() if path.is_file()):
         torn = tmp_path / name.replace(".", "-")
         shutil.copytree(died.path, torn)
@@ -159,27 +158,6 @@ def test_a_torn_run_directory_is_shown_as_far_as_it_goes(
         assert write([RunDir(torn)], torn / "out").files[0].is_file()
         (torn / name).unlink()
         assert write([RunDir(torn)], torn / "out").files[0].is_file()
-
-
-def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
-    lines = [{"step": step, "reward/mean": 0.0} for step in (1, 2, 3, 4)]
-    lines += [{"step": step, "reward/mean": 1.0} for step in (3, 4, 5)]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (tmp_path / "metrics.jsonl").write_text(text)
-    found = open_run(tmp_path).metrics
-    assert [line["step"] for line in found] == [1, 2, 3, 4, 5]
-    assert [line["reward/mean"] for line in found] == [0, 0, 1, 1, 1]
-    samples = [(1, 5), (1, 6), (2, 7), (2, 8), (2, 7), (2, 8), (3, 9)]  # resumed from step 1
-    text = "".join(
-        json.dumps({"step": s, "group": g, "n": n}) + "\n" for n, (s, g) in enumerate(samples)
-    )
-    (tmp_path / "samples.jsonl").write_text(text)
-    steps = [1, 2, 3, 4, 2, 3]
-    text = "".join(json.dumps({"step": s, "n": n}) + "\n" for n, s in enumerate(steps))
-    (tmp_path / "trajectories.jsonl").write_text(text + '{"step": 4, "n')
-    run = open_run(tmp_path)
-    assert [run.trajectories(step).get("n") for step in (1, 2, 3, 4)] == [0, 4, 5, None]
-    assert [line["n"] for line in open_run(tmp_path).samples] == [0, 1, 4, 5, 6]
 
 
 def test_pngs_and_a_timeline_lie_beside_it(page: Path) -> None:

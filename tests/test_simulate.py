@@ -12,7 +12,7 @@ from minirl.errors import RecipeError
 from minirl.pace import Pace
 from minirl.tools.simulate.costs import Costs
 from minirl.tools.simulate.engine import Engine, Sequence
-from minirl.tools.simulate.lengths import Lengths, line_of, long_tailed, of_run, with_mean
+from minirl.tools.simulate.lengths import Lengths, long_tailed, of_run, with_mean
 from minirl.tools.simulate.simulation import Outcome, Setup, Simulation
 
 SECOND_A_TOKEN = Costs(step_s=1.0)
@@ -88,12 +88,11 @@ def test_long_tailed_lengths_have_their_mean_and_their_limit() -> None:
 
 
 def test_lengths_of_a_run_are_drawn_again(tmp_path: Path) -> None:
-    (tmp_path / "lengths.jsonl").write_text(line_of(1, [3, 5], [10]) + line_of(2, [7], [20]))
+    groups = [{"lengths": [3, 5], "prompt_tokens": 10}, {"lengths": [7], "prompt_tokens": 20}]
+    lines = [json.dumps({"step": step, "groups": [group]}) for step, group in enumerate(groups)]
+    (tmp_path / "batches.jsonl").write_text("\n".join(lines) + "\n")
     assert of_run(tmp_path) == Lengths((3, 5, 7), 15)
-    (tmp_path / "lengths.jsonl").write_text(json.dumps({"step": 1})[:-3])
-    with pytest.raises(RecipeError, match="no trained step"):
-        of_run(tmp_path)
-    with pytest.raises(RecipeError, match=r"no lengths\.jsonl"):
+    with pytest.raises(RecipeError, match=r"no batches\.jsonl with a step"):
         of_run(tmp_path / "nowhere")
 
 

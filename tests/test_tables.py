@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 from minirl.cli import app
 from minirl.config import KEYS, SECTIONS
 from minirl.errors import RecipeError
-from minirl.journal import LOCK
 from minirl.metrics import NAMES
-from minirl.view.report.rundir import RunDir, RunState, open_run
+from minirl.run_dir import LOCK, RunDir, RunState, open_run
 from minirl.view.report.tables import age, list_runs, run_rows
 from tests.docs import reference
 
@@ -92,26 +91,25 @@ def test_runs_of_a_sweep_are_listed_by_what_tells_them_apart(tmp_path: Path) -> 
 
 
 def test_inspect_prints_every_trajectory_of_a_step(folder: Path) -> None:
-    line = open_run(folder / "eta-2").trajectories(4)
+    line = open_run(folder / "eta-2").batches[3]
     lines = ran("inspect", folder / "eta-2", "--step", 4).splitlines()
     assert lines[0] == "step 4, from version 3"
-    shown = [row.split()[:6] for row in lines[2:6]]
+    shown = [row.split()[:5] for row in lines[2:6]]
     expected = [
         [
-            str(group["group"]),
+            str(group["id"]),
             str(place),
             f"{group['rewards'][place]:g}",
-            f"{group['advantages'][place]:+.3f}",
             "3",
-            str(group["written"][place]),
+            str(group["lengths"][place]),
         ]
         for group in line["groups"]
         for place in range(2)
     ]
     assert shown == expected
     assert any("answer: <i>4</i>" in text for text in lines)
-    only = ran("inspect", folder / "eta-2", "--step", 4, "--group", line["groups"][1]["group"])
-    assert len([row for row in only.splitlines() if row.endswith(("0", "1")) or "+" in row]) < 6
+    only = ran("inspect", folder / "eta-2", "--step", 4, "--group", line["groups"][1]["id"])
+    assert len(only.splitlines()) < len(lines)
     assert ran("inspect", folder / "eta-2").startswith("step 6"), "the last by default"
 
 

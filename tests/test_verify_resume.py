@@ -10,8 +10,8 @@ from processes import RECIPES, SMALL, assert_accounted
 from safetensors.torch import load_file, save_file
 
 from minirl.errors import RecipeError
-from minirl.metrics import read
 from minirl.recipe import load
+from minirl.run_dir import read_lines
 from tests.verify_resume import FORCED, compare, plan, verify
 
 
@@ -43,10 +43,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tied_folder: Path) -> Path:
 @pytest.mark.vllm
 def test_eta_0_is_synchronous_and_one_seed_gives_one_run_killed_or_not(folder: Path) -> None:
     for name in ("whole", "resumed"):
-        lines = read(folder / name / "metrics.jsonl")
+        lines = read_lines(folder / name / "metrics.jsonl")
         assert_accounted(lines, max_staleness=0)
         assert all(line["buffer/staleness_max"] == 0 for line in lines)
-        assert all(line["eval/version"] == line["step"] - 1 for line in lines[:-1])
+        evals = read_lines(folder / name / "evals.jsonl")
+        assert [line["version"] for line in evals] == [*range(5)]
         assert lines[-1]["buffer/dropped_equal_rewards"] >= 1
         assert all(line["rollout/turns_mean"] > 1 for line in lines)
         assert any(line["train/loss"] != 0 for line in lines), "nothing was learned: no test at all"
@@ -70,7 +71,7 @@ def test_what_differs_is_found_and_named(folder: Path, tmp_path: Path) -> None:
     tensors[name].view(-1)[0] += 1e-6
     save_file(tensors, last / "model.safetensors")
     (last / "trainer" / "rng.safetensors").unlink()
-    lines = read(other / "metrics.jsonl")
+    lines = read_lines(other / "metrics.jsonl")
     lines[2]["train/loss"] += 1e-9
     lines[1]["train/tokens_per_s"] = 1.0  # a clock's: left out
     (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

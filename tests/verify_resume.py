@@ -21,7 +21,8 @@ from typing import Any
 
 from minirl.config import Config
 from minirl.errors import MinirlError, RecipeError
-from minirl.metrics import is_timed, read
+from minirl.metrics import is_timed
+from minirl.run_dir import read_lines
 
 FORCED = ("buffer.max_staleness=0", "devices.kind=cpu", "checkpoint.every_s=0")
 POLL_S = 0.02
@@ -55,7 +56,7 @@ def verify(
     say(f"a whole run of {config.train.steps} steps, then one that is killed after {killed_at}")
     _end(_start(recipe, settings, whole), "the whole run")
     _kill_after(_start(recipe, settings, resumed), resumed / "metrics.jsonl", killed_at)
-    say(f"killed after step {len(read(resumed / 'metrics.jsonl'))}, starting it again")
+    say(f"killed after step {len(read_lines(resumed / 'metrics.jsonl'))}, starting it again")
     _end(_start(recipe, settings, resumed), "the resumed run")
     return [*compare(whole, resumed)]
 
@@ -86,7 +87,7 @@ def _end(process: subprocess.Popen[str], what: str) -> None:
 def _kill_after(process: subprocess.Popen[str], metrics: Path, step: int) -> None:
     """Its workers die with it."""
     try:
-        while len(read(metrics)) < step:
+        while len(read_lines(metrics)) < step:
             if process.poll() is not None:
                 _end(process, "the run to be killed")
                 raise MinirlError("the run was over before it could be killed")
@@ -100,7 +101,9 @@ def _kill_after(process: subprocess.Popen[str], metrics: Path, step: int) -> Non
 
 
 def compare(whole: Path, other: Path) -> Iterator[Finding]:
-    yield _compare_metrics(read(whole / "metrics.jsonl"), read(other / "metrics.jsonl"))
+    for name in ("metrics", "evals"):
+        lines = [read_lines(run / f"{name}.jsonl") for run in (whole, other)]
+        yield _compare_lines(name, *lines)
     ends = [sorted((run / "checkpoints").glob("step-*"))[-1:] for run in (whole, other)]
     if not all(ends) or ends[0][0].name != ends[1][0].name:
         yield Finding("last checkpoint", False, f"{ends[0]} against {ends[1]}")
@@ -115,8 +118,7 @@ def compare(whole: Path, other: Path) -> Iterator[Finding]:
     yield Finding("prompts and counts", not differing, detail)
 
 
-def _compare_metrics(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> Finding:
-    what = "metrics"
+def _compare_lines(what: str, one: list[dict[str, Any]], two: list[dict[str, Any]]) -> Finding:
     steps = [[line["step"] for line in lines] for lines in (one, two)]
     if steps[0] != steps[1]:
         return Finding(what, False, f"steps {steps[0]} against {steps[1]}")

@@ -13,7 +13,6 @@ from typing import TextIO
 
 from minirl.cli.app import app
 from minirl.errors import MinirlError, one_line
-from minirl.secrets import scrub
 
 SUBJECTS = (
     "train",
@@ -41,7 +40,7 @@ def main() -> None:
     try:
         app(prog_name="minirl")
     except MinirlError as error:
-        print(f"minirl: {scrub(one_line(str(error), limit=2000))}", file=sys.stderr)
+        print(f"minirl: {one_line(str(error), limit=2000)}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -33,7 +33,7 @@ def report(
         Path | None, typer.Option(metavar="DIR", help="Where it goes; see above.")
     ] = None,
 ) -> None:
-    from minirl.view.report.rundir import open_run
+    from minirl.run_dir import open_run
     from minirl.view.report.write import write
 
     opened = [open_run(path) for path in dict.fromkeys(runs)]
@@ -53,7 +53,7 @@ ui.perfetto.dev and chrome://tracing.
 """
 )
 def trace(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]) -> None:
-    from minirl.view.report.rundir import open_run
+    from minirl.run_dir import open_run
     from minirl.view.trace import merge
 
     merged = merge(open_run(run).path)

@@ -41,9 +41,9 @@ def runs(
 
 
 @app.command(
-    help="""Print what a step trained: every trajectory's reward, advantage, versions and length.
+    help="""Print what a step trained: every trajectory's reward, versions and length.
 
-Below them the answers that were kept readable (log.samples a step).
+Below them the answers that were kept readable (log.samples per step).
 
 \b
 Examples:
@@ -58,7 +58,7 @@ def inspect(
     ] = None,
     group: Annotated[int | None, typer.Option(metavar="ID", help="Only this group.")] = None,
 ) -> None:
-    from minirl.view.report.rundir import open_run
+    from minirl.run_dir import open_run
     from minirl.view.report.tables import find_step, sample_texts, trajectory_rows
 
     opened = open_run(run)
@@ -73,7 +73,7 @@ def inspect(
 
 @app.command(help="Say what differs between two runs: recipe, result, hardware and versions.")
 def diff(run: Run, other: Annotated[Path, typer.Argument(metavar="RUN")]) -> None:
-    from minirl.view.report.rundir import open_run
+    from minirl.run_dir import open_run
     from minirl.view.report.tables import diff_rows, told_apart
 
     a, b = open_run(run), open_run(other)

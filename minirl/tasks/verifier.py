@@ -14,13 +14,13 @@ One that runs out of memory takes this worker down, which comes to the same. An 
 graded here before is not graded again, unless the task says that its rewards are random.
 """
 
+import math
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from minirl.config import Config
-from minirl.guard import reward_problem
 from minirl.records import Answer, Example, Trajectory
 from minirl.shm.board import BEAT_S, BoardWriter, State, Total
 from minirl.shm.ring import TornEntry, TrajectoryRing
@@ -184,3 +184,13 @@ def reply(
     return Replied(
         request.group_id, request.place, tuple(tokens[: setup.config.rollout.max_new_tokens])
     )
+
+
+def reward_problem(reward: float, reward_range: tuple[float, ...]) -> str:
+    """Why a reward may not be trained on, or ""."""
+    if not math.isfinite(reward):
+        return f"reward is {reward}"
+    if reward_range and not reward_range[0] <= reward <= reward_range[1]:
+        low, high = reward_range
+        return f"reward is {reward:g}, outside guard.reward_range = [{low:g}, {high:g}]"
+    return ""

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from minirl.metrics import read
+from minirl.run_dir import read_lines
 
 # Two-sided 95 % quantiles of Student's t by degrees of freedom; beyond them the normal's.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -84,7 +84,7 @@ def is_finished(run_dir: Path) -> bool:
 def result(run_dir: Path) -> dict[str, Any]:
     """What a finished run came to. The first step is left out of rates: it waits for all."""
     summary = json.loads((run_dir / "summary.json").read_text())
-    lines = read(run_dir / "metrics.jsonl")
+    lines = read_lines(run_dir / "metrics.jsonl")
     seconds = lines[-1]["seconds"] - lines[0]["seconds"]
     last = lines[-max(1, len(lines) // 10) :]
     spans = [b["seconds"] - a["seconds"] for a, b in itertools.pairwise(lines)]

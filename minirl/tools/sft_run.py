@@ -24,11 +24,11 @@ from minirl import devices
 from minirl.config import Config
 from minirl.errors import Interrupted, MinirlError, Stalled, WorkerDied
 from minirl.launch import BODIES, INTERRUPTED, model_folder
-from minirl.lines import replace_text
-from minirl.metrics import MetricsLog
+from minirl.metrics import metrics_line
 from minirl.recipe import to_toml
 from minirl.rollout.worker import Stop
 from minirl.rules import check_devices, check_model, read_model_config
+from minirl.run_dir import JsonLines, write_text
 from minirl.tasks.registry import make_task, self_check
 from minirl.tools.doctor import find_devices
 from minirl.train.lessons import Learn, Learned, SaveModel, SftSetup, Test, Tested
@@ -87,7 +87,7 @@ class School:
     def __init__(self, config: Config, run_dir: Path, bar: Bar):
         self.config, self.run_dir, self.bar = config, run_dir, bar
         self.fleet = Fleet(run_dir / "logs", config.devices.train)
-        self.log = MetricsLog(run_dir / "metrics.jsonl")
+        self.log = JsonLines(run_dir / "metrics.jsonl")
         self.is_interrupted = False  # set from outside
         self.heard: deque[tuple[Worker, object]] = deque()
         self.losses: list[tuple[int, float]] = []  # on held-out lessons, by step
@@ -120,7 +120,7 @@ class School:
             is_last = step == self.config.train.steps
             tested = self.test(step) if is_last or (every and step % every == 0) else None
             line = {"step": step, "seconds": round(time.monotonic() - began, 3), **learned.values}
-            self.log.write({**line, "sft/heldout_loss": tested})
+            self.log.write(metrics_line({**line, "sft/heldout_loss": tested}))
             done = step
             self.bar.at(step, f"loss {learned.values['sft/loss']:.4f}{self.heldout_text}")
         self.ask(SaveModel(str(self.run_dir / MODEL)), Saved)
@@ -182,7 +182,7 @@ class School:
             "heldout_loss_after": self.losses[-1][1] if self.losses else None,
             "examples_too_long": num_too_long,
         }
-        replace_text(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_text(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
 @contextmanager

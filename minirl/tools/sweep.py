@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from minirl.errors import MinirlError, RecipeError
-from minirl.lines import replace_text
 from minirl.recipe import load
+from minirl.run_dir import write_text
 from minirl.tools.machine import FILE as MACHINE
 from minirl.tools.outcome import (
     COLUMNS,
@@ -199,8 +199,8 @@ class Sweep:
             for row in self.rows()
         ]
         whole = {"command": self.command, "machine": self.machine(), "rows": rows}
-        replace_text(self.folder / f"{TABLE}.json", json.dumps(whole, indent=1) + "\n")
-        replace_text(self.folder / f"{TABLE}.md", markdown(self.table()))
+        write_text(self.folder / f"{TABLE}.json", json.dumps(whole, indent=1) + "\n")
+        write_text(self.folder / f"{TABLE}.md", markdown(self.table()))
 
 
 def train(

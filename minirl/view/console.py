@@ -19,9 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from minirl.lines import Patient
-from minirl.secrets import scrub
 from minirl.view.dashboard.lines import step_text
+from minirl.workers import LossyStream
 
 if TYPE_CHECKING:
     from minirl.loop import Loop
@@ -39,7 +38,7 @@ class ConsoleView:
         console: Console | None = None,
         is_plain: bool = False,
     ):
-        stream = cast(TextIO, Patient(sys.stdout))  # a run does not end with the disk of its log
+        stream = cast(TextIO, LossyStream(sys.stdout))  # a full disk does not end a run
         self.console = console or Console(file=stream, soft_wrap=True, highlight=False)
         self.steps, self.is_plain = steps, is_plain
         self._began = time.monotonic()
@@ -58,7 +57,7 @@ class ConsoleView:
 
     def note(self, text: str) -> None:
         """From any thread, and from a signal's handler: takes no lock."""
-        note = (time.monotonic() - self._began, scrub(text))
+        note = (time.monotonic() - self._began, text)
         self._notes.append(note)
         self._unprinted.append(note)
         if not self._is_drawn:

@@ -1,11 +1,11 @@
 """Metrics for other people's tools: TensorBoard, Weights & Biases, trackio (`log.to`).
 
-Takes a run directory, gives its metrics.jsonl to each logger that the recipe names. A logger is a
-process of its own that follows that file. So training never waits for it: one that raises, hangs,
-crashes or finds its disk full is noted once, and the file has everything all the same. On resume it
-goes on after the checkpoint's step.
+Takes a run directory, gives its metrics.jsonl and evals.jsonl to each logger that the recipe names.
+A logger is a process of its own that follows these files. So training never waits for it: one that
+raises, hangs, crashes or finds its disk full is noted once, and the files have everything all the
+same. On resume it goes on after the checkpoint's step.
 
-What leaves the machine is the metrics and the recipe, without secrets (`redacted`). Not sent: code,
+What leaves the machine is the metrics and the recipe. Not sent: code,
 git state, command line, environment, console output, samples.
 
 A new logger is a class with `write` and `close`, and a line in LOGGERS.
@@ -24,9 +24,8 @@ from typing import Any, Protocol
 
 from minirl.config import KEYS, Config, get
 from minirl.devices import Placement
-from minirl.secrets import scrub
 from minirl.shm.board import BoardWriter, State
-from minirl.workers import Died, Fleet, Role, Worker
+from minirl.workers import SECRET, Died, Fleet, Role, Worker
 
 POLL_S = 1.0  # how often a logger looks for new lines
 SLOW_START_S = 60.0  # then it is said that a logger has not begun
@@ -99,7 +98,7 @@ class WeightsAndBiases:
             id=run_id(setup),
             resume="allow",
             dir=setup.run_dir,
-            config=recipe_without_secrets(setup.config),
+            config=recipe_of(setup.config),
             settings=settings,
         )
 
@@ -119,7 +118,7 @@ class Trackio:
         self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", "minirl"),
             name=f"{Path(setup.run_dir).name}-{run_id(setup)[:6]}",
-            config=recipe_without_secrets(setup.config),
+            config=recipe_of(setup.config),
             resume="allow" if setup.last_step else "never",
             embed=False,
             auto_log_gpu=False,
@@ -145,14 +144,12 @@ def run_id(setup: LoggerSetup) -> str:
     return hashlib.sha256(str(Path(setup.run_dir).absolute()).encode()).hexdigest()[:16]
 
 
-def recipe_without_secrets(config: Config) -> dict[str, Any]:
-    return {key: redacted(get(config, key)) for key in KEYS}
-
-
-def redacted(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [redacted(item) for item in value]
-    return scrub(value) if isinstance(value, str) else value
+def recipe_of(config: Config) -> dict[str, Any]:
+    """Without options whose name says that they hold a key."""
+    values = {key: get(config, key) for key in KEYS}
+    options = {k: v for k, v in values["tasks.options"].items() if not SECRET.search(k)}
+    values |= {"tasks.options": options}
+    return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
 
 
 # -- in the logger's process
@@ -164,11 +161,15 @@ def run(setup: LoggerSetup, board: BoardWriter, pipe: Connection) -> None:
     logger = LOGGERS[setup.name](setup)
     board.enter(State.WAITING_FOR_ANSWERS)  # no longer starting
     lines = follow(Path(setup.run_dir) / "metrics.jsonl", setup.last_step)
+    evals = follow(Path(setup.run_dir) / "evals.jsonl", setup.last_step - 1)
     is_over = False
     while True:
         for line in next(lines):
             step = int(line.pop("step"))
             logger.write(step, line)
+        for line in next(evals):
+            numbers = {f"eval/{k}": v for k, v in line.items() if isinstance(v, (int, float))}
+            logger.write(int(line["step"]), numbers)
         if is_over:
             logger.close()
             sys.stdout.flush()
@@ -190,7 +191,7 @@ def follow(path: Path, last_step: int) -> Iterator[list[dict[str, float]]]:
                     break
                 place += len(raw)
                 line = json.loads(raw)
-                if line["step"] > last_step:
+                if line.get("step", -1) > last_step:  # else of before, or a rollback
                     fresh.append(line)
         yield fresh
 

@@ -24,10 +24,10 @@ from typing import Any
 from minirl.buffer import Buffer
 from minirl.config import Config
 from minirl.devices import Placement
-from minirl.journal import Journal, View
 from minirl.loop import Loop
 from minirl.records import Example, Prompt
 from minirl.rollout.worker import Stop
+from minirl.run_dir import RunLog, View
 from minirl.tasks.prompts import Consumed
 from minirl.workers import Fleet, Role
 from tests.bench import Figure, Options, at_least
@@ -139,10 +139,10 @@ def play(
             script = EngineScript(shape.num_places, shape.answer_s, SIGMA, rank, trainer_row=0)
             fleet.spawn(Role.ROLLOUT, rank, body("engine"), script, cpu)
         fleet.spawn(Role.VERIFY, 0, body("verifier"), "" if view is None else ANSWER, cpu)
-        journal = Journal(config, folder, fleet, view or Silent())
+        log = RunLog(config, folder, fleet, view or Silent())
         buffer = Buffer(shape.batch_size, shape.eta)
         heldout = [Prompt(0, Example("?", "!"), (1, 2, 3))]
-        loop = Loop(config, fleet, Prompts(), heldout, buffer, journal)  # type: ignore[arg-type]
+        loop = Loop(config, fleet, Prompts(), heldout, buffer, log)  # type: ignore[arg-type]
         started = time.process_time()
         with ExitStack() as stack:
             for enter in around:
@@ -152,9 +152,9 @@ def play(
         fleet.stop(Stop())
     finally:
         fleet.kill()
-    lines = journal.log.lines[shape.num_warm : shape.num_warm + shape.num_counted]
-    before = journal.log.lines[shape.num_warm - 1]
-    journal.close()
+    lines = log.metrics[shape.num_warm : shape.num_warm + shape.num_counted]
+    before = log.metrics[shape.num_warm - 1]
+    log.close()
     seconds = lines[-1]["seconds"] - before["seconds"]
     return Outcome(
         1 - fmean(line["rollout/idle_frac"] for line in lines),

@@ -28,11 +28,11 @@ from typing import Any
 
 from minirl.buffer import Buffer, Drop
 from minirl.config import Config
-from minirl.journal import Journal
 from minirl.loop import Loop
 from minirl.records import Example, Prompt
 from minirl.rollout.engine import Engine, Sampling
 from minirl.rollout.worker import Request, RolloutSetup, RolloutWorker, Started, Stop
+from minirl.run_dir import RunLog
 from minirl.shm.board import TOTALS, BoardWriter, State, Total
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.segment import Segment
@@ -136,10 +136,10 @@ def _play(here: Stage, size: Size, conductor: "Conductor", folder: str, store: W
         fleet.spawn(Role.VERIFY, rank, "minirl.tasks.verifier:run", grader, aside)
     prompts = RandomPrompts(size.prompt_tokens, vocab=300)
     buffer = Buffer(size.batch_size, size.eta)
-    journal = Journal(config, here.folder, fleet, conductor)
-    Loop(config, fleet, prompts, [prompts.next()], buffer, journal).run()  # type: ignore[arg-type]
+    log = RunLog(config, here.folder, fleet, conductor)
+    Loop(config, fleet, prompts, [prompts.next()], buffer, log).run()  # type: ignore[arg-type]
     fleet.stop(Stop())
-    journal.close()
+    log.close()
     return buffer
 
 

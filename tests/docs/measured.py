@@ -17,9 +17,9 @@ from typing import Any
 
 from minirl.buffer import Buffer, OnStale
 from minirl.config import Config
-from minirl.metrics import read
 from minirl.pace import Pace
 from minirl.recipe import load
+from minirl.run_dir import read_lines
 from minirl.tools.simulate.costs import Costs
 from minirl.tools.simulate.lengths import of_run
 from minirl.tools.simulate.simulation import Setup, Simulation
@@ -84,7 +84,7 @@ def _buffer(config: Config) -> Buffer:
 
 def measure(run_dir: Path) -> float:
     """Written tokens of trained trajectories a second, after the first steps."""
-    config, lines = load(run_dir / "recipe.toml").config, read(run_dir / "metrics.jsonl")
+    config, lines = load(run_dir / "recipe.toml").config, read_lines(run_dir / "metrics.jsonl")
     num = config.train.batch_size * config.rollout.group_size
     counted = lines[NUM_WARM:]
     tokens = sum(line["rollout/length_mean"] * num for line in counted)
@@ -92,7 +92,7 @@ def measure(run_dir: Path) -> float:
 
 
 def _steps(run_dir: Path) -> list[dict[str, Any]]:
-    return read(run_dir / "metrics.jsonl")[NUM_WARM:]
+    return read_lines(run_dir / "metrics.jsonl")[NUM_WARM:]
 
 
 def compare(calibration: Path, others: Sequence[Path]) -> list[Comparison]:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from minirl.lines import replace_text
+from minirl.run_dir import write_text
 from minirl.tools.outcome import COLUMNS, Estimate, cell_text
 from minirl.tools.sweep import markdown
 from minirl.view.report import svg
@@ -201,9 +201,9 @@ def _plot(title: str, curves: Sequence[Curve]) -> str:
 def main() -> None:
     page = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
     text, plots = render(page.read_text(), page.parent)
-    replace_text(page, text)
+    write_text(page, text)
     for path, drawing in plots.items():
-        replace_text(path, drawing)
+        write_text(path, drawing)
 
 
 if __name__ == "__main__":

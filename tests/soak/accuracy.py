@@ -12,9 +12,8 @@ runs of recipes/smoke.toml (docs/faults.md says how it was measured). Within noi
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
-from typing import Any
 
-from minirl.metrics import read
+from minirl.run_dir import read_lines
 from minirl.tools.statistics import Z95
 from tests.soak.ledger import Finding
 
@@ -39,12 +38,11 @@ class Evaluated:
 
 def last_evaluation(run_dir: Path) -> Evaluated | None:
     """Of the last step; None where it was not evaluated."""
-    lines: list[dict[str, Any]] = read(run_dir / "metrics.jsonl")
-    if not lines or "eval/accuracy" not in lines[-1]:
+    lines, evals = (read_lines(run_dir / f"{name}.jsonl") for name in ("metrics", "evals"))
+    if not lines or not evals or evals[-1]["step"] != lines[-1]["step"]:
         return None
-    line = lines[-1]
-    low, high = line["eval/low"], line["eval/high"]
-    return Evaluated(line["eval/accuracy"], low, high, int(line["eval/count"]), line["step"])
+    found = {name: evals[-1][name] for name in ("accuracy", "low", "high", "count")}
+    return Evaluated(**found, steps=lines[-1]["step"])
 
 
 def compare(ours: Evaluated | None, other: Evaluated | None) -> Finding:

@@ -9,10 +9,10 @@ the first half of one is added.
 import random
 from pathlib import Path
 
-from minirl.lines import read_lines
+from minirl.run_dir import read_lines
 from minirl.train.intact import newest_whole
 
-LOGS = ("metrics.jsonl", "samples.jsonl", "lengths.jsonl", "trajectories.jsonl", "evals.jsonl")
+LOGS = ("metrics.jsonl", "samples.jsonl", "batches.jsonl", "evals.jsonl")
 STATUS = "status.json"
 
 

@@ -1,15 +1,15 @@
 """The proof that a run lost nothing. Takes the files that the run itself wrote, gives one Finding
 for each property; whoever wrote the run's code is not asked, and no process is needed.
 
-    steps       metrics.jsonl, samples.jsonl, lengths.jsonl and trajectories.jsonl have each step
-                from 1 to the last once, in order, and no torn line
+    steps       metrics.jsonl, samples.jsonl and batches.jsonl have each step from 1 to the last
+                once, in order, when what a rollback cancels is left out
     ledger      at every step: submitted = trained + dropped + in flight, and trained = B · step
-    once        no prompt and no group is in trajectories.jsonl twice: the trainer's own list
+    once        no prompt and no group is in batches.jsonl twice
     accounted   what the last checkpoint calls consumed are the prompts that were trained, and as
                 many more as were dropped for good by its counts; what it calls in flight are
                 others; and every prompt up to the newest is one or the other
     staleness   no trained token is older than η: by the trainer's greatest of each step, and token
-                by token for the answers that trajectories.jsonl has in full
+                by token for the answers that samples.jsonl has in full
     versions    they only grow, and no step began before the one before it was published
     finite      weights and optimizer of the last checkpoint; no update was left out
     clean       nothing half written is left
@@ -29,15 +29,15 @@ from typing import Any
 from minirl.buffer import Drop
 from minirl.config import Config
 from minirl.errors import MinirlError
-from minirl.lines import read_lines
 from minirl.recipe import load
+from minirl.run_dir import read_lines
 from minirl.tasks.prompts import PromptStream
 from minirl.tasks.registry import make_task
 from minirl.train.intact import newest_whole
 from tests.soak.task import BROKEN, KIND, OPTIONS, Fate, fate_at
 from tests.soak.witness import stale_line, stale_tokens, unbalanced
 
-LOGS = ("metrics.jsonl", "samples.jsonl", "lengths.jsonl", "trajectories.jsonl")
+LOGS = ("metrics.jsonl", "samples.jsonl", "batches.jsonl")
 FOR_GOOD = [reason for reason in Drop if reason is not Drop.WORKER_DIED]
 DUE = {
     Drop.REWARD_ERROR: (Fate.RAISES, Fate.EXITS),
@@ -60,7 +60,8 @@ class Books:
     run_dir: Path
     config: Config
     metrics: list[dict[str, Any]]
-    trained: list[dict[str, Any]]  # trajectories.jsonl
+    trained: list[dict[str, Any]]  # batches.jsonl
+    samples: list[dict[str, Any]]
     checkpoint: Path
     state: dict[str, Any]
 
@@ -81,9 +82,9 @@ def read_books(run_dir: Path) -> Books:
     checkpoint, state, broken = newest_whole(run_dir)
     if checkpoint is None or state is None or broken:
         raise MinirlError(f"{run_dir}: {'; '.join(broken) or 'there is no checkpoint'}")
-    metrics, trained = (read_lines(run_dir / name) for name in ("metrics.jsonl", LOGS[-1]))
+    metrics, samples, trained = (read_lines(run_dir / name) for name in LOGS)
     config = load(run_dir / "recipe.toml").config
-    return Books(run_dir, config, metrics, trained, checkpoint, state)
+    return Books(run_dir, config, metrics, trained, samples, checkpoint, state)
 
 
 def prove(run_dir: Path, num_verifier_faults: int = 0) -> list[Finding]:
@@ -143,13 +144,7 @@ def steps(books: Books) -> str:
         gaps = sorted(set(range(1, last + 1)) - set(each))
         need(not gaps, f"{name} has no step {named(gaps)}")
         need(each == [*range(1, last + 1)], f"{name} has steps twice or out of order")
-        torn = _num_torn(books.run_dir / name)
-        need(not torn, f"{name} has {torn} torn lines")
     return f"1 to {last}, once each, in {', '.join(LOGS)}"
-
-
-def _num_torn(path: Path) -> int:
-    return sum(bool(raw.strip()) for raw in path.read_bytes().split(b"\n")) - len(read_lines(path))
 
 
 def ledger(books: Books) -> str:
@@ -165,7 +160,7 @@ def ledger(books: Books) -> str:
 
 
 def once(books: Books) -> str:
-    for what, key in (("prompt", "prompt"), ("group", "group")):
+    for what, key in (("prompt", "prompt"), ("group", "id")):
         found = Counter(group[key] for line in books.trained for group in line["groups"])
         twice = sorted(number for number, count in found.items() if count > 1)
         need(not twice, f"{what} {named(twice)} was trained twice")
@@ -238,9 +233,10 @@ def staleness(books: Books) -> str:
     limit, num_tokens = books.config.buffer.max_staleness, 0
     for line in books.metrics:
         need(not (problem := stale_line(line, limit)), problem)
-    for line in books.trained:
-        count, problems = stale_tokens(line, limit)
-        need(not problems, named(problems))
+    began = {line["step"]: line["version"] for line in books.trained}
+    for sample in books.samples:
+        count, problem = stale_tokens(sample, began[sample["step"]], limit)
+        need(not problem, problem)
         num_tokens += count
     greatest = max((line["buffer/staleness_max"] for line in books.metrics), default=0)
     return f"at most {greatest:g} (allowed: {limit}); {num_tokens} tokens looked at one by one"

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from minirl.config import Config
-from minirl.lines import read_lines
-from minirl.metrics import read
 from minirl.recipe import to_toml
+from minirl.run_dir import read_lines
 from minirl.view.dashboard import snapshot
 from tests.soak.disk import Disk
 from tests.soak.life import Life, living
@@ -104,7 +103,7 @@ class Run:
         return any((self.run_dir / "checkpoints").glob(".step-*"))
 
     def last_step_on_disk(self) -> int:
-        lines = read(self.run_dir / "metrics.jsonl")
+        lines = read_lines(self.run_dir / "metrics.jsonl")
         return lines[-1]["step"] if lines else 0
 
     def are_up(self, workers: Iterable[str], since: float) -> bool:
@@ -123,7 +122,7 @@ class Run:
         if seen is None or seen.pid != self.life.pid or seen.state == snapshot.STARTING:
             return "start"
         every = self.config.eval.every
-        lines = read(self.run_dir / "metrics.jsonl")
+        lines = read_lines(self.run_dir / "metrics.jsonl")
         due = [line["version"] for line in lines if every and line["step"] % every == 0]
         told = [line.get("version") for line in read_lines(self.run_dir / "evals.jsonl")]
         return "evaluation" if due and due[-1] not in told else "other times"

@@ -1,9 +1,8 @@
-"""Follows a run's files while it runs. Takes metrics.jsonl and trajectories.jsonl as they grow, are
-cut and are written again; gives every line that was ever seen in them, once.
+"""Follows a run's files while it runs. Takes metrics.jsonl, batches.jsonl and samples.jsonl as they
+grow; gives every line that was ever seen in them, once.
 
-So what is said of all trained steps holds for those too that a fault took back. trajectories.jsonl
-is written by the trainer itself, with the very mask that its loss had: the controller's own counts
-are not asked for the staleness of a token.
+So what is said of all trained steps holds for those too that a fault took back. Which tokens of an
+answer were trained is the trainer's word: only these have a gap to its own logprob.
 """
 
 import json
@@ -57,8 +56,8 @@ def _parsed(raw: bytes) -> dict[str, Any] | None:
 
 def key_of(line: dict[str, Any]) -> tuple[object, ...]:
     """Of one training of a step: it has other groups, or another clock, when it is done again."""
-    groups = tuple(group.get("group") for group in line.get("groups", []))
-    return line["step"], line.get("version"), line.get("seconds"), groups
+    groups = tuple(group.get("id") for group in line.get("groups", []))
+    return line["step"], line.get("version"), line.get("seconds"), line.get("group"), groups
 
 
 @dataclass
@@ -73,7 +72,9 @@ class Witness:
 
     def __post_init__(self) -> None:
         self._metrics = Follower(self.run_dir / "metrics.jsonl")
-        self._trained = Follower(self.run_dir / "trajectories.jsonl")
+        self._batches = Follower(self.run_dir / "batches.jsonl")
+        self._samples = Follower(self.run_dir / "samples.jsonl")
+        self._began: dict[int, int] = {}  # the version that a group's step started from
 
     def look(self) -> int:
         """How many steps have been trained so far, whatever became of them."""
@@ -83,10 +84,13 @@ class Witness:
             self.furthest = max(self.furthest, self.last_step)
             self._told(stale_line(line, self.max_staleness))
             self._told(unbalanced(line))
-        for line in self._trained.look():
-            count, found = stale_tokens(line, self.max_staleness)
-            self.num_tokens += count
-            for problem in found:
+        for line in self._batches.look():
+            self._began |= {group["id"]: line["version"] for group in line["groups"]}
+        for sample in self._samples.look():  # a step's are written after its batch
+            began = self._began.get(sample["group"])
+            if began is not None:
+                count, problem = stale_tokens(sample, began, self.max_staleness)
+                self.num_tokens += count
                 self._told(problem)
         return self.num_steps
 
@@ -109,15 +113,12 @@ def unbalanced(line: dict[str, Any]) -> str:
     return f"step {line['step']}: the groups do not add up ({said})"
 
 
-def stale_tokens(line: dict[str, Any], limit: int) -> tuple[int, list[str]]:
-    """How many trained tokens of a line of trajectories.jsonl were looked at, and which are older
-    than they may be: by the version that wrote them and the one that the step began with."""
-    oldest, count, problems = line["version"] - limit, 0, []
-    for answer in line.get("tokens", []):
-        pairs = zip(answer["versions"], answer["trained"], strict=True)
-        versions = [version for version, is_trained in pairs if is_trained]
-        count += len(versions)
-        if versions and min(versions) < oldest:
-            age = line["version"] - min(versions)
-            problems.append(f"step {line['step']}: group {answer['group']} has a token {age} old")
-    return count, problems
+def stale_tokens(sample: dict[str, Any], began: int, limit: int) -> tuple[int, str]:
+    """How many trained tokens of a line of samples.jsonl were looked at, and what is older than it
+    may be: by the version that wrote it and the one that the step began with."""
+    pairs = zip(sample.get("token_versions", []), sample.get("token_gaps", []), strict=True)
+    versions = [version for version, gap in pairs if gap is not None]
+    if not versions or began - min(versions) <= limit:
+        return len(versions), ""
+    age = began - min(versions)
+    return len(versions), f"step {sample['step']}: group {sample['group']} has a token {age} old"

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from minirl.errors import RecipeError
-from minirl.lines import replace_text
+from minirl.run_dir import write_text
 from minirl.tools.statistics import interval_of, pass_at, usual_ks
 
 RESULTS, SUMMARY = "results.jsonl", "summary.json"
@@ -103,7 +103,7 @@ def write(folder: Path, results: Sequence[Result], summary: dict[str, Any]) -> N
         SUMMARY: json.dumps(summary, indent=2, ensure_ascii=False) + "\n",
     }
     for name, text in texts.items():
-        replace_text(folder / name, text)
+        write_text(folder / name, text)
 
 
 def read(path: Path) -> list[Result]:

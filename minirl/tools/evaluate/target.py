@@ -13,9 +13,9 @@ from pathlib import Path
 
 from minirl.config import TINY, Config
 from minirl.errors import RecipeError
-from minirl.metrics import read as read_metrics
 from minirl.recipe import load
 from minirl.rules import check_task, find_model, read_model_config
+from minirl.run_dir import read_lines
 from minirl.tools.evaluate.results import RESULTS
 
 PLAIN_PROMPT, PLAIN_ANSWER = 1024, 1024  # without a recipe, where the model has the positions
@@ -159,9 +159,8 @@ def find_checkpoint(run_dir: Path, which: str) -> Path:
 
 
 def _best(run_dir: Path, whole: Sequence[Path]) -> Path:
-    lines = read_metrics(run_dir / "metrics.jsonl")
-    evaluated = [line for line in lines if "eval/version" in line]
-    scores = {line["eval/version"]: line["eval/accuracy"] for line in evaluated}
+    lines = read_lines(run_dir / "evals.jsonl")
+    scores = {x["version"]: x["accuracy"] for x in lines if x.get("accuracy") is not None}
     states = [json.loads((path / "trainer" / "state.json").read_text()) for path in whole]
     by_version = {s["history"]["version"]: path for s, path in zip(states, whole, strict=True)}
     known = [version for version in by_version if version in scores]

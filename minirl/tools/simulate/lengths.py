@@ -1,18 +1,17 @@
 """How long prompts and answers are. Takes a distribution or a run directory, gives lengths.
 
 Answers of reasoning models are long-tailed: a lognormal, cut at the limit. A run leaves the lengths
-of what it trained in lengths.jsonl, and those can be drawn instead.
+of what it trained in batches.jsonl, and those can be drawn instead.
 """
 
-import json
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from minirl.errors import RecipeError
+from minirl.run_dir import read_lines
 
 SIGMA = 0.7  # of the logarithm: the longest tenth is about six times as long as the shortest
 
@@ -61,21 +60,13 @@ def with_mean(mean: float, limit: int, prompt: int, sigma: float = SIGMA) -> Len
 
 def of_run(run_dir: Path) -> Lengths:
     """What a run trained, all steps together."""
-    path = run_dir / "lengths.jsonl"
-    if not path.is_file():
-        rule = "has no lengths.jsonl"
-        raise RecipeError("--run", str(run_dir), rule, "name the directory of a run with steps")
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    answers = [n for line in lines for n in line["written"]]
-    prompts = [n for line in lines for n in line["prompts"]]
+    groups = [g for line in read_lines(run_dir / "batches.jsonl") for g in line["groups"]]
+    answers = [length for group in groups for length in group["lengths"]]
+    prompts = [group["prompt_tokens"] for group in groups]
     if not answers:
-        raise RecipeError("--run", str(run_dir), "has no trained step", "let it train one")
+        rule, remedy = "has no batches.jsonl with a step", "name the directory of a run with steps"
+        raise RecipeError("--run", str(run_dir), rule, remedy)
     return Lengths(tuple(answers), round(sum(prompts) / len(prompts)))
-
-
-def line_of(step: int, written: Sequence[int], prompts: Sequence[int]) -> str:
-    """One step's line of lengths.jsonl."""
-    return json.dumps({"step": step, "written": list(written), "prompts": list(prompts)}) + "\n"
 
 
 def _normal_quantile(p: float) -> float:

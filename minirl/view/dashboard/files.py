@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from minirl.errors import MinirlError
-from minirl.metrics import read
 from minirl.recipe import load
+from minirl.run_dir import read_lines
 from minirl.view.dashboard.lines import RECENT_STEPS, curves_of, mean_step_s, sample_of, verdict
 from minirl.view.dashboard.snapshot import (
     FINISHED,
@@ -32,12 +32,13 @@ def snapshot_from_files(run_dir: Path) -> Snapshot:
         config = load(run_dir / "recipe.toml").config
     except MinirlError:
         config = None
-    lines = [line for line in read(run_dir / "metrics.jsonl") if _is_step(line)]
+    lines = [line for line in read_lines(run_dir / "metrics.jsonl") if _is_step(line)]
     summary = _read_summary(run_dir)
     state = RUNNING if lines else STARTING
     if summary is not None:
         state = FINISHED if summary.get("finished") else STOPPED
-    evaluated = [line for line in lines if "eval/accuracy" in line and "eval/version" in line]
+    evals = read_lines(run_dir / "evals.jsonl")
+    evaluated = [line for line in evals if isinstance(line.get("accuracy"), float)]
     recent = lines[-RECENT_STEPS:]
     last = lines[-1] if lines else {}
     steps = config.train.steps if config else 0
@@ -62,8 +63,8 @@ def snapshot_from_files(run_dir: Path) -> Snapshot:
         curves=curves_of(lines),
         last={name: float(value) for name, value in last.items()},
         accuracies=Curve(
-            [float(line["eval/version"]) for line in evaluated],
-            [float(line["eval/accuracy"]) for line in evaluated],
+            [float(line["version"]) for line in evaluated],
+            [float(line["accuracy"]) for line in evaluated],
         ),
         samples=read_samples(run_dir / "samples.jsonl"),
     )

@@ -141,7 +141,7 @@ class Observer:
         loop, buffer, config = self.loop, self.loop.buffer, self.loop.config
         of_lines = self._look_at_lines()
         is_up = len(loop.up) == len(self.workers)
-        accuracies = list(loop.journal.accuracies)
+        accuracies = list(loop.log.accuracies)
         return Snapshot(
             name=self.name,
             host=self._host,
@@ -152,7 +152,7 @@ class Observer:
             step=loop.step,
             steps=config.train.steps,
             version=buffer.version,
-            seconds=loop.journal.seconds if is_up else 0.0,
+            seconds=loop.log.seconds if is_up else 0.0,
             eta_s=self._eta_s(of_lines["step_s"]),
             verdict=of_lines["verdict"],
             lanes=[self._lane(worker) for worker in self.workers],
@@ -166,13 +166,13 @@ class Observer:
             last=of_lines["last"],
             accuracies=Curve([float(v) for v, _ in accuracies], [a for _, a in accuracies]),
             free_bytes=free_memory_bytes() or 0,
-            samples=[sample_of(line) for line in list(loop.journal.recent_samples)],
+            samples=[sample_of(line) for line in list(loop.log.recent_samples)],
             notes=[Note(s, text[:MAX_NOTE]) for s, text in self.notes.recent],
             cost=cost,
         )
 
     def _look_at_lines(self) -> dict[str, Any]:
-        lines = self.loop.journal.log.lines
+        lines = self.loop.log.metrics
         num = len(lines)
         if num != self._num_lines:
             self._num_lines, self._last_step_at = num, time.monotonic()
@@ -246,7 +246,7 @@ class Observer:
 
     def _staleness(self) -> list[int]:
         total: Counter[int] = Counter()
-        for counts in list(self.loop.journal.recent_ages):
+        for counts in list(self.loop.log.recent_ages):
             total.update(dict(enumerate(counts)))
         return [total[age] for age in range(max(total, default=-1) + 1)]
 

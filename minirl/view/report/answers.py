@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from minirl.view.report.rundir import Line, RunDir
+from minirl.run_dir import Line, RunDir
 
 NUM_TOKEN_STEPS = 8  # of a run, evenly spread
 GAP_LEVELS = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1)
@@ -74,15 +74,16 @@ def reward_badge(reward: object) -> str:
 
 def token_view(run: RunDir) -> str:
     """Two radio buttons choose the colours: no script."""
-    steps = spread(list(run.trajectory_places), NUM_TOKEN_STEPS)
-    lines = [line for step in steps if (line := run.trajectories(step)).get("tokens")]
-    if not lines:
+    shown = [sample for sample in run.samples if sample.get("tokens")]
+    if not shown:
         return ""
     eta = run.recipe.get("buffer.max_staleness", 0)
+    began = {line["step"]: line.get("version", 0) for line in run.batches}
+    steps = spread(sorted({sample["step"] for sample in shown}), NUM_TOKEN_STEPS)
+    kept = [sample for step in reversed(steps) for sample in shown if sample["step"] == step]
     blocks = [
-        _trajectory(line, kept, is_open=n == 0 and m == 0)
-        for n, line in enumerate(reversed(lines))
-        for m, kept in enumerate(line["tokens"])
+        _trajectory(sample, began.get(sample["step"]), is_open=n == 0)
+        for n, sample in enumerate(kept)
     ]
     name = escape(run.name)
     return (
@@ -102,38 +103,30 @@ def _legend(eta: object) -> str:
     gaps = "".join(f"<span class='tok g{i}'>≥ {name}</span> " for i, name in enumerate(names))
     return (
         f"<p class='key key-v'>versions behind the step that trained it: {ages}"
-        "<span class='tok out'>struck through: too stale, masked</span></p>"
+        "</p>"
         f"<p class='key key-g'>|trainer's logprob − engine's|, in nats: {gaps}"
         "of tokens that are versions behind, also what training has changed since</p>"
     )
 
 
-def _trajectory(line: Line, kept: Line, is_open: bool) -> str:
-    groups: list[Line] = line.get("groups", [])
-    group = next((g for g in groups if g.get("group") == kept.get("group")), Line())
-    reward, advantage = (group.get(name, [None])[0] for name in ("rewards", "advantages"))
-    facts = [f"group {kept.get('group')}", f"trained from version {line.get('version')}"]
-    if isinstance(advantage, (int, float)):
-        facts.append(f"advantage {advantage:+.2f}")
-    if kept.get("progress"):
-        facts.append("the trainer's logprobs are from within the step")
-    left_out = kept.get("left_out")
-    tail = f"<span class='dim'> … {left_out} tokens more</span>" if left_out else ""
+def _trajectory(sample: Line, version: int | None, is_open: bool) -> str:
+    """`version` is the one that the step started from."""
+    facts = f"group {sample.get('group')}, trained from version {version}"
     return (
-        f"<details{' open' if is_open else ''}><summary>step {line['step']} {reward_badge(reward)}"
-        f" <span class='dim'>{escape(', '.join(facts))}</span></summary>"
-        f"<p class='text'>{''.join(_tokens(line, kept))}{tail}</p></details>"
+        f"<details{' open' if is_open else ''}><summary>step {sample['step']} "
+        f"{reward_badge(sample.get('shaped'))} <span class='dim'>{escape(facts)}</span></summary>"
+        f"<p class='text'>{''.join(_tokens(sample, version))}</p></details>"
     )
 
 
-def _tokens(line: Line, kept: Line) -> Iterator[str]:
-    columns = (kept.get(n, []) for n in ("pieces", "versions", "logprobs", "gaps", "trained"))
-    for piece, version, logprob, gap, trained in zip(*columns, strict=False):
-        age = max(0, line.get("version", version) - version)
-        classes = f"tok a{min(age, 5)} g{gap_level(gap)}{'' if trained else ' out'}"
-        words = "not computed" if gap is None else f"{gap:+.2g}"
-        tip = f"version {version} ({age} behind)\nengine's logprob {logprob:.4g}\ngap {words}"
-        shown = escape(piece).replace("\n", "⏎<br>")
+def _tokens(sample: Line, began: int | None) -> Iterator[str]:
+    columns = (sample.get(n, []) for n in ("tokens", "token_versions", "token_gaps"))
+    for text, version, gap in zip(*columns, strict=False):
+        age = max(0, (version if began is None else began) - version)
+        classes = f"tok a{min(age, 5)} g{gap_level(gap)}"
+        words = "not known" if gap is None else f"{gap:.2g}"
+        tip = f"version {version} ({age} behind)\ngap {words}"
+        shown = escape(text).replace("\n", "⏎<br>")
         yield f"<span class='{classes}' title='{escape(tip)}'>{shown}</span>"
 
 

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from minirl.run_dir import Line, RunDir
 from minirl.view.report.families import Family, Point, Points
-from minirl.view.report.rundir import Line, RunDir
 
 BANDS = (
     "Bands: of one run's reward, ± 2 standard errors, counted by prompts; of its accuracy, the "
@@ -217,26 +217,20 @@ def accuracy_by_second(run: RunDir, has_band: bool = True) -> Points:
 
 
 def _evaluations(run: RunDir) -> list[tuple[float, Point]]:
-    """(seconds, point at a version). The first, before training, is only in the summary."""
-    count = run.recipe.get("eval.num_prompts") or 1
+    """(seconds, point at a version)."""
     found = []
-    for line in run.metrics:
-        mean, version = number(line, "eval/accuracy"), number(line, "eval/version")
-        if mean is not None and version is not None:
-            low, high = number(line, "eval/low"), number(line, "eval/high")
-            if low is None or high is None:
-                low, high = wilson(mean, count)
-            found.append((number(line, "seconds") or 0.0, Point(version, mean, low, high)))
-    versions = {point.x for _, point in found}
-    for entry in run.summary.get("accuracies", [])[:1]:
-        version, mean = entry
-        if version not in versions:
-            found.insert(0, (0.0, Point(version, mean, *wilson(mean, count))))
+    for line in run.evals:
+        values = [number(line, name) for name in ("version", "accuracy", "low", "high")]
+        if None not in values:
+            found.append((number(line, "seconds") or 0.0, Point(*values)))  # type: ignore[arg-type]
     return found
 
 
 def length_points(run: RunDir) -> Points:
-    written = {line["step"]: sorted(line.get("written", [])) for line in run.lengths}
+    written = {
+        line["step"]: sorted(n for group in line.get("groups", []) for n in group["lengths"])
+        for line in run.batches
+    }
     points = []
     for line in run.metrics:
         mean, all_of_it = number(line, "rollout/length_mean"), written.get(line["step"], [])

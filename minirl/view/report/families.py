@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from minirl.view.report.rundir import Line, RunDir
+from minirl.run_dir import Line, RunDir
 
 NOT_COMPARED = ("seed", "log.", "checkpoint.", "tasks.verifiers")
 MAX_KEYS = 3

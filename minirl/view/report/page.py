@@ -5,11 +5,11 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from minirl.run_dir import RunDir
 from minirl.tools.plan.balance import balance
 from minirl.view.report import answers, svg, timeline
 from minirl.view.report.charts import BANDS, Chart
 from minirl.view.report.families import Family, differing, shown
-from minirl.view.report.rundir import RunDir
 from minirl.view.report.timeline import Window
 
 NO_TRACE = "No timeline: run with <code>--set log.trace=true</code> to have one."
@@ -75,7 +75,7 @@ def result_rows(run: RunDir) -> list[tuple[str, str]]:
         ("seconds", _of(run.last("seconds"), ".0f")),
         ("reward, last 5 steps", _of(_tail(run, "reward/mean"), ".3f")),
         ("held-out accuracy before", _of(accuracies[0][1] if accuracies else None, ".1%")),
-        ("held-out accuracy after", _of(run.last("eval/accuracy"), ".1%")),
+        ("held-out accuracy after", _of(run.accuracy, ".1%")),
         ("trained tokens", _of(sum(x.get("train/tokens", 0) for x in lines), ",.0f")),
         ("max staleness", _of(_largest(run, "buffer/staleness_max"), ".0f")),
         ("allowed staleness", shown(run.recipe.get("buffer.max_staleness"))),

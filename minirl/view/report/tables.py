@@ -5,15 +5,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from minirl.errors import RecipeError
+from minirl.run_dir import Line, RunDir, is_run
 from minirl.view.report.answers import plain
 from minirl.view.report.families import differing, shown
 from minirl.view.report.page import machine_rows, result_rows
-from minirl.view.report.rundir import Line, RunDir, is_run
 
 Rows = list[tuple[str, ...]]
 DEPTH = 3  # of run directories: sweeps/<recipe>/<values>/seed-0
 RUN_COLUMNS = ("RUN", "STATE", "STEP", "REWARD", "ACCURACY", "AGE")
-TRAJECTORY_COLUMNS = ("GROUP", "PLACE", "REWARD", "ADVANTAGE", "VERSIONS", "TOKENS", "")
+TRAJECTORY_COLUMNS = ("GROUP", "PLACE", "REWARD", "VERSIONS", "TOKENS", "")
 
 
 # -- runs
@@ -58,7 +58,7 @@ def run_rows(runs: Sequence[RunDir], now: float | None = None) -> Rows:
 def _run_row(run: RunDir, name: str, now: float) -> tuple[str, ...]:
     steps = run.recipe.get("train.steps")
     step = f"{len(run.metrics)}/{steps}" if steps else f"{len(run.metrics)}"
-    reward, accuracy = run.last("reward/mean"), run.last("eval/accuracy")
+    reward, accuracy = run.last("reward/mean"), run.accuracy
     return (
         name,
         str(run.state),
@@ -81,47 +81,40 @@ def age(seconds: float) -> str:
 
 def find_step(run: RunDir, step: int | None) -> Line:
     """The last, if none is asked for."""
-    steps = sorted(run.trajectory_places or {line["step"] for line in run.samples})
+    steps = sorted({line["step"] for line in run.batches or run.samples})
     if not steps:
-        rule = "has no trajectories.jsonl or samples.jsonl with a whole line"
+        rule = "has no batches.jsonl or samples.jsonl with a whole line"
         raise RecipeError("RUN", str(run.path), rule, "let it train a step")
     wanted = steps[-1] if step is None else step
     if wanted not in steps:
         remedy = f"it has {steps[0]} to {steps[-1]}"
         raise RecipeError("--step", wanted, f"{run.name} has no such step", remedy)
-    return run.trajectories(wanted) or {"step": wanted}
+    return next((x for x in run.batches if x["step"] == wanted), {"step": wanted})
 
 
 def trajectory_rows(line: Line, group: int | None = None) -> Rows:
     rows: Rows = [TRAJECTORY_COLUMNS]
     for entry in line.get("groups", []):
-        if group is None or entry.get("group") == group:
+        if group is None or entry.get("id") == group:
             rows += _group_rows(entry)
     if group is not None and len(rows) == 1:
-        known = [str(entry.get("group")) for entry in line.get("groups", [])]
+        known = [str(entry.get("id")) for entry in line.get("groups", [])]
         remedy = f"it trained {', '.join(known[:12])}{', …' if len(known) > 12 else ''}"
         raise RecipeError("--group", group, f"step {line['step']} has no such group", remedy)
     return rows
 
 
 def _group_rows(entry: Line) -> Iterator[tuple[str, ...]]:
-    columns = [entry.get(name, []) for name in ("rewards", "advantages", "versions", "written")]
-    cut, masked = entry.get("cut", []), entry.get("masked", [])
-    for place, values in enumerate(zip(*columns, strict=False)):
-        reward, advantage, (head, tail), written = values
-        notes = [
-            *(["cut"] if place < len(cut) and cut[place] else []),
-            *(["masked"] if place in masked else []),
-        ]
+    columns = [entry.get(name, []) for name in ("rewards", "versions", "lengths", "stops")]
+    for place, (reward, (head, tail), length, stop) in enumerate(zip(*columns, strict=False)):
         versions = f"{head}" if head == tail else f"{head}–{tail}"
         yield (
-            str(entry.get("group")),
+            str(entry.get("id")),
             str(place),
             f"{reward:g}",
-            f"{advantage:+.3f}",
             versions,
-            str(written),
-            ", ".join(notes),
+            str(length),
+            "" if stop == "stop" else stop,
         )
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minirl.errors import RecipeError
+from minirl.run_dir import RunDir
 from minirl.view.report import png, svg, timeline
 from minirl.view.report.charts import charts
 from minirl.view.report.families import Family, families
 from minirl.view.report.page import page
-from minirl.view.report.rundir import RunDir
 from minirl.view.report.timeline import Window, window
 from minirl.view.trace import Reader, is_merged, merge, workers
 
