@@ -11,6 +11,17 @@ an exit code and shows no traceback.
 Leaves out: a failed rollout or reward. Those are data: a dropped group with a reason and a count.
 """
 
+MALFORMED = (
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
+"""What readers raise at a file that is not what it should be."""
+
 
 class MinirlError(Exception):
     exit_code = 1

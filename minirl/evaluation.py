@@ -13,9 +13,10 @@ mean reward with its interval. An evaluation is of one version, whatever the num
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from minirl.records import Prompt, StopReason, Trajectory
-from minirl.tools.statistics import Interval, interval_of
+from minirl.tools.statistics import interval_of
 
 EVAL_IDS = 1 << 40  # group ids from here on are evaluation's
 
@@ -30,11 +31,14 @@ class Evaluation:
 
     prompts: list[Prompt]
     first_cell: int
+    step: int = 0  # training steps done when it began
+    is_given_up: bool = False  # a rollback took back the step whose version it evaluates
     pinning: set[int] = field(default_factory=set)  # engines that have not pinned the version yet
     version: int | None = None
     rewards: dict[int, float] = field(default_factory=dict)
     num_answered: int = 0
     num_truncated: int = 0
+    num_written: int = 0  # tokens of the answers
     num_failed: int = 0
     num_lost: int = 0
     is_void: bool = False  # its answers are not all of one version
@@ -63,6 +67,7 @@ class Evaluation:
         self.saw(trajectory.tail_version)
         self.num_answered += 1
         self.num_truncated += trajectory.stop is StopReason.LENGTH
+        self.num_written += trajectory.num_written
 
     def graded(self, group_id: int, reward: float) -> None:
         self.rewards[group_id] = reward
@@ -82,10 +87,28 @@ class Evaluation:
         return len(self.rewards) + self.num_failed + self.num_lost == len(self.prompts)
 
     @property
-    def interval(self) -> Interval | None:
-        """None: not one answer could be graded."""
-        return interval_of([(reward,) for reward in self.rewards.values()])
+    def result(self) -> dict[str, float | None]:
+        """As evals.jsonl has it (metrics.py). Accuracy is None where no answer was graded."""
+        found = interval_of([(reward,) for reward in self.rewards.values()])
+        num = self.num_answered
+        return {
+            "accuracy": found.mean if found else None,
+            "low": found.low if found else None,
+            "high": found.high if found else None,
+            "count": len(self.rewards),
+            "failures": self.num_failed,
+            "length_mean": self.num_written / num if num else None,
+            "truncated_frac": self.num_truncated / num if num else None,
+        }
 
-    @property
-    def truncated_frac(self) -> float | None:
-        return self.num_truncated / self.num_answered if self.num_answered else None
+    def answers(self, count: int) -> list[dict[str, Any]]:
+        """To the same first prompts every time."""
+        return [
+            {
+                "prompt": self.prompt(group_id).example.prompt,
+                "reference": self.prompt(group_id).example.reference,
+                "answer": self.texts.get(group_id),
+                "reward": self.rewards.get(group_id),
+            }
+            for group_id in self.group_ids[:count]
+        ]

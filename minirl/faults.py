@@ -20,7 +20,7 @@ from minirl import shortage
 from minirl.buffer import republished_as
 from minirl.config import Config
 from minirl.errors import Stalled, WorkerDied
-from minirl.journal import Journal
+from minirl.run_dir import RunLog
 from minirl.shm.board import Row, State, Total
 from minirl.train import checkpoint
 from minirl.train.checkpoint import newest_whole
@@ -69,8 +69,8 @@ class WentBack:
 
 
 class Faults:
-    def __init__(self, config: Config, fleet: Fleet, journal: Journal):
-        self.config, self.fleet, self.journal = config, fleet, journal
+    def __init__(self, config: Config, fleet: Fleet, log: RunLog):
+        self.config, self.fleet, self.log = config, fleet, log
         self.restarts = Restarts()
         self._ranks = fleet.of(Role.TRAIN)
         self._first: TrainerSetup = self._ranks[0].setup
@@ -88,15 +88,15 @@ class Faults:
         delay_s, remedy = self.restarts.delay_s(name), self._remedy(worker, death)
         is_hopeless = bool(remedy) and not is_up  # it would not fit the next time either
         if delay_s is None or is_hopeless:
-            self.journal.note(self.fleet.last_words(worker))
+            self.log.note(self.fleet.last_words(worker))
             why = f"{remedy}; " if remedy else ""
             raise WorkerDied(
                 f"{worker.name} {death.how} (start {worker.num_starts}); {why}its log is in "
                 f"{self.fleet.log_dir}; --resume goes on from the last checkpoint"
             )
         why = f" ({remedy})" if remedy else ""
-        self.journal.note(f"{worker.name} {death.how}: replaced{why}")
-        self.journal.num_replaced += len(self._ranks) if worker.role is Role.TRAIN else 1
+        self.log.note(f"{worker.name} {death.how}: replaced{why}")
+        self.log.totals.workers_replaced += len(self._ranks) if worker.role is Role.TRAIN else 1
         return delay_s
 
     def _remedy(self, worker: Worker, death: Died) -> str:
@@ -116,11 +116,11 @@ class Faults:
         self._furthest = max(self._furthest, step)
         for rank in self._ranks:
             self.fleet.retire(rank)  # all are gone before anything is looked at
-        run_dir = self.journal.run_dir
+        run_dir = self.log.run_dir
         checkpoint.sweep(run_dir)
         found, state, broken = newest_whole(run_dir)
         for problem in broken:
-            self.journal.note(f"passed over: {problem}")
+            self.log.note(f"passed over: {problem}")
         if state is not None:
             self._base = max(self._base, state["history"]["version"])
         base, latest = self._base, self._first.store.latest
@@ -178,7 +178,7 @@ class Faults:
                 f"  {worker.name:<12} {_words(row)} for {row.since_s:.0f} s, last beat "
                 f"{row.beat_s:.0f} s ago, version {row.version}, running {row.running}"
             )
-        return self.journal.stalled("\n".join(lines) + "\n" + self.fleet.stacks())
+        return self.log.stalled("\n".join(lines) + "\n" + self.fleet.stacks())
 
     def stall(self, why: str, facts: dict[str, object]) -> Stalled:
         return Stalled(f"{why}; who waited for what, and all stacks: {self.report(why, facts)}")

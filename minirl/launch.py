@@ -9,20 +9,16 @@ import os
 import signal
 import sys
 import time
-from contextlib import AbstractContextManager, redirect_stdout
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from minirl import devices, model, secrets
+from minirl import devices, model
 from minirl.balance import balance
-from minirl.blackbox import BlackBox
 from minirl.buffer import Buffer, History, OnStale
 from minirl.config import TINY, Config
 from minirl.errors import MinirlError, RecipeError
-from minirl.journal import LOCK, Journal
-from minirl.lines import Patient, replace_text
 from minirl.loop import Loop
 from minirl.pace import Pace
 from minirl.recipe import (
@@ -33,10 +29,10 @@ from minirl.recipe import (
     read_model_config,
     to_toml,
 )
-from minirl.record import Recorder, most_bytes
 from minirl.records import Prompt
 from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
 from minirl.rollout.worker import RolloutSetup, Stop
+from minirl.run_dir import RunLog, RunTotals, hold, write_text
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.tasks import Task
@@ -45,11 +41,12 @@ from minirl.tasks.registry import make_task, self_check
 from minirl.tasks.turns import Dialogue, dialogue_of, has_turns
 from minirl.tasks.verifier import VerifierSetup
 from minirl.train import checkpoint
+from minirl.train.bad_batch import BatchSaver
 from minirl.train.messages import SftSetup, TrainerSetup
 from minirl.train.tiny import tiny_model_folder
 from minirl.view.console import ConsoleView
 from minirl.view.loggers import Loggers
-from minirl.workers import Died, Fleet, Role, graceful, signals
+from minirl.workers import Died, Fleet, LossyStream, Role, graceful, signals
 
 INTERRUPTED = 130
 BODIES = {
@@ -71,7 +68,7 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: b
         with signals():  # while there is nothing to save yet
             return _train(loaded, recipe, run_dir, resume, is_plain)
     except KeyboardInterrupt:
-        print(_stopped(recipe, run_dir), file=Patient(sys.stdout))
+        print(_stopped(recipe, run_dir), file=LossyStream(sys.stdout))
         return INTERRUPTED
 
 
@@ -83,11 +80,9 @@ def _train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: 
     check_devices(config, kind, available)
     if (free := devices.free_memory_bytes()) is not None:
         check_memory(config, free)
-    with redirect_stdout(secrets.Scrubbed(sys.stdout)):  # a task is the user's code
-        task = make_task(config)
-        self_check(task, config.tasks.kind)
+    task = make_task(config)
+    self_check(task, config.tasks.kind)
     changes = check_changes(config, run_dir) if resume else []
-    secrets.check(config)
     if resume and is_finished(run_dir, config):
         print(f"all {config.train.steps} steps are done; raise train.steps to go on")
         return 0
@@ -136,22 +131,6 @@ def _prepare(config: Config, job: Job, changes: list[str], resume: bool, is_plai
         lock.close()
 
 
-def _hold(run_dir: Path) -> IO[str]:
-    """One run at a time in a directory; and who looks at it sees by this that it lives. The kernel
-    lets go of the lock however the controller ends."""
-    file = (run_dir / LOCK).open("a")
-    try:
-        flock(file, LOCK_EX | LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        remedy = "wait for it, stop it, or name another directory"
-        raise RecipeError("--run-dir", str(run_dir), "a run is going on in it", remedy) from None
-    except OSError:
-        pass  # a file system without locks: `minirl runs` will not know that it lives
-    os.utime(run_dir / LOCK)
-    return file
-
-
 def _run(config: Config, job: Job, source: Path, start: Start, view: ConsoleView) -> int:
     """From the first process to the last; gives an exit code."""
     run_dir, kind, task = job.run_dir, job.kind, job.task
@@ -170,35 +149,35 @@ def _run(config: Config, job: Job, source: Path, start: Start, view: ConsoleView
         heldout = heldout_prompts(config, task, tokenizer)
         _check_prompt_lengths(config, task, tokenizer)
         buffer = make_buffer(config, start.history)
-        journal_state = start.state["journal"] if start.state else None
-        box = BlackBox(config, run_dir, ring, store, source)
-        recorder = _recorder(config, run_dir, ring, places[1], start.step, view)
-        journal = Journal(config, run_dir, fleet, view, start.step, journal_state, box, recorder)
-        loop = Loop(config, fleet, stream, heldout, buffer, journal)
+        threads = len(places[1][0].cores)
+        saver = BatchSaver(config, run_dir, ring, store, source, threads)
+        totals = RunTotals.of(start.state)
+        log = RunLog(config, run_dir, fleet, view, start.step, totals, saver)
+        loop = Loop(config, fleet, stream, heldout, buffer, log)
         loggers = Loggers(config, run_dir, start.step, view.note)
         try:
             with _signals(loop, view), view.watching(loop, run_dir):
                 loop.run()
         except BaseException:
-            journal.close()  # what was recorded until now is kept
+            log.close()  # what was written until now is kept
             raise
         if loop.has_finished:  # else they have not all started, and would not listen
             fleet.stop(Stop())
         loggers.close()
         is_whole = loop.step == config.train.steps
         extra = {"run_dir": str(run_dir), "seed": config.seed, "drops": dict(buffer.drops)}
-        found = balance(journal.log.lines, config.devices.rollout, config.devices.train)
+        found = balance(log.metrics, config.devices.rollout, config.devices.train)
         word = "GPU" if kind == "cuda" else "process"
         extra["balance"] = found.sentence(word, config.is_synchronous) if found else None
         extra["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        summary = journal.summarise(is_whole, {**extra, **devices.describe(kind)})
-        journal.close()
+        summary = log.summarise(is_whole, {**extra, **devices.describe(kind)})
+        log.close()
         view.finished(summary, _try_next(job.recipe, run_dir, is_whole))
         if loop.unsaved:
-            kept = journal.last_checkpoint
-            journal.problems.append(f"no checkpoint of the last step: {loop.unsaved}; {kept}")
-        if journal.problems:
-            raise MinirlError(f"not all could be written: {'; '.join(journal.problems)}")
+            kept = log.last_checkpoint
+            log.problems.append(f"no checkpoint of the last step: {loop.unsaved}; {kept}")
+        if log.problems:
+            raise MinirlError(f"not all could be written: {'; '.join(log.problems)}")
         return 0 if is_whole else INTERRUPTED
     finally:
         with signals(signal.SIG_IGN):  # what is left takes a moment, and must be done
@@ -242,7 +221,6 @@ def _spawn(
         store=store,
         is_resumed=start.state is not None,
         version=start.history.version,
-        run_dir=str(run_dir),
     )
     spawn_ranks(fleet, Role.TRAIN, first, ranks)
     seed = config.seed * 1000 + 1 + 1_000_003 * start.step  # not as they did when the run began
@@ -287,35 +265,16 @@ def _make_run_dir(config: Config, run_dir: Path, kind: str) -> tuple[Path, IO[st
         logs.mkdir(parents=True, exist_ok=True)
         if run_dir.stat().st_mode & 0o022:
             run_dir.chmod(0o755)
-        lock = _hold(run_dir)
+        lock = hold(run_dir)
         devices.sweep_temp(run_dir / "tmp")  # a controller that was killed could not
         (run_dir / "tmp").mkdir()
-        replace_text(run_dir / "recipe.toml", to_toml(config))
+        write_text(run_dir / "recipe.toml", to_toml(config))
         facts = {**devices.describe(kind), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        replace_text(run_dir / "machine.json", json.dumps(facts, indent=2) + "\n")
+        write_text(run_dir / "machine.json", json.dumps(facts, indent=2) + "\n")
     except OSError as error:
         rule = f"cannot be written to ({error.strerror})"
         raise RecipeError("--run-dir", str(run_dir), rule, "name another, or make room") from None
     return logs, lock
-
-
-def _recorder(
-    config: Config,
-    run_dir: Path,
-    ring: TrajectoryRing,
-    ranks: list[devices.Placement],
-    last_step: int,
-    view: ConsoleView,
-) -> Recorder | None:
-    if not config.log.record:
-        return None
-    each = most_bytes(config) / 2**20
-    left = config.train.steps - last_step
-    view.note(
-        f"log.record: at most {each:,.1f} MiB a step, {each * left:,.0f} MiB for {left} steps, "
-        f"in {run_dir / 'record'}"
-    )
-    return Recorder(run_dir, ring, devices.made_by(ranks), last_step)
 
 
 def model_folder(config: Config, logs: Path, view: Notes) -> Path:

@@ -31,8 +31,7 @@ from minirl.config import Config
 from minirl.conversations import Conversations
 from minirl.evaluation import Evaluation, is_evaluation
 from minirl.faults import RANKS, Faults
-from minirl.guard import Guard
-from minirl.journal import Journal
+from minirl.metrics import Guard
 from minirl.recipe import to_toml
 from minirl.records import Prompt, Trajectory
 from minirl.recovery import Recovery, Sampling
@@ -47,6 +46,7 @@ from minirl.rollout.worker import (
     Submit,
     TurnEnded,
 )
+from minirl.run_dir import RunLog
 from minirl.shm.board import Total
 from minirl.tasks.grading import GradingQueue
 from minirl.tasks.prompts import PromptStream
@@ -86,11 +86,11 @@ class Loop(Recovery):
         stream: PromptStream,
         heldout: list[Prompt],
         buffer: Buffer,
-        journal: Journal,
+        log: RunLog,
     ):
         super().__init__()
         self.config, self.fleet, self.stream, self.heldout = config, fleet, stream, heldout
-        self.buffer, self.journal = buffer, journal
+        self.buffer, self.log = buffer, log
         self.engines, self.ranks = fleet.of(Role.ROLLOUT), fleet.of(Role.TRAIN)
         self.verifiers = {worker.name: worker for worker in fleet.of(Role.VERIFY)}
         self.dispatcher = Dispatcher(len(self.engines), config.rollout.max_new_tokens)
@@ -100,8 +100,8 @@ class Loop(Recovery):
             config, self.dispatcher, self.grading, in_step=config.is_synchronous
         )
         self.guard = Guard(config)
-        self.faults = Faults(config, fleet, journal)
-        self.step = self.saved_step = journal.step
+        self.faults = Faults(config, fleet, log)
+        self.step = self.saved_step = log.step
         self.has_begun = False  # all workers are up
         self.is_interrupted = False  # set from outside: finish the step, save, end
         self.wants_save = False  # set from outside: save a checkpoint when the trainer is free
@@ -124,8 +124,8 @@ class Loop(Recovery):
         if len(self.up) < num_all:
             return  # interrupted: there is nothing to save
         self.has_begun = True
-        self.journal.begin()
-        if self.journal.wants_first_evaluation:
+        self.log.begin()
+        if self.log.wants_evaluation:
             self.start_evaluation()
         while self.goes_on or not self.has_finished:  # again where a trainer goes back at the end
             self.awaits = "groups and steps"
@@ -144,7 +144,7 @@ class Loop(Recovery):
         self.wait_for("the running step", lambda: self.batch is None)
         if not self.is_interrupted:
             self.wait_for("evaluation", lambda: self.evaluation is None)
-            if not self.goes_on:
+            if not self.goes_on and not self.log.is_evaluated(self.step):
                 self.start_evaluation()
         if self.saved_step != self.step:
             self.save()
@@ -154,7 +154,7 @@ class Loop(Recovery):
         self.has_finished = True
 
     def wait_for(self, what: str, is_there: Callable[[], bool]) -> None:
-        self.journal.note(f"waiting for {what}")
+        self.log.note(f"waiting for {what}")
         self.awaits = what
         while not is_there():
             self.collect()
@@ -295,7 +295,7 @@ class Loop(Recovery):
         group = self.sampling.get(group_id)  # none: an evaluation's
         if not self.conversations.is_awaited(request) or (group and group.is_aborting):
             return
-        self.journal.note(f"no reply for group {group_id} ({reason}): {why}")
+        self.log.note(f"no reply for group {group_id} ({reason}): {why}")
         self.conversations.forget(group_id)
         if group is not None:
             group.is_aborting, group.why = True, reason
@@ -316,7 +316,7 @@ class Loop(Recovery):
                 return  # a refusal and an abort have crossed: it was told before
             self.drop(gone.group_id, Drop.REFUSED if gone.why else group.why)
         if gone.why:
-            self.journal.note(f"the engine refused group {gone.group_id}: {gone.why}")
+            self.log.note(f"the engine refused group {gone.group_id}: {gone.why}")
 
     def on_graded(self, verifier: Worker, graded: Graded) -> None:
         self.faults.restarts.proved(verifier.name)
@@ -345,7 +345,7 @@ class Loop(Recovery):
             return
         pairs = zip(graded.texts, graded.rewards, strict=True)
         texts = tuple(text for text, reward in pairs if reward is not None)
-        self.journal.keep_texts(request.group_id, prompt, texts)
+        self.log.keep_texts(request.group_id, prompt, texts)
         self.buffer.finish(group, time.monotonic())
 
     def reward_failed(self, request: Grade | Ask, place: int, reason: Drop, why: str) -> None:
@@ -358,12 +358,12 @@ class Loop(Recovery):
         if len(skip) > request.max_failures:
             self.no_reward(request, reason, why)
         else:
-            self.journal.note(f"no reward for one answer of group {request.group_id}: {why}")
+            self.log.note(f"no reward for one answer of group {request.group_id}: {why}")
             self.grading.add(replace(request, skip=skip))
 
     def no_reward(self, request: Grade, reason: Drop, why: str) -> None:
         """Rule 7: a verifier that fails is never a reward of 0."""
-        self.journal.note(f"no reward for group {request.group_id} ({reason}): {why}")
+        self.log.note(f"no reward for group {request.group_id} ({reason}): {why}")
         if is_evaluation(request.group_id):
             assert self.evaluation is not None
             self.evaluation.failed()
@@ -381,7 +381,7 @@ class Loop(Recovery):
         self.prompts.pop(ticket.group_id, None)
         self.given_up.discard(ticket.group_id)
         self.tried_again.discard(ticket.group_id)
-        self.journal.forget_texts(ticket.group_id)
+        self.log.forget_texts(ticket.group_id)
         if is_lost:
             self.stream.put_back(ticket.prompt_index)
         else:
@@ -421,15 +421,11 @@ class Loop(Recovery):
         self.faults.stepped(self.step)
         tickets = self.buffer.published(time.monotonic())
         self.since_saved.append((self.step, tickets))
-        self.journal.saw_ages(trained.ages)
         breaches = self.guard.judge(trained.values)
-        values = {**trained.values, "guard/warnings": len(breaches)}
-        self.journal.trained(self.step, batch, values, self.buffer, is_last)
+        self.log.trained(self.step, batch, trained, self.buffer, breaches)
         for ticket in tickets:
             self.forget(ticket)
-        for note in trained.notes:
-            self.journal.note(note)
-        self.journal.breached(self.step, batch, values, breaches)
+        self.log.check(self.step, batch, trained, breaches)
         every = self.config.eval.every
         is_due = self.is_evaluation_due or (every and self.step % every == 0)
         if is_due and not is_last and self.evaluation is None:
@@ -450,24 +446,24 @@ class Loop(Recovery):
             "consumed_above": sorted(self.stream.consumed.above),
             "in_flight": sorted([p.index for p in self.prompts.values()] + self.stream.waiting),
             "evaluating": self.evaluated_version if self.evaluation else None,
-            "journal": self.journal.state(is_evaluating=self.evaluation is not None),
+            "totals": self.log.state(),
             "recipe": to_toml(self.config),
         }
-        folder = self.journal.checkpoint_folder(self.step)
+        folder = self.log.checkpoint_folder(self.step)
         for rank in self.ranks:
-            rank.send(Save(str(folder), state))
+            rank.send(Save(str(folder), state, tuple(self.log.accuracies)))
 
     def on_saved(self, saved: Saved) -> None:
         """A checkpoint that could not be written costs nothing: the one before it stays, and the
         next save tries again."""
         self.is_saving, self.unsaved, self.last_saved = False, saved.error, time.monotonic()
         if saved.error:
-            kept = self.journal.last_checkpoint
-            self.journal.note(f"no checkpoint of step {self.step}: {saved.error}; {kept}")
+            kept = self.log.last_checkpoint
+            self.log.note(f"no checkpoint of step {self.step}: {saved.error}; {kept}")
         else:
             self.saved_step, self.since_saved = self.step, []
             self.faults.restarts.proved(RANKS)
-            self.journal.note(f"saved {saved.folder}")
+            self.log.note(f"saved {saved.folder}")
 
     # -- evaluation
 
@@ -476,7 +472,8 @@ class Loop(Recovery):
         assert self.batch is None, "a version may be published at any moment"
         self.is_evaluation_due, self.evaluated_version = False, self.buffer.version
         size = self.config.rollout.group_size
-        self.evaluation = Evaluation(self.heldout, first_cell=self.buffer.num_slots * size)
+        first_cell = self.buffer.num_slots * size
+        self.evaluation = Evaluation(self.heldout, first_cell, self.step)
         up = [i for i, engine in enumerate(self.engines) if engine.name in self.up]
         requests: dict[int, list[GroupRequest]] = defaultdict(list)
         for group_id in self.evaluation.group_ids:
@@ -491,10 +488,13 @@ class Loop(Recovery):
         if not self.evaluation.is_done:
             return
         ended, self.evaluation = self.evaluation, None
-        if not ended.is_void:
-            self.journal.evaluated(ended)
+        if ended.is_given_up:
+            self.log.note(f"an evaluation was of version {ended.version}, which was given up")
             return
-        self.journal.note("the evaluation was not of one version, since a worker died: once more")
+        if not ended.is_void:
+            self.log.evaluated(ended)
+            return
+        self.log.note("the evaluation was not of one version, since a worker died: once more")
         if self.batch is None:
             self.start_evaluation()
         else:

@@ -1,19 +1,19 @@
-"""Every metric, named and defined once, and the file they go to.
+"""Every metric, named and defined once, and the limits of [guard] on them.
 
-Takes a step's numbers, gives `metrics.jsonl`: one line a step. A name that is not in the table is
-our own mistake and fails. A value that a step does not have (no evaluation, no token at equal
-version) is left out of its line. `docs/metrics.md` is printed from the table:
+Takes a step's numbers, gives its line of `metrics.jsonl` and the limits that it broke. A name that
+is not in the table is our own mistake and fails. A value that a step does not have (no token at
+equal version, …) is left out of its line. `docs/metrics.md` is printed from the tables:
 `python -m tests.docs.metrics > docs/metrics.md`.
 """
 
-import json
 import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from minirl.buffer import Drop
-from minirl.lines import Lines, keep_lines, read_lines, replace_text
+from minirl.config import Config
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,6 @@ TABLE = (
     Metric("reward/shaped_mean", "mean of the rewards trained on: less the overlong penalty"),
     Metric("reward/penalty_mean", "mean reward those trajectories lost for being over-long"),
     Metric("reward/failures", "trajectories left out of the step's groups: no reward for them"),
-    Metric("eval/accuracy", "mean held-out reward, of the last evaluation that ended in this step"),
-    Metric("eval/low", "lower end of its 95 % interval (docs/evaluation.md)"),
-    Metric("eval/high", "upper end of the same"),
-    Metric("eval/version", "the version that answered in that evaluation, on every engine"),
-    Metric("eval/count", "answers it graded"),
-    Metric("eval/failures", "answers it could not grade; left out of the mean"),
-    Metric("eval/truncated_frac", "share of its answers that was cut at rollout.max_new_tokens"),
     Metric("rollout/tokens_per_s", "tokens sampled by all engines in this step / its seconds"),
     Metric("rollout/length_mean", "mean number of written tokens of the step's trajectories"),
     Metric("rollout/turns_mean", "mean number of the model's turns to one of them, where > 1"),
@@ -104,60 +97,98 @@ TABLE = (
     Metric("train/idle_frac", "time rank 0 waited for a batch in this step / its seconds"),
     Metric("train/devices", "devices that trained in this step"),
     Metric("train/lr", "learning rate of this step"),
-    Metric("guard/warnings", "rules of [guard] that this step broke, told of or not"),
+    Metric("guard/warnings", "limits of [guard] that this step broke, shown or not"),
 )
-NAMES = frozenset(metric.name for metric in TABLE)
+EVALS = (
+    Metric("step", "training steps done when the evaluation began"),
+    Metric("version", "the version that answered, on every engine"),
+    Metric("seconds", "wall time since training began, when the evaluation ended"),
+    Metric("accuracy", "mean reward of the answers; null where none could be graded"),
+    Metric("low", "lower end of its 95 % interval (docs/evaluation.md)"),
+    Metric("high", "upper end of the same"),
+    Metric("count", "answers that were graded"),
+    Metric("failures", "answers that could not be graded; left out of the mean"),
+    Metric("length_mean", "mean number of written tokens of the answers"),
+    Metric("truncated_frac", "share of the answers that was cut at rollout.max_new_tokens"),
+    Metric("answers", "log.samples of them: prompt, reference, answer, reward"),
+)
+ORDER = tuple(metric.name for metric in TABLE)
+NAMES = frozenset(ORDER)
 TIMED = ("seconds", "_per_s", "_s", "idle_frac")
 
 
 def is_timed(name: str) -> bool:
-    """Of a clock: the only values in which two runs of one seed at η = 0 differ."""
+    """True for wall-clock metrics: the only ones that differ between two runs of one seed at
+    η = 0."""
     return name.endswith(TIMED)
 
 
-def cut(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """Takes the lines after a step away, and a line that was torn. Gives those that are left."""
-    return keep_lines(path, lambda line: has_step(line) and line["step"] <= last_step)
+def metrics_line(values: Mapping[str, float | None]) -> dict[str, Any]:
+    """In the order of the table, without what is not there or not finite."""
+    unknown = values.keys() - NAMES
+    assert not unknown, f"not in the table: {unknown}"
+    known = {name: values[name] for name in ORDER if values.get(name) is not None}
+    return {name: value for name, value in known.items() if value is None or math.isfinite(value)}
 
 
-def has_step(line: dict[str, Any]) -> bool:
-    return type(line.get("step")) is int
+# Limits ----------------------------------------------------------------------------------------
 
 
-class MetricsLog:
-    """Appends whole lines. On resume, lines past the checkpoint's step are taken back."""
-
-    def __init__(self, path: Path, last_step: int = 0):
-        self.path = path
-        self.lines = cut(path, last_step)
-        self.file = Lines(path)
-
-    def roll_back(self, last_step: int) -> None:
-        """From memory: the file may have been torn while it was written."""
-        self.lines = [line for line in self.lines if line["step"] <= last_step]
-        self.file.close()
-        try:
-            replace_text(self.path, "".join(json.dumps(line) + "\n" for line in self.lines))
-        except OSError:  # a full disk: cutting needs no room
-            cut(self.path, last_step)
-        self.file = Lines(self.path)
-
-    def write(self, values: dict[str, float | None]) -> dict[str, Any]:
-        unknown = values.keys() - NAMES
-        assert not unknown, f"not in the table: {unknown}"
-        line = {
-            metric.name: values[metric.name]
-            for metric in TABLE
-            if values.get(metric.name) is not None and math.isfinite(values[metric.name])  # type: ignore[arg-type]
-        }
-        self.file.write(json.dumps(line))
-        self.lines.append(line)
-        return line
-
-    def close(self) -> None:
-        self.file.close()
+MAX_IDLE_STEPS = 3  # without any update: then the run stops
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file. One that was cut, by a crash or a full disk, is left out."""
-    return [line for line in read_lines(path) if has_step(line)]
+@dataclass(frozen=True)
+class Breach:
+    """A limit that a step broke. A fatal one stops the run."""
+
+    text: str
+    count: int = 1  # how often since the run was started
+    is_fatal: bool = False
+
+    @property
+    def is_told(self) -> bool:
+        """Warnings are shown the 1st, 10th, 100th … time, and counted at every step."""
+        return math.log10(self.count).is_integer()
+
+
+class Guard:
+    """Compares the metrics of each step with [guard]."""
+
+    def __init__(self, config: Config):
+        self._limits, self._num_minibatches = config.guard, config.train.num_minibatches
+        self._num_idle = 0  # steps in a row without any update
+        self._counts: Counter[str] = Counter()
+
+    def judge(self, values: Mapping[str, float | None]) -> list[Breach]:
+        limits, found = self._limits, []
+        gap, entropy = values.get("train/logprob_gap"), values.get("train/entropy")
+        is_updated = (values.get("train/skipped_updates") or 0) < self._num_minibatches
+        self._num_idle = 0 if is_updated else self._num_idle + 1
+        if self._num_idle >= MAX_IDLE_STEPS:
+            text = (
+                f"no update in {self._num_idle} steps in a row: loss, gradient or logprobs were "
+                "not finite; a lower "
+                "train.lr or train.grad_clip helps most often"
+            )
+            found.append(Breach(text, is_fatal=True))
+        # "not <=", so that NaN breaks the limit too.
+        if limits.max_logprob_gap and gap is not None and not gap <= limits.max_logprob_gap:
+            text = (
+                f"train/logprob_gap is {gap:.4g}, above guard.max_logprob_gap = "
+                f"{limits.max_logprob_gap:g}: vLLM and the trainer do not compute the same policy; "
+                'try model.dtype = "float32" and rollout.on_update = "recompute"'
+            )
+            found.append(self._warning("logprob_gap", text))
+        if is_updated and entropy is not None and not entropy >= limits.min_entropy:
+            text = (
+                f"train/entropy is {entropy:.4g}, below guard.min_entropy = "
+                f"{limits.min_entropy:g}: the policy hardly explores any more; raise "
+                "train.clip_high, add train.kl_coef, or lower train.lr"
+            )
+            found.append(self._warning("entropy", text))
+        return found
+
+    def _warning(self, name: str, text: str) -> Breach:
+        self._counts[name] += 1
+        count = self._counts[name]
+        return Breach(f"{text} (the {count}th time)" if count > 1 else text, count)

@@ -12,18 +12,16 @@ Takes verdicts from faults.py. Leaves out: who may come back, and when.
 from collections import Counter
 from dataclasses import asdict, dataclass
 
-from minirl.blackbox import Why
 from minirl.buffer import Buffer, Drop, Ticket
 from minirl.config import Config
 from minirl.conversations import Conversations
 from minirl.errors import MinirlError, Stalled, WorkerDied
 from minirl.evaluation import Evaluation, is_evaluation
 from minirl.faults import Faults
-from minirl.guard import CANARY
-from minirl.journal import Journal
 from minirl.records import Batch, Prompt, Trajectory
 from minirl.rollout.dispatch import Dispatcher
 from minirl.rollout.worker import Abort
+from minirl.run_dir import RunLog
 from minirl.shm.board import State
 from minirl.tasks.grading import GradingQueue
 from minirl.tasks.prompts import PromptStream
@@ -50,7 +48,7 @@ class Recovery:
 
     config: Config
     fleet: Fleet
-    journal: Journal
+    log: RunLog
     buffer: Buffer
     stream: PromptStream
     faults: Faults
@@ -96,7 +94,7 @@ class Recovery:
         if worker.role is Role.TRAIN:
             worker, death = next(iter(self.fleet.causes(self.ranks)), (worker, death))
         if death.is_final:
-            raise MinirlError(f"{worker.name}: {death.how}{self.boxed(worker, death)}")
+            raise MinirlError(f"{worker.name}: {death.how}{self.saved_batch(worker, death)}")
         if self.fleet.board.row(worker.row).state is State.GRADING:
             self.faults.restarts.proved(worker.name)  # a reward took it down, and that is data
         delay_s = self.faults.verdict(worker, death, worker.name in self.up)
@@ -111,12 +109,13 @@ class Recovery:
             self.fleet.replace(worker, delay_s)
             self.on_engine_death(worker)
 
-    def boxed(self, worker: Worker, death: Died) -> str:
-        """Rule 6: of an engine that runs other weights than it should, everything is kept."""
-        if worker.role is not Role.ROLLOUT or not self.step:
+    def saved_batch(self, worker: Worker, death: Died) -> str:
+        """Where an engine does not run the weights that it should (rule 6), or a step spoiled the
+        trainer's: the batch in training, if there is one, and the weights that it began with."""
+        if self.batch is None and (worker.role is not Role.ROLLOUT or not self.step):
             return ""
-        why = Why(CANARY.name, self.step, death.how, remedy=CANARY.remedy)
-        return "; " + self.journal.black_box(why, self.batch, self.buffer.version)
+        batch = self.batch or Batch(self.step, self.buffer.version, ())
+        return self.log.save_bad(batch, batch.version, death.how)
 
     def on_verifier_death(self, verifier: Worker, death: Died, place: int) -> None:
         """Whoever kills a verifier from outside proves nothing about a reward: it is tried again,
@@ -159,13 +158,14 @@ class Recovery:
             self.stream.put_back(ticket.prompt_index)
         for group_id in self.buffer.rolled_back(back.version, len(lost)):
             self.give_up(group_id)
-        self.journal.num_redone += self.step - back.step
-        self.journal.note(
+        self.log.totals.steps_redone += self.step - back.step
+        self.log.note(
             f"going back from step {self.step} to {back.step}: its weights are version "
             f"{back.version} now; {self.buffer.num_in_flight - len(self.given_up)} groups go on"
         )
-        versions = (back.base, back.version)
-        self.journal.rolled_back(back.step, versions, back.state and back.state["journal"])
+        self.log.roll_back(back.step, back.state)
+        if self.evaluation is not None and self.evaluation.step > back.step:
+            self.evaluation.is_given_up = True
         self.step = self.saved_step = back.step
         self.since_saved, self.batch, self.is_saving = [], None, False
 

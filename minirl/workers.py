@@ -15,6 +15,7 @@ import faulthandler
 import importlib
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import struct
@@ -30,14 +31,13 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from minirl import devices
 from minirl.devices import Placement
 from minirl.errors import Interrupted, MinirlError, Stalled, WorkerDied
-from minirl.secrets import Scrubbed, secret_names
 from minirl.shm.board import Board
 from minirl.shm.tracer import TraceFile, Tracer
 
@@ -46,6 +46,7 @@ STOP_GRACE_S = 10.0
 CAUSE_GRACE_S = 1.0  # a rank that is killed takes the others with it, and theirs may be heard first
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SECRET = re.compile(r"(?!TOKENIZER)TOKEN|SECRET|PASSW|CREDENTIAL|KEY$|APIKEY", re.I)
 LISTEN_S = 0.2
 
 Message = TypeVar("Message")
@@ -161,8 +162,8 @@ class Fleet:
             },
             name=f"minirl-{worker.name}",
         )
-        # A reward may call a service: only verifiers get the keys.
-        hidden = [] if worker.role is Role.VERIFY else secret_names()
+        # Workers run code of tasks and models: none is given a token.
+        hidden = [name for name in os.environ if SECRET.search(name)]
         if self._context.get_start_method() == "spawn":
             resource_tracker.ensure_running()  # here, since the first time it unblocks signals
         with _environment(worker.placement.env, hidden), _undisturbed():
@@ -446,12 +447,31 @@ def _report(pipe: Connection, failure: Failed) -> None:
         pipe.send(failure)
 
 
+class LossyStream:
+    """A stream whose disk may be full: what it does not take is lost, and no `print` raises."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def _write_to(log: Path) -> None:
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
-    sys.stdout = sys.__stdout__ = Scrubbed(sys.stdout)  # type: ignore[assignment,misc]
-    sys.stderr = sys.__stderr__ = Scrubbed(sys.stderr)  # type: ignore[assignment,misc]
+    sys.stdout = sys.__stdout__ = LossyStream(sys.stdout)  # type: ignore[assignment,misc]
+    sys.stderr = sys.__stderr__ = LossyStream(sys.stderr)  # type: ignore[assignment,misc]
     faulthandler.enable(2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)

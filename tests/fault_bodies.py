@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from minirl.records import Batch, StopReason, Trajectory
+from minirl.records import Group, StopReason, Trajectory
 from minirl.rollout.worker import Abort, Finished, Gone, GroupRequest, Started, Submit
 from minirl.shm.board import BEAT_S, BoardWriter, State, Total
 from minirl.shm.weights import CANARY_TOKENS, WeightStore
 from minirl.tasks.verifier import Grade, Graded
-from minirl.train.messages import Ready, Save, Saved, Train, Trained
+from minirl.train.messages import AnswerTokens, Ready, Save, Saved, Train, Trained
 from tests.soak.task import BadExample
 
 TICK_S = 0.01
@@ -115,8 +115,6 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
                 died.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             updates += 1
-            path = Path(script.rendezvous).with_name("trajectories.jsonl")
-            log_trained(path, request.batch, script.eta)
             publish(script.store, version + 1, updates)
             if is_due and step == script.bad.get("die_after_publishing"):
                 died.touch()
@@ -127,7 +125,10 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
             stale = float(max(age for age in ages if age <= script.eta))  # older ones are masked
             values: dict[str, float | None] = {"train/tokens": 1.0, "train/loss": float(updates)}
             values |= {"buffer/staleness_max": stale, "buffer/staleness_mean": stale}
-            pipe.send(Trained(version + 1, values))
+            shown = tuple(
+                shown_tokens(group, version - script.eta) for group in request.batch.groups
+            )
+            pipe.send(Trained(version + 1, values, samples=shown))
         elif isinstance(request, Save):
             board.enter(State.SAVING)
             step = request.state["step"]
@@ -150,17 +151,11 @@ def publish(store: WeightStore, version: int, updates: int) -> None:
     store.publish(version, [torch.tensor([float(updates)])], canary)
 
 
-def log_trained(path: Path, batch: Batch, eta: int) -> None:
-    """As a real rank does, of the first answer of each group."""
-    groups, tokens = [], []
-    for group in batch.groups:
-        versions = [[t.head_version, t.tail_version] for t in group.trajectories]
-        groups.append({"group": group.id, "prompt": group.prompt_index, "versions": versions})
-        trained = [int(version >= batch.version - eta) for version in versions[0]]
-        tokens.append({"group": group.id, "versions": versions[0], "trained": trained})
-    line = {"step": batch.step, "version": batch.version, "groups": groups, "tokens": tokens}
-    with path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
+def shown_tokens(group: Group, oldest: int) -> AnswerTokens:
+    """The first and the last token of a group's first answer; what is older is not trained."""
+    first = group.trajectories[0]
+    versions = [first.head_version, first.tail_version]
+    return AnswerTokens(["a", "b"], versions, [0.0 if v >= oldest else None for v in versions])
 
 
 def write_checkpoint(

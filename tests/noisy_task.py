@@ -62,11 +62,10 @@ class Unsure(EvenLength):
 
 
 class Talkative(EvenLength):
-    """Prints the key that it was given, which nobody may see. In training, one answer in five is
-    off scale."""
+    """Fails if it is given a key. In training, one answer in five is off scale."""
 
     def reward(self, example: Example, answer: Answer) -> float:
-        print("my key is", os.environ["REWARD_API_KEY"])
+        assert "REWARD_API_KEY" not in os.environ
         kind = sum(answer.text.encode())
         is_training = str(example.prompt).startswith("Tom")
         if answer.text != "right" and is_training and kind % 5 == 3:

@@ -134,7 +134,6 @@ class LocalRank:
         config: Config,
         ring: TrajectoryRing,
         checkpoint: Path | None = None,
-        run_dir: str = "",
     ):
         self.store = WeightStore(weight_table(folder), config.model.dtype)
         torch.manual_seed(config.seed)
@@ -150,7 +149,6 @@ class LocalRank:
             store=self.store,
             is_resumed=checkpoint is not None,
             version=FIRST_VERSION,
-            run_dir=run_dir,
         )
         self.board = Board(1)
         self.trainer = Trainer(setup, self.board.writer(0))

@@ -10,19 +10,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import CONFIG, Data, LocalRank, make_data
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from minirl import blackbox, metrics, model, record
-from minirl.blackbox import BlackBox, Why
+from minirl import model
 from minirl.buffer import History
 from minirl.errors import MinirlError, RecipeError
 from minirl.resume import find_start
-from minirl.train import nonfinite
+from minirl.run_dir import RunTotals, read_lines
+from minirl.shm.ring import TrajectoryRing
+from minirl.train import bad_batch
 from minirl.train.checkpoint import newest_first, read_whole
 from minirl.train.messages import Save
 from minirl.train.policy import load_policy
-from minirl.train.replay import look_into, replay
 
 QUICK = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -31,7 +30,7 @@ STATE = {
     "history": History().__dict__,
     "consumed_below": 8,
     "consumed_above": [9],
-    "journal": {"accuracies": [[0, 0.5]], "seconds": 1.0},
+    "totals": {"trained_tokens": 5, "seconds": 1.0},
 }
 
 
@@ -42,22 +41,18 @@ def data(tied_folder: Path) -> Data:
 
 @pytest.fixture(scope="module")
 def made(data: Data, tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with two checkpoints, a recorded batch, a batch that was left out and a black box."""
+    """A run with two checkpoints and a batch that went bad."""
     run = tmp_path_factory.mktemp("run")
     rank = LocalRank(tied_folder, CONFIG, data.ring)
     batch = data.batches[2]
-    (minibatch,) = rank.trainer.preparer.prepare(batch).minibatches
-    bad = run / "nonfinite" / "step-000001-0"
-    nonfinite.save_part(bad, 0, minibatch, {"loss": 1.0})
-    nonfinite.save_rest(bad, rank.trainer.policy, CONFIG, tied_folder, minibatch, batch)
-    box = BlackBox(CONFIG, run, data.ring, rank.store, tied_folder)
-    box.write(Why("entropy", 1, "low", 0.0), [], batch, rank.store.latest)
+    saver = bad_batch.BatchSaver(CONFIG, run, data.ring, rank.store, tied_folder)
+    assert "minirl replay" in saver.save_bad(batch, rank.store.latest, "low")
     rank.train(batch)
     for step in (1, 2):
         folder = run / "checkpoints" / f"step-{step:06d}"
         assert not rank.trainer.try_to_save(Save(str(folder), {**STATE, "step": step})).error
-    record.write(record.path_of(run, 1), record.take(batch, data.ring, {"train/loss": 1.0}))
-    (run / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n{"step": 2}\n')
+    lines = ({"step": 1, "a": 0.5}, {"rolled_back_to": 0}, {"step": 2})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return run
 
 
@@ -84,13 +79,10 @@ def empty(path: Path) -> None:
     ("harm", "name"),
     [
         (cut, "model.safetensors"),
-        (cut, "trainer/optimizer.safetensors"),
         (cut, "trainer/state.json"),
         (garble, "config.json"),
-        (garble, "model.safetensors"),
-        (garble, "trainer/state.json"),
+        (garble, "trainer/optimizer.safetensors"),
         (take_away, "model.safetensors"),
-        (take_away, "trainer/optimizer.safetensors"),
         (empty, "trainer/state.json"),
     ],
 )
@@ -231,27 +223,10 @@ def bytes_like(path: Path) -> st.SearchStrategy[bytes]:
 
 @QUICK
 @given(st.data())
-def test_any_metrics_file_can_be_read(made: Path, tmp_path: Path, data: st.DataObject) -> None:
+def test_any_file_of_lines_can_be_read(made: Path, tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(data.draw(bytes_like(made / "metrics.jsonl") | json_noise()))
-    for line in metrics.read(path):
-        assert type(line["step"]) is int
-    metrics.MetricsLog(path, last_step=1).close()
-
-
-@QUICK
-@given(st.data())
-def test_any_recorded_batch_is_read_or_refused(
-    made: Path, tmp_path: Path, data: st.DataObject
-) -> None:
-    path = tmp_path / "step-000001.safetensors"
-    path.write_bytes(data.draw(bytes_like(record.path_of(made, 1))))
-    try:
-        found = record.read(path)
-    except MinirlError as error:
-        assert str(path) in str(error)
-    else:
-        record.put(found, record.ring_for([found]))
+    assert all(type(line["step"]) is int for line in read_lines(path))
 
 
 @QUICK
@@ -267,49 +242,36 @@ def test_any_checkpoint_is_read_or_refused(
     try:
         start = find_start(tmp_path, tmp_path, is_resumed=True)
         assert type(start.step) is int and start.consumed.below >= 0
+        RunTotals.of(start.state)
     except MinirlError:
         pass
     shutil.copy2(good, folder / name)
 
 
 @QUICK
-@given(st.data(), st.sampled_from(["batch.json", "part-0.safetensors", "recipe.toml"]))
-def test_any_batch_that_was_left_out_is_read_or_refused(
+@given(st.data(), st.sampled_from([bad_batch.FILE, "recipe.toml"]))
+def test_any_saved_batch_is_read_or_refused(
     made: Path, tmp_path: Path, data: st.DataObject, name: str
 ) -> None:
-    good, folder = made / "nonfinite" / "step-000001-0", tmp_path / "bad"
-    folder.mkdir(exist_ok=True)
-    for kept in ("batch.json", "part-0.safetensors", "recipe.toml"):
-        shutil.copy2(good / kept, folder / kept)
+    good, folder = made / "bad_batches" / "step-000003", tmp_path / "bad"
+    shutil.copytree(good, folder, dirs_exist_ok=True)
     (folder / name).write_bytes(data.draw(bytes_like(good / name) | json_noise()))
     try:
-        nonfinite.read(folder)
+        (saved,) = bad_batch.plan(folder).batches
     except MinirlError as error:
         assert "\n" not in str(error)
+    else:
+        bad_batch.put(saved, TrajectoryRing(len(saved.lengths), max(saved.lengths)))
 
 
 def test_what_is_whole_but_makes_no_sense_is_one_line_too(made: Path, tmp_path: Path) -> None:
-    bad, box = tmp_path / "bad", tmp_path / "box"
-    shutil.copytree(made / "nonfinite" / "step-000001-0", bad)
-    with safe_open(bad / "part-0.safetensors", framework="pt") as file:
-        metadata = file.metadata()
-    tensors = load_file(bad / "part-0.safetensors")
-    tensors["0/tokens_T"] += 10**6  # no model has so many
-    save_file(tensors, bad / "part-0.safetensors", metadata)
+    folder = tmp_path / "bad"
+    shutil.copytree(made / "bad_batches" / "step-000003", folder)
+    saved = bad_batch.read(folder / bad_batch.FILE)
+    saved.columns["tokens"][:] += 10**6  # no model has so many
+    bad_batch.write(folder / bad_batch.FILE, saved)
     with pytest.raises(MinirlError, match="cannot be computed again"):
-        replay(bad)
-    shutil.copytree(made / "blackbox" / "step-000001-entropy", box)
-    garble(box / "weights" / "model.safetensors")
-    with pytest.raises(MinirlError, match="cannot be computed again"):
-        look_into(box)
-
-
-@QUICK
-@given(st.data())
-def test_any_black_box_is_read_or_refused(made: Path, tmp_path: Path, data: st.DataObject) -> None:
-    good = made / "blackbox" / "step-000001-entropy" / "why.json"
-    (tmp_path / "why.json").write_bytes(data.draw(bytes_like(good) | json_noise()))
-    try:
-        blackbox.read(tmp_path)
-    except MinirlError as error:
-        assert "why.json" in str(error)
+        list(bad_batch.replay(bad_batch.plan(folder)))
+    garble(folder / "weights" / "model.safetensors")
+    with pytest.raises(MinirlError, match=r"model.safetensors cannot be read"):
+        list(bad_batch.replay(bad_batch.plan(folder)))

@@ -12,10 +12,10 @@ from pinned_crew import TABLE, CountingSetup
 
 from minirl.config import Config
 from minirl.evaluation import EVAL_IDS, Evaluation, is_evaluation
-from minirl.journal import Journal
 from minirl.launch import make_buffer
 from minirl.loop import Loop
 from minirl.records import Example, Prompt, StopReason, Trajectory
+from minirl.run_dir import RunLog
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.workers import Fleet, Role
@@ -142,8 +142,8 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Watched:
             fleet.spawn(Role.ROLLOUT, rank, "pinned_crew:engine", setup, TRAINER_PLACE)
         fleet.spawn(Role.VERIFY, 0, "tests.bench.scripted:verifier", None, TRAINER_PLACE)
         heldout = [Prompt(i, Example(str(i), "!"), (1, 2, 3)) for i in range(NUM_HELDOUT)]
-        journal = Journal(CONFIG, folder, fleet, Silent())
-        loop = Watched(CONFIG, fleet, Endless(), heldout, make_buffer(CONFIG), journal)
+        log = RunLog(CONFIG, folder, fleet, Silent())
+        loop = Watched(CONFIG, fleet, Endless(), heldout, make_buffer(CONFIG), log)
         loop.run()
     finally:
         fleet.kill()
@@ -159,13 +159,15 @@ def test_every_engine_pins_the_version_that_it_began_at(loop: Watched) -> None:
 
 
 def test_training_goes_on_meanwhile_and_metrics_tell(loop: Watched) -> None:
-    evaluated = [line for line in loop.journal.log.lines if "eval/version" in line]
-    assert len({line["eval/version"] for line in evaluated}) == len(evaluated) >= 3
+    evaluated = loop.log.evals
+    assert len({line["version"] for line in evaluated}) == len(evaluated) >= 3
     for line in evaluated:
-        assert line["eval/count"] == NUM_HELDOUT and line["eval/failures"] == 0
-        assert line["eval/low"] <= line["eval/accuracy"] <= line["eval/high"]
-        assert line["eval/truncated_frac"] == 0
-    assert any(line["version"] > line["eval/version"] for line in evaluated[:-1])
+        assert line["count"] == NUM_HELDOUT and line["failures"] == 0
+        assert line["low"] <= line["accuracy"] <= line["high"]
+        assert line["truncated_frac"] == 0
+    published = {line["version"]: line["seconds"] for line in loop.log.metrics}
+    ends = [(line["version"], line["seconds"]) for line in evaluated[:-1]]
+    assert any(published[version + 1] < end for version, end in ends), "a step ended meanwhile"
 
 
 def test_an_evaluation_that_loses_an_engine_is_done_again(loop: Watched) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from test_recovery import soon, stage  # noqa: F401 (a fixture)
 
-from minirl.lines import read_lines
 from minirl.rollout.worker import Stop
+from minirl.run_dir import read_lines
 from minirl.train.checkpoint import read_whole
 from tests.soak.controller_process import living, orphaned_memory
 
@@ -89,7 +89,7 @@ def test_while_a_checkpoint_is_written(tmp_path: Path, struck: Callable[[int], N
 
 
 def test_while_it_evaluates(tmp_path: Path, struck: Callable[[int], None]) -> None:
-    """The checkpoint knows of the evaluation that was under way: it is done again."""
+    """No line of evals.jsonl tells of the evaluation that was under way: it is done again."""
     pid = controller(tmp_path, every=2, rollout={"bad": {"long_evaluation": 2}})
     saved = tmp_path / "checkpoints" / "step-000002"
     wait_until(saved.is_dir)

@@ -1,119 +1,68 @@
-"""metrics.jsonl holds only what the table defines, and docs/metrics.md is that table."""
+"""Every metric is defined once, docs/metrics.md is that table, and limits do what they say."""
 
-import json
-import os
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from minirl import metrics
-from minirl.metrics import MetricsLog
-from tests.docs.metrics import document
+from minirl.config import Config, GuardConfig
+from minirl.metrics import MAX_IDLE_STEPS, Guard, metrics_line
+from tests.docs.metrics import as_markdown, document
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "metrics.md"
+GOOD = {"train/logprob_gap": 0.01, "train/entropy": 1.0, "train/skipped_updates": 0.0}
 
 
-def test_the_document_is_printed_from_the_table() -> None:
+def test_the_document_is_printed_from_the_tables() -> None:
     assert DOCUMENT.read_text() == document()
+    for table in (metrics.TABLE, metrics.EVALS):
+        names = [metric.name for metric in table]
+        assert len(set(names)) == len(names)
+        rows = as_markdown(table).splitlines()[2:]
+        assert [row.split("`")[1] for row in rows] == names
+        assert all(row.replace(r"\|", "").count("|") == 3 for row in rows)  # two columns
 
 
-def test_every_metric_has_one_row() -> None:
-    names = [metric.name for metric in metrics.TABLE]
-    assert len(set(names)) == len(names)
-    rows = document().partition("|---|---|\n")[2].splitlines()
-    assert [row.split("`")[1] for row in rows] == names
-    assert all(row.replace(r"\|", "").count("|") == 3 for row in rows)  # two columns
-
-
-def test_an_unknown_name_fails_and_writes_nothing(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "metrics.jsonl")
+def test_a_line_has_what_the_step_has_in_the_order_of_the_table() -> None:
+    nothing = {"train/loss": float("nan"), "train/grad_norm": float("inf"), "train/kl": None}
+    line = metrics_line({**nothing, "reward/mean": 0.0, "step": 1})
+    assert line == {"step": 1, "reward/mean": 0.0} and list(line) == ["step", "reward/mean"]
     with pytest.raises(AssertionError, match="reward/maen"):
-        log.write({"step": 1, "reward/maen": 0.5})
-    log.close()
-    assert metrics.read(tmp_path / "metrics.jsonl") == []
+        metrics_line({"step": 1, "reward/maen": 0.5})
 
 
-def test_what_a_step_does_not_have_is_left_out(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    line = log.write(
-        {
-            "train/loss": float("nan"),
-            "train/grad_norm": float("inf"),
-            "eval/accuracy": None,
-            "reward/mean": 0.0,
-            "step": 1,
-        }
-    )
-    log.close()
-    assert line == {"step": 1, "reward/mean": 0.0}
-    assert list(line) == ["step", "reward/mean"]  # in the order of the table
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "reward/mean": 0.0}\n'
+def of(**limits: Any) -> Guard:
+    return Guard(Config(guard=GuardConfig(**limits)))
 
 
-def test_a_line_is_in_the_file_at_once(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    log.write({"step": 1})
-    assert metrics.read(log.path) == [{"step": 1}] == log.lines
-    log.close()
+def test_a_good_step_breaks_no_limit_and_0_is_off() -> None:
+    assert of().judge(GOOD) == []
+    off = of(max_logprob_gap=0.0, min_entropy=0.0)
+    assert off.judge({**GOOD, "train/logprob_gap": 99.0, "train/entropy": 0.0}) == []
+    assert of().judge({**GOOD, "train/logprob_gap": None}) == []  # no token at equal version
 
 
-def test_resume_takes_back_the_lines_after_the_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 8)))
-    log = MetricsLog(path, last_step=4)
-    log.write({"step": 5, "version": 5})
-    log.close()
-    expected = [{"step": s} for s in range(1, 5)] + [{"step": 5, "version": 5}]
-    assert metrics.read(path) == log.lines == expected
+def test_gap_and_entropy_warn_at_powers_of_ten() -> None:
+    judge = of(max_logprob_gap=0.5, min_entropy=0.2)
+    gap, entropy = judge.judge({**GOOD, "train/logprob_gap": 0.6, "train/entropy": 0.1})
+    assert gap.text.startswith("train/logprob_gap is 0.6, above guard.max_logprob_gap = 0.5: ")
+    assert entropy.text.startswith("train/entropy is 0.1, below guard.min_entropy = 0.2: ")
+    assert not gap.is_fatal and not entropy.is_fatal
+    (nan,) = judge.judge({**GOOD, "train/logprob_gap": float("nan")})
+    assert nan.text.endswith("(the 2th time)") and not nan.is_told
+    judge = of(min_entropy=2.0)
+    told = [judge.judge(GOOD)[0].is_told for _ in range(100)]
+    assert [i + 1 for i, is_told in enumerate(told) if is_told] == [1, 10, 100]
 
 
-def test_a_new_run_begins_with_an_empty_file(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n')
-    MetricsLog(path).close()
-    assert path.read_text() == ""
-
-
-def test_a_last_line_that_was_cut_is_left_out_and_resume_mends_it(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "reward/me')
-    assert metrics.read(path) == [{"step": 1}, {"step": 2}]
-    log = MetricsLog(path, last_step=2)
-    log.write({"step": 3})
-    log.close()
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
-
-
-def test_on_a_full_disk_lines_are_taken_back_all_the_same(tmp_path: Path) -> None:
-    """Nothing can be written aside then; what is less needs no room."""
-    program = """
-import sys
-from pathlib import Path
-from tests.soak.disk import Tmpfs, small_disk
-disk = small_disk(Path(sys.argv[1]), 1 << 20)
-if isinstance(disk, Tmpfs):
-    from minirl import metrics
-    from minirl.lines import Lines
-    path = Path(sys.argv[1]) / "samples.jsonl"
-    path.write_text("".join('{"step":%d}\\n' % step for step in range(1, 2000)) + '{"st')
-    disk.fill([])
-    assert len(metrics.cut(path, 1500)) == 1500, "as given"
-    assert len(metrics.read(path)) == 1500, "as read"
-    Lines(path).write('{"step":1501}')
-    assert path.read_text().endswith('{"step":1500}\\n{"step":1501}\\n')
-    assert sorted(p.name for p in path.parent.iterdir()) == ["filler", "samples.jsonl"]
-else:
-    print("no disk")
-"""
-    env = {**os.environ, "PYTHONPATH": str(Path(metrics.__file__).parent.parent)}
-    command = [sys.executable, "-c", program, str(tmp_path / "disk")]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    if done.stdout == "no disk\n":
-        pytest.skip("nothing can be mounted here")
-    assert done.returncode == 0, done.stderr
-
-
-def test_no_file_is_no_lines(tmp_path: Path) -> None:
-    assert metrics.read(tmp_path / "metrics.jsonl") == []
+def test_steps_in_a_row_without_an_update_stop_the_run() -> None:
+    judge, skipped = of(), {"train/skipped_updates": 1.0}
+    few = [judge.judge(skipped) for _ in range(MAX_IDLE_STEPS - 1)]
+    assert not any(few) and judge.judge(GOOD) == []
+    *few, (breach,) = [judge.judge(skipped) for _ in range(MAX_IDLE_STEPS)]
+    assert not any(few) and breach.is_fatal
+    assert f"no update in {MAX_IDLE_STEPS} steps in a row" in breach.text
+    judge = Guard(replace(Config(), train=replace(Config().train, num_minibatches=2)))
+    assert [judge.judge(skipped) for _ in range(9)] == [[]] * 9  # each step had one update

@@ -15,9 +15,9 @@ import pytest
 import torch
 from ranks import FIRST_VERSION, LocalRank, relative_error
 
-from minirl.metrics import read
 from minirl.recipe import load
 from minirl.records import Batch, Group, StopReason, Trajectory
+from minirl.run_dir import read_lines
 from minirl.shm.ring import TrajectoryRing
 from minirl.tools.sweep import train
 from minirl.train.attention import boundaries
@@ -128,7 +128,7 @@ def test_it_learns_what_a_synchronous_run_learns(minimal: ModuleType, tmp_path: 
         settings = [f"seed={seed}", f"train.steps={steps}", f'model.path="{folder}"']
         settings += ["buffer.max_staleness=0", "eval.every=0", "eval.num_prompts=1"]
         train(RECIPE, tmp_path / str(seed), settings)
-        lines = read(tmp_path / str(seed) / "metrics.jsonl")
+        lines = read_lines(tmp_path / str(seed) / "metrics.jsonl")
         curves["run"].append([line["reward/mean"] for line in lines])
     for part, wide in ((slice(0, steps), 0.08), (slice(steps - 4, steps), 0.08)):
         ours, theirs = ([fmean(c[part]) for c in curves[name]] for name in ("file", "run"))

@@ -1,4 +1,4 @@
-"""The real loop, fleet, journal and buffer around workers that die, freeze or stand still: whatever
+"""The real loop, fleet, run log and buffer around workers that die, freeze or stand still: whatever
 happens, steps come once each, every group is accounted for, and no version number comes twice.
 """
 
@@ -23,14 +23,13 @@ from minirl import faults
 from minirl.buffer import Drop
 from minirl.config import Config
 from minirl.errors import Stalled, WorkerDied
-from minirl.journal import Journal
 from minirl.launch import make_buffer
 from minirl.loop import Loop
-from minirl.metrics import read
 from minirl.recipe import to_toml
 from minirl.records import Example, Prompt
 from minirl.resume import find_start
 from minirl.rollout.worker import Stop
+from minirl.run_dir import RunLog, RunTotals, read_lines
 from minirl.shm.board import State, Total
 from minirl.shm.weights import TensorSpec, WeightStore
 from minirl.tasks.prompts import PromptStream
@@ -93,10 +92,10 @@ class Stage:
         task = make_task(config)
         self.stream = PromptStream(task, Numbers(), config.seed, start.consumed)
         self.buffer = make_buffer(config, start.history)
-        told = start.state["journal"] if start.state else None
-        self.journal = Journal(config, folder, self.fleet, self.notes, start.step, told)
+        totals = RunTotals.of(start.state)
+        self.log = RunLog(config, folder, self.fleet, self.notes, start.step, totals)
         heldout = [Prompt(i, Example("Ann has 1 pear", "?"), (1,)) for i in range(2)]
-        self.loop = Loop(config, self.fleet, self.stream, heldout, self.buffer, self.journal)
+        self.loop = Loop(config, self.fleet, self.stream, heldout, self.buffer, self.log)
 
     def pid(self, role: Role) -> int:
         return self.fleet.of(role)[0].pid
@@ -113,7 +112,7 @@ class Stage:
 
     def check(self) -> list[dict[str, Any]]:
         """What must be true at the end of any run that got there."""
-        lines = read(self.dir / "metrics.jsonl")
+        lines = read_lines(self.dir / "metrics.jsonl")
         assert_accounted(lines, self.config.buffer.max_staleness)
         assert [line["buffer/groups_trained"] for line in lines] == [
             BATCH * line["step"] for line in lines
@@ -125,8 +124,8 @@ class Stage:
         assert len(self.stream.consumed) == self.buffer.ledger.trained + sum(
             count for reason, count in self.buffer.drops.items() if reason is not Drop.WORKER_DIED
         )
-        for name in ("samples.jsonl", "lengths.jsonl"):
-            steps = [line["step"] for line in read(self.dir / name)]
+        for name in ("samples.jsonl", "batches.jsonl"):
+            steps = [line["step"] for line in read_lines(self.dir / name)]
             assert steps == sorted(steps) and set(steps) == set(range(1, STEPS + 1))
         violated = [finding for finding in prove(self.dir) if not finding.is_held]
         assert not violated
@@ -170,7 +169,7 @@ def staged(
         yield built
     finally:
         built.fleet.kill()
-        built.journal.close()
+        built.log.close()
 
 
 @pytest.fixture(autouse=True)
@@ -207,7 +206,7 @@ def test_a_trainer_that_always_dies_at_one_step_ends_the_run(tmp_path: Path) -> 
     with stage(tmp_path, train={"bad": {"die_at_step": 5, "always": 1}}) as run:
         with pytest.raises(WorkerDied, match=r"train-0 was killed by SIGKILL \(start 4\)"):
             run.loop.run()
-        assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+        assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 def test_a_rank_that_dies_at_once_ends_the_run_with_its_last_words(tmp_path: Path) -> None:
@@ -233,7 +232,7 @@ def test_killed_and_frozen_engines_and_verifiers_are_replaced(tmp_path: Path) ->
         run.signal_at(6, Role.ROLLOUT, signal.SIGSTOP)
         run.loop.run()
         run.check()
-        assert run.journal.num_replaced == 4
+        assert run.log.totals.workers_replaced == 4
         assert run.buffer.drops[Drop.REWARD_ERROR] == run.buffer.drops[Drop.REWARD_TIMEOUT] == 0
         report = (tmp_path / "stall.txt").read_text()
         assert "without a sign of life" in report and "slots" in report and "--- train-0" in report

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from minirl.config import Config
-from minirl.errors import MinirlError, RecipeError
+from minirl.errors import RecipeError
 from minirl.recipe import to_toml
 from minirl.resume import (
     Start,
@@ -106,17 +106,6 @@ def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     assert (start.consumed.below, start.consumed.above) == (4, {6})
     assert start.notes == (f"going on from {newest}",)
     assert find_start(model, tmp_path, is_resumed=False) == Start(model)
-
-
-def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path) -> None:
-    good, bad = save(tmp_path, 2), save(tmp_path, 3)
-    (bad / "trainer" / "state.json").write_text('{"step": 3, "history": 7}')
-    start = find_start(tmp_path / "model", tmp_path, is_resumed=True)
-    assert start.folder == good
-    assert len(start.notes) == 2 and start.notes[0].startswith(f"passed over: {bad}/")
-    (good / "model.safetensors").write_bytes(b"cut")
-    with pytest.raises(MinirlError, match=r"no checkpoint of .* is whole"):
-        find_start(tmp_path / "model", tmp_path, is_resumed=True)
 
 
 def test_what_a_killed_save_left_is_swept_and_a_replaced_one_comes_back(tmp_path: Path) -> None:

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 from processes import Ended, Run, assert_accounted, listening_addresses
 
-from minirl.errors import RecipeError
-from minirl.launch import _hold
-from minirl.replay import Replay
-from minirl.run_dir import RunState, open_run
+from minirl.run_dir import open_run, read_lines
+from minirl.train import bad_batch
 from minirl.view.report import write
 from minirl.view.status import Status
 
@@ -56,9 +54,9 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
     check_trace(run.dir)
     check_trajectories(run.dir)
     assert_accounted(run.metrics(), max_staleness=2)
-    evaluated = [line for line in run.metrics() if "eval/version" in line]
-    assert evaluated[-1]["eval/version"] == 4  # on both engines, or it would be void
-    assert all(line["eval/count"] == 8 for line in evaluated)
+    evaluated = read_lines(run.dir / "evals.jsonl")
+    assert evaluated[-1]["version"] == 4  # on both engines, or it would be void
+    assert all(line["count"] == 8 for line in evaluated)
     assert "once more" not in ended.out
     assert all(line["train/logprob_gap"] < 1e-3 for line in run.metrics()[:1])
     assert run.summary()["finished"]
@@ -84,9 +82,8 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
 
 
 def check_secrets(run: Run, ended: Ended, environments: dict[str, str]) -> None:
-    assert {name for name, text in environments.items() if SECRET in text} == {"verify-0"}
+    assert not [name for name, text in environments.items() if SECRET in text]
     assert "lo" in environments["rollout-0"].partition("GLOO_SOCKET_IFNAME=")[2].split("\0")
-    assert "my key is <REWARD_API_KEY>" in (run.dir / "logs" / "verify-0.log").read_text()
     assert SECRET not in ended.out + ended.err
     for path in run.dir.rglob("*"):
         assert not path.stat().st_mode & 0o022, f"{path} can be written by others"
@@ -95,20 +92,19 @@ def check_secrets(run: Run, ended: Ended, environments: dict[str, str]) -> None:
 
 def check_guard(run: Run, ended: Ended) -> None:
     assert [line["guard/warnings"] for line in run.metrics()] == [1, 1, 1, 1]
-    assert ended.out.count("warning: step 1: train/entropy below guard.min_entropy") == 1
+    assert ended.out.count("warning: step 1: train/entropy is ") == 1
     assert ended.out.count("warning: ") == 1, "told once, counted at every step"
-    assert [path.name for path in (run.dir / "blackbox").iterdir()] == ["step-000001-entropy"]
     assert sum(line["reward/failures"] for line in run.metrics()) > 0
     assert max(line["reward/mean"] for line in run.metrics()) <= 1
 
 
 def check_replay(run: Run) -> None:
-    """Two ranks, from a checkpoint: the very losses of the run, without vLLM."""
+    """By one rank, from a checkpoint: the losses of the two, without vLLM."""
     assert len(list((run.dir / "record").iterdir())) == 4
-    found = list(Replay(run.dir, 2).run())
-    losses = [line["train/loss"] for line in run.metrics()]
-    assert [step.replayed for step in found] == losses[2:]
-    assert all(step.is_equal for step in found) and any(losses[2:])
+    found = list(bad_batch.replay(bad_batch.plan(run.dir, first=2)))
+    assert [step.saved.batch.step for step in found] == [3, 4]
+    assert all(step.difference < 1e-4 for step in found)
+    assert any(step.values["train/loss"] for step in found)
 
 
 def check_trace(run_dir: Path) -> None:
@@ -130,46 +126,26 @@ def check_trace(run_dir: Path) -> None:
 
 
 def check_trajectories(run_dir: Path) -> None:
-    """All that was trained, with its advantage; tokens of two, with both sides' logprobs."""
+    """All that was trained; tokens of two answers, with the gap between both sides' logprobs."""
     run = open_run(run_dir)
-    assert list(run.trajectory_places) == [1, 2, 3, 4]
-    for metrics in run.metrics:
-        line = run.trajectories(metrics["step"])
-        assert len(line["groups"]) == 4
+    assert [line["step"] for line in run.batches] == [1, 2, 3, 4]
+    samples = iter(run.samples)
+    for metrics, line in zip(run.metrics, run.batches, strict=True):
+        assert len(line["groups"]) == 4 and line["version"] == metrics["version"] - 1
         rewards = [reward for group in line["groups"] for reward in group["rewards"]]
         assert sum(rewards) / len(rewards) == pytest.approx(metrics["reward/mean"])
-        for group in line["groups"]:
-            same = len(set(group["rewards"])) == 1
-            assert sum(group["advantages"]) == pytest.approx(0, abs=1e-3)
-            assert all(a == 0 for a in group["advantages"]) or not same
-        assert [kept["group"] for kept in line["tokens"]] == [
-            group["group"] for group in line["groups"][:2]
-        ]
-        for kept, group in zip(line["tokens"], line["groups"], strict=False):
-            columns = ("ids", "pieces", "versions", "trained", "logprobs", "gaps")
-            assert {len(kept[name]) for name in columns} == {group["written"][0]}
-            assert [kept["versions"][0], kept["versions"][-1]] == group["versions"][0]
-            fresh = [
-                gap
-                for gap, version in zip(kept["gaps"], kept["versions"], strict=True)
-                if version == line["version"]
-            ]
-            assert all(abs(gap) < 1e-3 for gap in fresh), "the same weights, on either rank"
-    answers = [len(line["answers"]) for line in run.evals]
-    assert set(answers) == {2}
+        for group in line["groups"][:2]:
+            shown = next(samples)
+            columns = [shown[name] for name in ("tokens", "token_versions", "token_gaps")]
+            assert shown["group"] == group["id"]
+            assert {len(column) for column in columns} == {group["lengths"][0]}
+            assert [columns[1][0], columns[1][-1]] == group["versions"][0]
+            pairs = zip(*columns[1:], strict=True)
+            fresh = [gap for version, gap in pairs if version == line["version"]]
+            assert all(gap < 1e-3 for gap in fresh), "the same weights, on either rank"
+    assert {len(line["answers"]) for line in run.evals} == {2}
     assert [run.evals[0]["version"], run.evals[-1]["version"]] == [0, 4]
     assert len(write([run], run_dir / "report")) > 10
-
-
-def test_a_directory_takes_one_run_at_a_time_and_shows_that_it_lives(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").touch()
-    lock = _hold(tmp_path)
-    assert open_run(tmp_path).state is RunState.RUNNING
-    with pytest.raises(RecipeError, match="a run is going on in it"):
-        _hold(tmp_path)
-    lock.close()
-    assert open_run(tmp_path).state is RunState.FAILED
-    _hold(tmp_path).close()
 
 
 @pytest.mark.slow
@@ -193,21 +169,18 @@ def test_answers_of_several_turns_are_trained_without_the_replies(
     # The trainer's forward over the whole flat record gives what the engine sampled from.
     assert max(line["train/logprob_gap"] for line in lines) < 1e-4
     assert max(line.get("train/spliced_gap", 0.0) for line in lines) < 1e-4
-    for line, lengths in zip(lines, read_lengths(run.dir), strict=True):
+    for line, batch in zip(lines, read_lines(run.dir / "batches.jsonl"), strict=True):
         written = line["rollout/length_mean"] * 16
         masked = line["buffer/masked_frac"] * written
         assert line["train/tokens"] == pytest.approx(written - masked)  # and not one of a reply
-        assert sum(lengths["written"]) == pytest.approx(written)
-        assert all(len("Tom has 1 apples.") <= n <= 18 for n in lengths["prompts"])
-    samples = [json.loads(line) for line in (run.dir / "samples.jsonl").read_text().splitlines()]
+        lengths = [n for group in batch["groups"] for n in group["lengths"]]
+        assert sum(lengths) == pytest.approx(written)
+        prompts = [group["prompt_tokens"] for group in batch["groups"]]
+        assert all(len("Tom has 1 apples.") <= n <= 18 for n in prompts)
+    samples = read_lines(run.dir / "samples.jsonl")
     assert any(sample["answer"].count("⟦ again?⟧") == 2 for sample in samples)
-    evals = [json.loads(line) for line in (run.dir / "evals.jsonl").read_text().splitlines()]
-    assert len(evals) == 2 and lines[-1]["eval/count"] == 8
-
-
-def read_lengths(run_dir: Path) -> list[dict[str, list[int]]]:
-    text = (run_dir / "lengths.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    evals = read_lines(run.dir / "evals.jsonl")
+    assert [line["count"] for line in evals] == [8, 8]
 
 
 @pytest.mark.slow

@@ -1,19 +1,17 @@
-"""What minirl promises not to do: run data as code, write secrets down, open itself to others."""
+"""What minirl promises not to do: run data as code, hand tokens on, open itself to others."""
 
 import ast
 import os
 import stat
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import minirl
-from minirl import secrets
-from minirl.config import Config, ModelConfig, TasksConfig
+from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.launch import _make_run_dir
-from minirl.workers import _environment
+from minirl.workers import SECRET, _environment
 
 ROOT = Path(minirl.__file__).parent
 FORBIDDEN_CALLS = {
@@ -65,10 +63,10 @@ def is_bad(module: str) -> bool:
     return module.split(".")[0] in FORBIDDEN_IMPORTS
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
-def test_no_data_is_run_as_code(path: Path) -> None:
-    found = [danger.rpartition(": ")[2] for danger in dangers(path.read_text())]
-    assert found == ALLOWED.get(str(path.relative_to(ROOT)), []), dangers(path.read_text())
+def test_no_data_is_run_as_code() -> None:
+    for path in sorted(ROOT.rglob("*.py")):
+        found = [danger.rpartition(": ")[2] for danger in dangers(path.read_text())]
+        assert found == ALLOWED.get(str(path.relative_to(ROOT)), []), path
 
 
 def test_dangers_would_be_found() -> None:
@@ -114,65 +112,13 @@ def test_a_directory_that_cannot_be_written_is_one_line() -> None:
         _make_run_dir(Config(), Path("/proc/minirl-run"), "cpu")  # not even root may
 
 
-# Secrets --------------------------------------------------------------------------------------
-
-ENVIRON = {
-    "HF_TOKEN": "hf-abcdefghij",
-    "WANDB_API_KEY": "0123456789abcdef",
-    "MY_SECRET_THING": "swordfish!",
-    "DB_PASSWORD": "short",
-    "TOKENIZERS_PARALLELISM": "false-false",
-    "KEYBOARD": "querty-layout",
-    "HOME": "/home/someone",
-}
+# Tokens ---------------------------------------------------------------------------------------
 
 
-def test_values_of_secret_variables_are_taken_out() -> None:
-    assert set(secrets.secret_names(ENVIRON)) == {
-        *("HF_TOKEN", "WANDB_API_KEY", "MY_SECRET_THING", "DB_PASSWORD")
-    }
-    text = "login hf-abcdefghij at 0123456789abcdef with swordfish! in /home/someone, short"
-    assert secrets.scrub(text, ENVIRON) == (
-        "login <HF_TOKEN> at <WANDB_API_KEY> with <MY_SECRET_THING> in /home/someone, short"
-    )
-    assert secrets.scrub("querty-layout false-false", ENVIRON) == "querty-layout false-false"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "hf_" + "a1B2" * 8,
-        "sk-" + "a1B2" * 8,
-        "ghp_" + "a1B2" * 9,
-        "https://me:hunter2secret@hub.example/x",
-        "Authorization: Bearer abcdef0123456789abcdef",
-    ],
-)
-def test_text_in_the_form_of_a_key_is_taken_out(text: str) -> None:
-    assert "<secret>" in secrets.scrub(text, {})
-    assert "hunter2" not in secrets.scrub(text, {})
-
-
-def test_a_recipe_with_a_secret_is_refused_and_the_line_does_not_show_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    secrets.check(Config())
-    key = "hf_" + "Zz9" * 10
-    config = replace(Config(), tasks=TasksConfig(data=f"hub/{key}"))
-    with pytest.raises(RecipeError, match=r"tasks.data = .*holds a secret") as error:
-        secrets.check(config)
-    assert key not in str(error.value)
-    options = TasksConfig(options={"judge_api_key": "0123456789", "token_column": "question"})
-    with pytest.raises(RecipeError, match=r"tasks.options = .*holds a secret"):
-        secrets.check(replace(Config(), tasks=options))
-    options = TasksConfig(options={"token_column": "question", "weights": [0.5, 0.5]})
-    secrets.check(replace(Config(), tasks=options))
-    monkeypatch.setenv("MY_TOKEN", "verysecretword")
-    with pytest.raises(RecipeError, match=r"model.path"):
-        secrets.check(replace(Config(), model=ModelConfig(path="x/verysecretword")))
-
-
-def test_hidden_variables_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_started_without_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = ["HF_TOKEN", "WANDB_API_KEY", "MY_SECRET_THING", "DB_PASSWORD"]
+    harmless = ["TOKENIZERS_PARALLELISM", "KEYBOARD", "HOME"]
+    assert [name for name in (*secret, *harmless) if SECRET.search(name)] == secret
     monkeypatch.setenv("HF_TOKEN", "hf-abcdefghij")
     with _environment({"OMP_NUM_THREADS": "3"}, ["HF_TOKEN", "NOT_THERE"]):
         assert "HF_TOKEN" not in os.environ and os.environ["OMP_NUM_THREADS"] == "3"

@@ -12,7 +12,7 @@ import pytest
 from test_recovery import STEPS, stage
 
 from minirl.launch import _signals
-from minirl.metrics import read
+from minirl.run_dir import read_lines
 from minirl.train.checkpoint import newest_whole
 from minirl.workers import SIGNALS, signals
 
@@ -62,7 +62,7 @@ def test_an_interrupted_run_finishes_its_step_and_saves_it(eta: int, tmp_path: P
         run.notes.at_step[3] = lambda: setattr(run.loop, "is_interrupted", True)
         run.loop.run()
         assert 3 <= run.loop.step == run.loop.saved_step < STEPS
-        assert len(read(tmp_path / "metrics.jsonl")) == run.loop.step
+        assert len(read_lines(tmp_path / "metrics.jsonl")) == run.loop.step
         _, state, _ = newest_whole(tmp_path)
         assert (
             state is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from minirl.errors import MinirlError, RecipeError
-from minirl.metrics import read
+from minirl.run_dir import read_lines
 from minirl.tools import sweep
 from minirl.tools.sweep import Sweep, area, cells, estimate, first_at, parse_vary
 from tests.bench import variants
@@ -195,7 +195,7 @@ def test_a_sweep_over_variants_trains(tmp_path: Path) -> None:
     *_, keeping, behind = (here.run_dir(cell, 0) for cell in cells(varied))
     kept = sorted((keeping / variants.KEPT).iterdir())
     assert [path.stem for path in kept] == [f"{v:06d}" for v in range(7)]
-    ages = [line["buffer/staleness_mean"] for line in read(behind / "metrics.jsonl")]
+    ages = [line["buffer/staleness_mean"] for line in read_lines(behind / "metrics.jsonl")]
     assert ages == [0, 1, 2, 2, 2, 2], "every batch is as old as it may be"
 
 

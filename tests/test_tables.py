@@ -7,13 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from minirl.journal import LOCK
 from run_dirs import make_config, write_run
 from typer.testing import CliRunner
 
 from minirl.cli import app
 from minirl.config import KEYS, SECTIONS
 from minirl.errors import RecipeError
-from minirl.journal import LOCK
 from minirl.metrics import NAMES
 from minirl.run_dir import RunDir, RunState, open_run
 from minirl.view.runs import age, list_runs, run_rows

@@ -16,10 +16,10 @@ from pinned_crew import TABLE, CountingSetup
 from tiny_models import tokenizer
 
 from minirl.config import Config
-from minirl.journal import Journal
 from minirl.launch import make_buffer
 from minirl.loop import Loop
 from minirl.records import Prompt, StopReason, Trajectory
+from minirl.run_dir import RunLog
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.tasks.prompts import PromptStream
@@ -95,8 +95,8 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Watched:
             fleet.spawn(Role.VERIFY, rank, "minirl.tasks.verifier:run", grader, TRAINER_PLACE)
         heldout = [Prompt(i, e, (1, 2)) for i, e in enumerate(task.heldout(NUM_HELDOUT))]
         stream = PromptStream(task, plain, CONFIG.seed)
-        journal = Journal(CONFIG, folder, fleet, Silent())
-        loop = Watched(ring, CONFIG, fleet, stream, heldout, make_buffer(CONFIG), journal)
+        log = RunLog(CONFIG, folder, fleet, Silent())
+        loop = Watched(ring, CONFIG, fleet, stream, heldout, make_buffer(CONFIG), log)
         loop.run()
     finally:
         fleet.kill()
@@ -124,11 +124,11 @@ def test_every_trained_answer_is_one_flat_record_of_its_turns(loop: Watched) -> 
 
 
 def test_a_reply_that_fails_hangs_or_dies_drops_its_group_with_a_count(loop: Watched) -> None:
-    last = loop.journal.log.lines[-1]
+    last = loop.log.metrics[-1]
     assert last["buffer/dropped_reply_error"] >= 2
     assert last["buffer/dropped_reply_timeout"] >= 1
     assert "buffer/dropped_reward_error" not in last
-    for line in loop.journal.log.lines:
+    for line in loop.log.metrics:
         done = line["buffer/groups_trained"] + line["buffer/groups_dropped"]
         assert line["buffer/groups_submitted"] == done + line["buffer/groups_in_flight"]
         assert line["rollout/turns_mean"] == 3
@@ -136,14 +136,14 @@ def test_a_reply_that_fails_hangs_or_dies_drops_its_group_with_a_count(loop: Wat
 
 def test_an_engine_that_dies_while_turns_wait_loses_nothing_but_them(loop: Watched) -> None:
     assert loop.is_killed and loop.step == STEPS
-    assert loop.journal.log.lines[-1]["buffer/dropped_worker_died"] >= 1
+    assert loop.log.metrics[-1]["buffer/dropped_worker_died"] >= 1
     assert loop.buffer.ledger.is_balanced
 
 
 def test_evaluations_talk_too(loop: Watched) -> None:
-    evaluated = [line for line in loop.journal.log.lines if "eval/version" in line]
-    assert evaluated and all(line["eval/failures"] == 0 for line in evaluated)
-    assert all(line["eval/count"] == NUM_HELDOUT for line in evaluated)
-    said = (loop.journal.run_dir / "evals.jsonl").read_text()
+    evaluated = loop.log.evals
+    assert evaluated and all(line["failures"] == 0 for line in evaluated)
+    assert all(line["count"] == NUM_HELDOUT for line in evaluated)
+    said = (loop.log.run_dir / "evals.jsonl").read_text()
     assert said.count("\\u27e6 again?\\u27e7") >= 2 * len(evaluated)
-    assert (loop.journal.run_dir / "samples.jsonl").read_text().count("again?") >= 2 * STEPS
+    assert (loop.log.run_dir / "samples.jsonl").read_text().count("again?") >= 2 * STEPS

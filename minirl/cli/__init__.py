@@ -13,7 +13,6 @@ from typing import TextIO
 
 from minirl.cli.app import app
 from minirl.errors import MinirlError, RecipeError, one_line
-from minirl.secrets import scrub
 
 SUBJECTS = (
     "train",
@@ -46,7 +45,7 @@ def main() -> None:
             raise RecipeError("command", sys.argv[1], "is no command any more", f"use {instead}")
         app(prog_name="minirl")
     except MinirlError as error:
-        print(f"minirl: {scrub(one_line(str(error), limit=2000))}", file=sys.stderr)
+        print(f"minirl: {one_line(str(error), limit=2000)}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -169,3 +169,13 @@ def reply(
     return Replied(
         request.group_id, request.place, tuple(tokens[: setup.config.rollout.max_new_tokens])
     )
+
+
+def reward_problem(reward: float, reward_range: tuple[float, ...]) -> str:
+    """Why a reward may not be trained on, or ""."""
+    if not math.isfinite(reward):
+        return f"reward is {reward}"
+    if reward_range and not reward_range[0] <= reward <= reward_range[1]:
+        low, high = reward_range
+        return f"reward is {reward:g}, outside guard.reward_range = [{low:g}, {high:g}]"
+    return ""

@@ -31,7 +31,6 @@ from minirl.config import TINY, Config
 from minirl.devices import find_devices
 from minirl.errors import RecipeError
 from minirl.launch import heldout_prompts, model_folder
-from minirl.lines import read_lines, replace_text
 from minirl.recipe import (
     check_devices,
     check_model,
@@ -42,6 +41,7 @@ from minirl.recipe import (
     to_toml,
 )
 from minirl.records import Prompt
+from minirl.run_dir import read_lines, write_text
 from minirl.shm.ring import TrajectoryRing
 from minirl.tasks import Task
 from minirl.tasks.registry import make_task, self_check
@@ -271,7 +271,7 @@ def summarise(results: Sequence[Result]) -> dict[str, Any]:
 
 def read(path: Path) -> list[Result]:
     """A results.jsonl, or the folder that holds one."""
-    rows = read_lines(path / RESULTS if path.is_dir() else path)
+    rows = read_lines(path / RESULTS if path.is_dir() else path, key="problem")
     try:
         answers = [tuple(Attempt(**answer) for answer in row["answers"]) for row in rows]
         found = [Result(**{**row, "answers": a}) for row, a in zip(rows, answers, strict=True)]
@@ -325,8 +325,8 @@ def evaluate(target: Target, options: Options, out: Path | None) -> Evaluated:
         "engines": config.devices.rollout // config.devices.tensor_parallel,
     }
     summary = {**setting, **summarise(kept), **figures}
-    replace_text(folder / RESULTS, "".join(result.line for result in kept))  # now in order
-    replace_text(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+    write_text(folder / RESULTS, "".join(result.line for result in kept))  # now in order
+    write_text(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     return Evaluated(folder, kept, summary)
 
 

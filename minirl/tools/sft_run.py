@@ -19,10 +19,10 @@ from minirl import devices
 from minirl.config import Config
 from minirl.devices import find_devices
 from minirl.launch import INTERRUPTED, model_folder, spawn_ranks
-from minirl.lines import replace_text
-from minirl.metrics import MetricsLog
+from minirl.metrics import metrics_line
 from minirl.recipe import check_devices, check_model, read_model_config, to_toml
 from minirl.rollout.worker import Stop
+from minirl.run_dir import JsonLines, write_text
 from minirl.tasks.registry import make_task, self_check
 from minirl.train.messages import Learn, Learned, Saved, SaveModel, SftSetup
 from minirl.view.console import Bar
@@ -87,7 +87,7 @@ class SftController:
 
     def run(self) -> None:
         learned = self.fleet.wait_for(Learned, START_LIMIT_S)
-        log = MetricsLog(self.run_dir / "metrics.jsonl")
+        log = JsonLines(self.run_dir / "metrics.jsonl")
         steps, every, stall_s = (
             self.config.train.steps,
             self.config.eval.every,
@@ -102,9 +102,8 @@ class SftController:
             learned = self.fleet.wait_for(Learned, stall_s)
             done += 1
             self.note_loss(done, learned)
-            log.write(
-                {"step": done, "seconds": round(time.monotonic() - began, 3), **learned.values}
-            )
+            seconds = round(time.monotonic() - began, 3)
+            log.write(metrics_line({"step": done, "seconds": seconds, **learned.values}))
             heldout = f"  held-out {self.losses[-1][1]:.4f}" if self.losses else ""
             self.bar.at(done, f"loss {learned.values['sft/loss']:.4f}{heldout}")
         self.send(SaveModel(str(self.run_dir / MODEL)))
@@ -139,4 +138,4 @@ class SftController:
             "heldout_loss_after": self.losses[-1][1] if self.losses else None,
             "examples_too_long": num_too_long,
         }
-        replace_text(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_text(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")

@@ -27,9 +27,9 @@ from statistics import NormalDist, fmean
 
 from minirl.buffer import Buffer, Drop
 from minirl.errors import RecipeError
-from minirl.metrics import read
 from minirl.records import Batch, Group, StopReason, Trajectory
 from minirl.rollout.dispatch import Dispatcher
+from minirl.run_dir import read_lines
 
 SIGMA = 0.7  # of the logarithm: the longest tenth is about six times as long as the shortest
 TRAINED = -1  # the event that is no engine's
@@ -112,7 +112,7 @@ def of_run(run_dir: Path) -> Lengths:
     if not path.is_file():
         rule = "has no batches.jsonl"
         raise RecipeError("--run", str(run_dir), rule, "name the directory of a run with steps")
-    groups = [group for line in read(path) for group in line["groups"]]
+    groups = [group for line in read_lines(path) for group in line["groups"]]
     if not groups:
         raise RecipeError("--run", str(run_dir), "has no trained step", "let it train one")
     answers = tuple(length for group in groups for length in group["lengths"])

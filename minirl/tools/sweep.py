@@ -26,9 +26,8 @@ import numpy as np
 from scipy import stats
 
 from minirl.errors import MinirlError, RecipeError
-from minirl.lines import replace_text
-from minirl.metrics import read
 from minirl.recipe import load
+from minirl.run_dir import read_lines, write_text
 
 PROGRAM = (sys.executable, "-m", "minirl.cli")
 TARGET = 0.8
@@ -218,8 +217,8 @@ class Sweep:
         rows = self.rows()
         whole = {"command": self.command, "machine": self.machine(), "rows": rows}
         text = json.dumps(whole, indent=1, default=vars)  # an Estimate is its fields
-        replace_text(self.folder / "table.json", text + "\n")
-        replace_text(self.folder / "table.md", markdown(self.table(rows)))
+        write_text(self.folder / "table.json", text + "\n")
+        write_text(self.folder / "table.md", markdown(self.table(rows)))
 
 
 def train(
@@ -261,7 +260,7 @@ def is_finished(run_dir: Path) -> bool:
 def result(run_dir: Path) -> dict[str, Any]:
     """What a finished run came to. The first step is left out of rates: it waits for all."""
     summary = json.loads((run_dir / "summary.json").read_text())
-    lines = read(run_dir / "metrics.jsonl")
+    lines = read_lines(run_dir / "metrics.jsonl")
     seconds = lines[-1]["seconds"] - lines[0]["seconds"]
     last = lines[-max(1, len(lines) // 10) :]
     curve = summary.get("accuracies", [])

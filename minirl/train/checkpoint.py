@@ -28,8 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from minirl.buffer import History
-from minirl.errors import MinirlError, one_line
-from minirl.lines import BROKEN
+from minirl.errors import MALFORMED, MinirlError, one_line
 from minirl.train import lora
 from minirl.train.optimizer import load_state, state_by_name
 
@@ -190,7 +189,7 @@ def as_one_line(what: str) -> Iterator[None]:
     """Whatever a file that is not what it should be makes its reader raise."""
     try:
         yield
-    except (OSError, SafetensorError, *BROKEN) as error:
+    except (OSError, SafetensorError, *MALFORMED) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise MinirlError(f"{what} cannot be read ({one_line(reason)})") from None
 

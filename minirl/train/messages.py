@@ -27,7 +27,6 @@ class TrainerSetup:
     store: WeightStore
     is_resumed: bool
     version: int
-    run_dir: str = ""  # where a batch that could not be trained goes; empty: nowhere
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,7 @@ class Save:
 
     folder: str
     state: dict[str, Any]
+    accuracies: tuple[tuple[int, float], ...] = ()  # by version: the best checkpoint stays
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,23 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class AnswerTokens:
+    """The tokens of one readable answer, as samples.jsonl has them."""
+
+    tokens: list[str]
+    token_versions: list[int]
+    token_gaps: list[float | None]  # |engine's logprob - trainer's|; None: not known
+
+
+@dataclass(frozen=True)
 class Trained:
     """From rank 0: `version` is published. Values are named as in metrics.py."""
 
     version: int
     values: dict[str, float | None] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()  # what a person should be told
     ages: tuple[int, ...] = ()  # trained tokens of staleness 0, 1, …
+    problem: str = ""  # why an update was left out: "the loss was not finite"
+    samples: tuple[AnswerTokens, ...] = ()  # of the first log.samples groups
 
 
 @dataclass(frozen=True)

@@ -104,11 +104,38 @@ class Replica:
         self.optimizer.zero_grad(set_to_none=True)
 
     def clip(self) -> Tensor:
-        """The gradient's norm before it was clipped."""
-        return torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.config.grad_clip)
+        """The gradient's norm before it was clipped. One that is not finite would spoil all of the
+        gradient, so that its origin could no longer be seen: then nothing is clipped."""
+        parameters = list(self.module.parameters())
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if norm.isfinite():
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.grad_clip, norm)
+        return norm
 
     def step(self) -> None:
         self.optimizer.step()
+
+    # -- what is not finite, by name
+
+    def bad_gradients(self) -> list[str]:
+        grads = ((name, p.grad) for name, p in self.module.named_parameters())
+        return [name for name, grad in grads if grad is not None and not grad.isfinite().all()]
+
+    def bad_weight(self) -> str:
+        """The first, or "". By norms: one pass over the weights."""
+        named = list(self.module.named_parameters())
+        norms = torch.stack(torch._foreach_norm([p.detach() for _, p in named]))
+        if norms.isfinite().all():
+            return ""
+        return named[int((~norms.isfinite()).nonzero()[0, 0])][0]
+
+    def bad_state(self) -> str:
+        """The same of what the optimizer keeps."""
+        for state in self.optimizer.state.values():
+            for name, value in (state or {}).items():  # None: another rank's share
+                if torch.is_tensor(value) and not value.isfinite().all():
+                    return f"{name} of an optimizer"
+        return ""
 
 
 # State, by name: what a pickle would hold, without the pickle ---------------------------------

@@ -9,15 +9,17 @@ Each rank reads its trajectories in place, packs them, and runs its micro-batche
 summed over ranks with the last one. The loss is normalised by the trained tokens of the whole
 minibatch over all ranks, so the number of ranks and the micro-batch split do not change the update.
 
-An update whose loss, gradient or logprobs are not finite is left out on every rank, counted, and
-its batch saved (nonfinite.py): the weights stay as they were, and the run goes on. Weights that are
-not finite themselves end the run before anybody else sees them (guard.py).
+An update whose loss, gradient or logprobs are not finite is left out on every rank and counted: the
+weights stay as they were, and the controller saves the batch (bad_batch.py). Weights that are not
+finite themselves end the run before they are published.
 """
 
+import math
 import time
 from collections import defaultdict
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,20 +29,23 @@ from torch import Tensor
 
 from minirl import devices
 from minirl.errors import MinirlError, RecipeError, one_line
-from minirl.guard import WEIGHTS
 from minirl.records import Batch
 from minirl.shm.board import BEAT_S, BoardWriter, State
 from minirl.shm.weights import CANARY_TOKENS, canary_tokens
-from minirl.train import attention, checkpoint, lora, nonfinite
+from minirl.train import attention, checkpoint, lora
 from minirl.train.batch import MicroBatch, ages_of, staleness
 from minirl.train.critic import load_critic, value_loss
-from minirl.train.messages import Ready, Save, Saved, Train, Trained, TrainerSetup
+from minirl.train.messages import AnswerTokens, Ready, Save, Saved, Train, Trained, TrainerSetup
 from minirl.train.objective import MicroLoss, micro_loss
 from minirl.train.optimizer import Replica, gather_state, join_ranks
 from minirl.train.policy import Policy, build_policy, load_policy
-from minirl.train.prepare import Minibatch, Preparer
-from minirl.train.tokens import TokenLog
+from minirl.train.prepare import Minibatch, Prepared, Preparer
 
+MAX_SHOWN_TOKENS = 512  # of an answer: a few dozen kB per step at most
+BAD_WEIGHTS = (
+    "go on from the last checkpoint with --resume; if it comes again, start anew with a lower "
+    "train.lr"
+)
 Sums = dict[str, Tensor]  # over this rank's tokens, on the device: no micro-batch waits for it
 
 
@@ -48,8 +53,11 @@ class Trainer:
     def __init__(self, setup: TrainerSetup, board: BoardWriter):
         self.setup, self.config, self.board = setup, setup.config, board
         self.device = setup.placement.torch_device
-        self.num_skipped = 0  # optimizer steps, since this rank started
-        self.notes: list[str] = []
+        self.problem = ""  # of the last batch: why its first update was left out
+        self.bad_gradients: list[str] = []  # parameters whose gradient was not finite then
+        self.logprobs = np.zeros(0, np.float32)  # of its tokens, by the trainer; NaN: not known
+        self.samples: tuple[AnswerTokens, ...] = ()
+        self._tokenizer: Any = None
         self.ages: tuple[int, ...] = ()  # of the last batch: trained tokens by staleness
         train, is_sharded = self.config.train, self.config.train.shard_optimizer
         self.policy = self.build_policy()
@@ -80,7 +88,6 @@ class Trainer:
             critic=self.critic.module if self.critic else None,
             beat=lambda phase: board.enter(State.TRAINING, phase=phase),
         )
-        self.tokens = TokenLog(setup, self.device)
 
     def build_policy(self) -> Policy:
         """On resume from the checkpoint, whose weights are merged; LoRA goes on from the first
@@ -109,15 +116,18 @@ class Trainer:
         self.board.enter(State.TRAINING, phase="pack")
         lr, *_ = [replica.begin_step(batch.step - 1) for replica in self.replicas]
         prepared = self.preparer.prepare(batch)
-        self.tokens.begin(batch, prepared)
+        self.problem, self.bad_gradients = "", []
+        num_tokens = sum(item.length for item in prepared.items)
+        self._logprobs_A = torch.zeros(num_tokens, device=self.device)
         sums: Sums = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
-        norms = [self.update(minibatch, sums, batch) for minibatch in prepared.minibatches]
-        if bad := nonfinite.in_weights(self.replicas):
-            raise self.spoiled(bad, prepared.minibatches[-1], batch)
+        norms = [self.update(minibatch, sums) for minibatch in prepared.minibatches]
+        if bad := self.bad_weight():
+            line = f"step {batch.step}: {bad} is not finite after the update; {BAD_WEIGHTS}"
+            raise MinirlError(line)
         taken = [norm for norm in norms if norm is not None]
         values = self.summary(self.over_ranks(sums))
         seconds = time.perf_counter() - started
-        self.tokens.write()
+        self.samples = self.shown_answers(batch, prepared)
         ages = ages_of(prepared.items)
         self.ages = tuple(np.bincount(ages).tolist())
         return {
@@ -127,10 +137,10 @@ class Trainer:
             "train/grad_norm": float(np.mean(taken)) if taken else None,
             "train/skipped_updates": len(norms) - len(taken),
             "train/lr": lr,
-            "train/tokens_per_s": sum(item.length for item in prepared.items) / seconds,
+            "train/tokens_per_s": num_tokens / seconds,
         }
 
-    def update(self, minibatch: Minibatch, sums: Sums, batch: Batch) -> float | None:
+    def update(self, minibatch: Minibatch, sums: Sums) -> float | None:
         """One optimizer step. Gives the policy's gradient norm before clipping, or None if the
         step could not be taken."""
         for replica in self.replicas:
@@ -149,7 +159,7 @@ class Trainer:
             logprobs += torch.where(micro.trainable_T, found.logprobs_T.detach(), 0.0).sum()
             behav += torch.where(micro.trainable_T, micro.behav_T, 0.0).sum()
             add_metrics(sums, micro, found, minibatch.progress)
-            self.tokens.add(micro, found, minibatch.progress)
+            self.keep_logprobs(micro, found)
             if self.critic is not None:
                 with self.critic.syncing(i == last):
                     error = value_loss(self.critic.parallel, micro)
@@ -159,8 +169,13 @@ class Trainer:
         self.board.enter(State.TRAINING, phase="optimizer step")
         norms = [replica.clip() for replica in self.replicas]
         if not self.is_finite(total, logprobs, behav, *norms):
-            seen = {"loss": total, "grad_norm": norms[0], "logprobs": logprobs, "vllm": behav}
-            self.skip(minibatch, batch, {name: float(value) for name, value in seen.items()})
+            seen = {
+                "vLLM's logprobs were": behav,
+                "the trainer's logprobs were": logprobs,
+                "the loss was": total,
+                "the gradient was": norms[0],
+            }
+            self.skip({name: float(value) for name, value in seen.items()})
             return None
         for replica in self.replicas:
             replica.step()
@@ -173,47 +188,62 @@ class Trainer:
             dist.all_reduce(finite, dist.ReduceOp.MIN)
         return bool(finite)
 
-    def skip(self, minibatch: Minibatch, batch: Batch, seen: dict[str, float]) -> None:
+    def skip(self, seen: dict[str, float]) -> None:
+        """`seen` is in the order in which one spoils the next."""
+        bad = [what for what, value in seen.items() if not math.isfinite(value)]
+        what = bad[0] if bad else "the loss or its gradient, on another rank, was"
+        self.problem = self.problem or f"{what} not finite"
+        self.bad_gradients += self.learner.bad_gradients()
         for replica in self.replicas:
             replica.zero_grad()
-        self.num_skipped += 1
-        if not self.setup.run_dir or self.num_skipped > nonfinite.MAX_SAVED:
-            return
-        folder = nonfinite.folder(Path(self.setup.run_dir), batch.step, minibatch.progress)
-        problem = nonfinite.save_part(folder, self.setup.rank, minibatch, seen)
-        if self.setup.num_ranks > 1:
-            dist.barrier()
-        if self.setup.rank == 0:
-            source = Path(self.setup.tokenizer_folder)
-            problem = problem or nonfinite.save_rest(
-                folder, self.policy, self.config, source, minibatch, batch
-            )
-            saved = f"look at it with: {nonfinite.command(folder)}"
-            self.notes.append(
-                f"step {batch.step}: {nonfinite.what_is_bad(seen)} not finite, so the weights were "
-                "left as they are; "
-                + (f"its batch could not be saved: {problem}" if problem else saved)
-            )
 
-    def spoiled(self, what: str, minibatch: Minibatch, batch: Batch) -> MinirlError:
-        """Every rank saves its part of the batch; the store still has the weights before it."""
-        line = f"step {batch.step}: {what} is not finite after the update; {WEIGHTS.remedy}"
-        if not self.setup.run_dir:
-            return MinirlError(line)
-        folder = nonfinite.folder(Path(self.setup.run_dir), batch.step, minibatch.progress)
-        problem = nonfinite.save_part(folder, self.setup.rank, minibatch, {})
-        if self.setup.rank == 0 and (found := self.setup.store.snapshot(batch.version)):
-            parameters = dict(self.policy.model.named_parameters())
-            with torch.no_grad():
-                for name, tensor in found[0].items():
-                    if name in parameters:  # LoRA's are merged: those stay as they are
-                        parameters[name].copy_(tensor)
-            source = Path(self.setup.tokenizer_folder)
-            problem = problem or nonfinite.save_rest(
-                folder, self.policy, self.config, source, minibatch, batch
-            )
-        box = problem or f"its batch: {nonfinite.command(folder)}"
-        return MinirlError(f"{line}; {box}")
+    def bad_weight(self) -> str:
+        """The first parameter that is not finite, or ""."""
+        return next((bad for replica in self.replicas if (bad := replica.bad_weight())), "")
+
+    # -- what readable answers show of their tokens
+
+    def keep_logprobs(self, micro: MicroBatch, found: MicroLoss) -> None:
+        """No value leaves the device here, so that no micro-batch is waited for."""
+        if not micro.is_dummy:
+            logprobs_T = found.logprobs_T.detach() if micro.prox_T is None else micro.prox_T
+            is_known_T = micro.trainable_T | micro.at_equal_version_T
+            self._logprobs_A[micro.index_T] = torch.where(is_known_T, logprobs_T.float(), torch.nan)
+
+    def shown_answers(self, batch: Batch, prepared: Prepared) -> tuple[AnswerTokens, ...]:
+        """The first answer of the first log.samples groups; rank 0 gets what others computed."""
+        num_shown = self.config.log.samples
+        if self.setup.num_ranks > 1 and num_shown:
+            dist.all_reduce(self._logprobs_A)
+        if self.setup.rank != 0:
+            return ()
+        self.logprobs = self._logprobs_A.cpu().numpy()
+        # Without π_prox the weights have moved after the first minibatch: no gap is known.
+        num_first = len(batch.groups) // self.config.train.num_minibatches
+        has_prox = prepared.minibatches[-1].micro_batches[0].prox_T is not None
+        found, place = [], 0
+        for number, group in enumerate(batch.groups[:num_shown]):
+            item = prepared.items[place]
+            place += len(group.trajectories)
+            at = np.flatnonzero(item.written)[:MAX_SHOWN_TOKENS]
+            gaps = np.abs(self.logprobs[item.place][at] - item.view.logprobs[at])
+            if number >= num_first and not has_prox:
+                gaps = np.full(len(at), np.nan)
+            shown = [float(f"{gap:.3g}") if math.isfinite(gap) else None for gap in gaps.tolist()]
+            texts = self.texts_of(item.view.tokens[at].tolist())
+            found.append(AnswerTokens(texts, item.view.versions[at].tolist(), shown))
+        return tuple(found)
+
+    def texts_of(self, ids: list[int]) -> list[str]:
+        """Each token as text, where the model's folder says how."""
+        path = Path(self.setup.tokenizer_folder) / "tokenizer.json"
+        if self._tokenizer is None and path.is_file():
+            from tokenizers import Tokenizer
+
+            self._tokenizer = Tokenizer.from_file(str(path))
+        if self._tokenizer is None:
+            return [f"<{token}>" for token in ids]
+        return [self._tokenizer.decode([token], skip_special_tokens=False) for token in ids]
 
     def over_ranks(self, sums: Sums) -> dict[str, float]:
         values = torch.stack(list(sums.values()))
@@ -278,18 +308,17 @@ class Trainer:
             gather_state(replica.optimizer)
         generators = self.gather_generators()
         if self.setup.rank == 0:
-            if bad := nonfinite.in_weights(self.replicas) or nonfinite.in_state(self.replicas):
-                raise MinirlError(f"{bad} is not finite, and was not saved; {WEIGHTS.remedy}")
-            self.tokens.sync()
+            states = (replica.bad_state() for replica in self.replicas)
+            if bad := self.bad_weight() or next(filter(None, states), ""):
+                raise MinirlError(f"{bad} is not finite, and was not saved; {BAD_WEIGHTS}")
             source, folder, state = (
                 Path(self.setup.tokenizer_folder),
                 Path(request.folder),
                 request.state,
             )
             checkpoint.save(folder, self.learner, self.critic, source, state, generators)
-            accuracies = state.get("journal", {}).get("accuracies", [])
             keep, evaluating = self.config.checkpoint.keep, state.get("evaluating")
-            checkpoint.prune(folder.parent.parent, keep, accuracies, evaluating)
+            checkpoint.prune(folder.parent.parent, keep, request.accuracies, evaluating)
 
     def gather_generators(self) -> dict[str, Tensor]:
         """Of all ranks, by rank."""
@@ -342,7 +371,7 @@ def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
     torch.manual_seed(setup.config.seed)
     join_ranks(setup)
     trainer = Trainer(setup, board)
-    if bad := nonfinite.in_weights(trainer.replicas):
+    if bad := trainer.bad_weight():
         raise RecipeError("model.path", setup.folder, f"its {bad} is not finite", "take another")
     if setup.rank == 0:
         trainer.publish(setup.version)
@@ -357,8 +386,8 @@ def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
             if setup.rank == 0:
                 version = request.batch.version + 1
                 values["weights/publish_s"] = trainer.publish(version)
-                pipe.send(Trained(version, values, tuple(trainer.notes), trainer.ages))
-            trainer.notes.clear()
+                found = (trainer.ages, trainer.problem, trainer.samples)
+                pipe.send(Trained(version, values, *found))
         elif isinstance(request, Save):
             saved = trainer.try_to_save(request)
             if setup.rank == 0:

@@ -20,10 +20,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from minirl.lines import Patient
-from minirl.secrets import scrub
 from minirl.view.dashboard import KEYS, Reporter, Screen, can_draw
 from minirl.view.status import Observer, step_text
+from minirl.workers import LossyStream
 
 if TYPE_CHECKING:
     from minirl.loop import Loop
@@ -45,7 +44,7 @@ SUMMARY = {  # rows at the end; one whose value is not known is left out
 
 class ConsoleView:
     def __init__(self, steps: int, is_plain: bool = False):
-        stream = cast(TextIO, Patient(sys.stdout))  # a run does not end with the disk of its log
+        stream = cast(TextIO, LossyStream(sys.stdout))  # a full disk does not end a run
         self.console = Console(file=stream, soft_wrap=True, highlight=False)
         self.steps, self.is_plain = steps, is_plain
         self._began = time.monotonic()
@@ -55,7 +54,7 @@ class ConsoleView:
 
     def note(self, text: str) -> None:
         """From any thread, and from a signal's handler: takes no lock."""
-        note = (time.monotonic() - self._began, scrub(text))
+        note = (time.monotonic() - self._began, text)
         self._notes.append(note)
         self._unprinted.append(note)
         if not self._is_drawn:

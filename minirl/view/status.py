@@ -208,7 +208,7 @@ class Observer:
         loop, buffer, config = self.loop, self.loop.buffer, self.loop.config
         is_up = len(loop.up) == len(self._workers)
         self._look_at_lines()
-        looks, ages = list(self._looks), list(loop.journal.recent_ages)
+        looks, ages = list(self._looks), list(loop.log.recent_ages)
         return Status(
             name=self.name,
             host=socket.gethostname(),
@@ -219,7 +219,7 @@ class Observer:
             step=loop.step,
             steps=config.train.steps,
             version=buffer.version,
-            seconds=loop.journal.seconds if is_up else 0.0,
+            seconds=loop.log.seconds if is_up else 0.0,
             eta_s=self._eta_s(),
             verdict=self._verdict,
             lanes=[self._lane(worker, looks) for worker in self._workers],
@@ -229,17 +229,17 @@ class Observer:
             max_staleness=config.buffer.max_staleness,
             max_new_tokens=config.rollout.max_new_tokens,
             tokens_per_s=_slope([(look.time, look.tokens) for look in looks[-SPEED_LETTERS:]]),
-            curves={**self._curves, "eval/accuracy": list(loop.journal.accuracies)},
+            curves={**self._curves, "eval/accuracy": list(loop.log.accuracies)},
             last=self._lines[-1] if self._lines else {},
             free_bytes=free_memory_bytes() or 0,
-            samples=[sample_of(line) for line in list(loop.journal.recent_samples)],
+            samples=[sample_of(line) for line in list(loop.log.recent_samples)],
             notes=list(self._notes),
             cost=cost,
         )
 
     def _look_at_lines(self) -> None:
         """Curves and verdict, anew only after a step (or a rollback)."""
-        lines = self.loop.journal.log.lines[:]
+        lines = self.loop.log.metrics[:]
         if len(lines) == len(self._lines):
             return
         self._lines, self._last_step = lines, time.monotonic()

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from minirl.errors import RecipeError
-from minirl.metrics import read
+from minirl.run_dir import read_lines
 from minirl.tools.sweep import estimate, train
 from minirl.workers import Worker
 from tests.bench import MODELS, Figure, Options, at_least, median
@@ -158,7 +158,7 @@ def settings(size: Size, eta: int, seed: int, folder: Path) -> list[str]:
 
 def look_at(run_dir: Path, size: Size, here: Processes, held_out: Worker) -> Run:
     """When the run has ended: its rates, and what its weights know."""
-    lines = read(run_dir / "metrics.jsonl")
+    lines = read_lines(run_dir / "metrics.jsonl")
 
     def accuracy(line: dict[str, Any]) -> float:
         kept = run_dir / KEPT / f"{line['version']:06d}.safetensors"

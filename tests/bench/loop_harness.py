@@ -13,10 +13,10 @@ from typing import Any
 
 from minirl.buffer import Buffer
 from minirl.config import Config
-from minirl.journal import Journal, View
 from minirl.loop import Loop
 from minirl.records import Example, Prompt
 from minirl.rollout.worker import Stop
+from minirl.run_dir import RunLog, View
 from minirl.tasks.prompts import Consumed
 from minirl.workers import Fleet
 
@@ -69,10 +69,10 @@ def run_loop(
 ) -> LoopRun:
     """`around`: contexts that are entered before the loop runs and left when it has ended."""
     prompts = prompts or Prompts()
-    journal = Journal(config, folder, fleet, view)
+    log = RunLog(config, folder, fleet, view)
     buffer = Buffer(config.train.batch_size, config.buffer.max_staleness)
     heldout = [prompts.next()]
-    loop = Loop(config, fleet, prompts, heldout, buffer, journal)  # type: ignore[arg-type]
+    loop = Loop(config, fleet, prompts, heldout, buffer, log)  # type: ignore[arg-type]
     started = time.process_time()
     with ExitStack() as stack:
         for enter in around:
@@ -80,6 +80,5 @@ def run_loop(
         loop.run()
     cpu_s = time.process_time() - started
     fleet.stop(Stop())
-    lines = journal.log.lines
-    journal.close()
-    return LoopRun(lines, buffer, cpu_s)
+    log.close()
+    return LoopRun(log.metrics, buffer, cpu_s)

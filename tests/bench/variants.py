@@ -60,7 +60,7 @@ def keeping_trainer(setup: "TrainerSetup", board: "BoardWriter", pipe: Connectio
 
     from minirl.train import trainer
 
-    folder = Path(setup.run_dir) / KEPT
+    folder = Path(str(Path(setup.rendezvous).parent)) / KEPT
     folder.mkdir(exist_ok=True)
 
     class Keeping(trainer.Trainer):

@@ -22,8 +22,8 @@ from statistics import median
 
 from minirl.config import Config
 from minirl.launch import make_buffer
-from minirl.metrics import read
 from minirl.recipe import load
+from minirl.run_dir import read_lines
 from minirl.tools.plan import GPUS, Plan
 from minirl.tools.simulate import Costs, Setup, Simulation, of_run, with_mean
 from tests.docs import save
@@ -143,7 +143,7 @@ def plot(rows: Sequence[Row], scales: Sequence[Scale], path: Path) -> None:
 
 def costs_of(run_dir: Path) -> Costs:
     """The medians of its steps."""
-    config, lines = load(run_dir / "recipe.toml").config, read(run_dir / METRICS)[NUM_WARM:]
+    config, lines = load(run_dir / "recipe.toml").config, read_lines(run_dir / METRICS)[NUM_WARM:]
     num_engines = config.devices.rollout // config.devices.tensor_parallel
     each = median(  # seconds of an engine step, in sequences
         num_engines
@@ -180,7 +180,7 @@ def predict(run_dir: Path, costs: Costs) -> float:
 
 def measure(run_dir: Path) -> float:
     """Written tokens of trained trajectories per second, after the first steps."""
-    config, lines = load(run_dir / "recipe.toml").config, read(run_dir / METRICS)
+    config, lines = load(run_dir / "recipe.toml").config, read_lines(run_dir / METRICS)
     num = config.train.batch_size * config.rollout.group_size
     tokens = sum(line["rollout/length_mean"] * num for line in lines[NUM_WARM:])
     return tokens / (lines[-1]["seconds"] - lines[NUM_WARM - 1]["seconds"])

@@ -1,9 +1,8 @@
-"""Follows a run's logs while it runs. Takes the metrics and the trained steps as their files grow,
-are cut and are written again; gives every line that was ever in them, once.
+"""Follows a run's logs while it runs. Takes the metrics, batches and samples as their files grow;
+gives every line that was ever in them, once.
 
-So what is said of all trained steps also holds for those that a rollback took back. The list of
-trained steps is the trainer's own, with the very mask that its loss had: the controller's counts
-are not used for the staleness of a token.
+So what is said of all trained steps also holds for those that a rollback took back. Which tokens of
+an answer were trained is the trainer's own account.
 """
 
 import json
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.soak.run_files import METRICS, TRAINED, Line, group_ids, trained_versions
+from tests.soak.run_files import METRICS, SAMPLES, TRAINED, Line, group_ids, trained_versions
 
 TAIL = 64  # bytes by which a file is known again: it may have been cut and have grown since
 MAX_NAMED = 5  # violations
@@ -58,7 +57,8 @@ def _parsed(raw: bytes) -> Line | None:
 
 def _key(line: Line) -> tuple[object, ...]:
     """Of one training of a step: a step that is trained again has other groups or another clock."""
-    return line["step"], line.get("version"), line.get("seconds"), *group_ids(line)
+    named = line.get("version"), line.get("seconds"), line.get("group")
+    return line["step"], *named, *group_ids(line)
 
 
 @dataclass
@@ -74,6 +74,8 @@ class RunFollower:
     def __post_init__(self) -> None:
         self._metrics = LineFollower(self.run_dir / METRICS)
         self._trained = LineFollower(self.run_dir / TRAINED)
+        self._samples = LineFollower(self.run_dir / SAMPLES)
+        self._began: dict[int, int] = {}  # the version that a group's step began with
 
     def look(self) -> int:
         """How many steps have been trained so far, whatever became of them."""
@@ -84,10 +86,12 @@ class RunFollower:
             self._note(stale_line(line, self.max_staleness))
             self._note(unbalanced(line))
         for line in self._trained.look():
-            count, found = stale_tokens(line, self.max_staleness)
+            self._began |= {group_id: line["version"] for group_id in group_ids(line)}
+        for sample in self._samples.look():  # a step's are written after its batch
+            began = self._began.get(sample["group"], sample["versions"][-1])
+            count, problem = stale_tokens(sample, began, self.max_staleness)
             self.num_tokens += count
-            for problem in found:
-                self._note(problem)
+            self._note(problem)
         return self.num_steps
 
     def _note(self, problem: str) -> None:
@@ -109,13 +113,12 @@ def unbalanced(line: Line) -> str:
     return f"step {line['step']}: the groups do not add up ({said})"
 
 
-def stale_tokens(line: Line, limit: int) -> tuple[int, list[str]]:
-    """How many trained tokens of a trained step were checked, and which are older than allowed: by
-    the version that wrote them and the one that the step began with."""
-    count, problems = 0, []
-    for group, versions in trained_versions(line):
-        count += len(versions)
-        staleness = line["version"] - min(versions, default=line["version"])
-        if staleness > limit:
-            problems.append(f"step {line['step']}: group {group} has a token {staleness} old")
-    return count, problems
+def stale_tokens(sample: Line, began: int, limit: int) -> tuple[int, str]:
+    """How many trained tokens of a sample were checked, and what is older than allowed: by the
+    version that wrote a token and the one that its step began with."""
+    versions = trained_versions(sample)
+    staleness = began - min(versions, default=began)
+    if staleness <= limit:
+        return len(versions), ""
+    text = f"step {sample['step']}: group {sample['group']} has a token {staleness} old"
+    return len(versions), text

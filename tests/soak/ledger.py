@@ -4,7 +4,7 @@ for each property; it uses no process, and nothing of the run's own bookkeeping 
     steps       each log of the run has each step from 1 to the last once, in order, and ends with
                 a whole line
     ledger      at every step: submitted = trained + dropped + in flight, and trained = B · step
-    once        no prompt and no group was trained twice, by the trainer's own list
+    once        no prompt and no group was trained twice, by the run's own list
     accounted   what the last checkpoint calls consumed are the prompts that were trained, and as
                 many more as were dropped for good by its counts; what it calls in flight are
                 others; and every prompt up to the newest is one or the other
@@ -58,7 +58,8 @@ class Books:
     run_dir: Path
     config: Config
     metrics: list[dict[str, Any]]
-    trained: list[dict[str, Any]]  # one line per step: what the trainer says it trained
+    trained: list[dict[str, Any]]  # one line per step: the groups of its batch
+    samples: list[dict[str, Any]]
     checkpoint: Path
     state: dict[str, Any]
 
@@ -79,11 +80,10 @@ def read_books(run_dir: Path) -> Books:
     saved = run_files.saved(run_dir)
     if saved.folder is None or saved.broken:
         raise MinirlError(f"{run_dir}: {'; '.join(saved.broken) or 'there is no checkpoint'}")
-    metrics, trained = (
-        run_files.lines(run_dir, name) for name in (run_files.METRICS, run_files.TRAINED)
-    )
+    names = (run_files.METRICS, run_files.TRAINED, run_files.SAMPLES)
+    metrics, trained, samples = (run_files.lines(run_dir, name) for name in names)
     config = load(run_dir / "recipe.toml").config
-    return Books(run_dir, config, metrics, trained, saved.folder, saved.state)
+    return Books(run_dir, config, metrics, trained, samples, saved.folder, saved.state)
 
 
 def prove(run_dir: Path, num_verifier_faults: int = 0) -> list[Finding]:
@@ -234,9 +234,10 @@ def staleness(books: Books) -> str:
     limit, num_tokens = books.config.buffer.max_staleness, 0
     for line in books.metrics:
         need(not (problem := stale_line(line, limit)), problem)
-    for line in books.trained:
-        count, problems = stale_tokens(line, limit)
-        need(not problems, named(problems))
+    began = {line["step"]: line["version"] for line in books.trained}
+    for sample in books.samples:
+        count, problem = stale_tokens(sample, began[sample["step"]], limit)
+        need(not problem, problem)
         num_tokens += count
     greatest = max((line["buffer/staleness_max"] for line in books.metrics), default=0)
     return f"at most {greatest:g} (allowed: {limit}); {num_tokens} tokens looked at one by one"

@@ -9,20 +9,19 @@ of one is added.
 
 import json
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minirl.lines import read_lines
+from minirl.run_dir import read_lines
 from minirl.train.checkpoint import newest_whole
 
 Line = dict[str, Any]
 Z95 = 1.96  # half a 95 % interval, in standard errors
 
 METRICS, SAMPLES, EVALS = "metrics.jsonl", "samples.jsonl", "evals.jsonl"
-TRAINED = "trajectories.jsonl"  # what each step trained, by the trainer's own account
-ALL_STEPS = (METRICS, SAMPLES, "lengths.jsonl", TRAINED)  # each has every step
+TRAINED = "batches.jsonl"  # what each step trained
+ALL_STEPS = (METRICS, SAMPLES, TRAINED)  # each has every step
 STATUS = "status.json"
 TORN = (*ALL_STEPS, EVALS, STATUS)
 
@@ -69,18 +68,17 @@ def saved(run_dir: Path) -> Saved:
 
 
 def group_ids(line: Line) -> list[int]:
-    return [group["group"] for group in line.get("groups", [])]
+    return [group["id"] for group in line.get("groups", [])]
 
 
 def prompts(line: Line) -> list[int]:
     return [group["prompt"] for group in line["groups"]]
 
 
-def trained_versions(line: Line) -> Iterator[tuple[int, list[int]]]:
-    """Of each answer that the line has in full: its group, and the versions of trained tokens."""
-    for answer in line.get("tokens", []):
-        pairs = zip(answer["versions"], answer["trained"], strict=True)
-        yield answer["group"], [version for version, is_trained in pairs if is_trained]
+def trained_versions(sample: Line) -> list[int]:
+    """Of the trained tokens of an answer in SAMPLES: only these have a gap, by the trainer."""
+    pairs = zip(sample.get("token_versions", []), sample.get("token_gaps", []), strict=True)
+    return [version for version, gap in pairs if gap is not None]
 
 
 # -- evaluations
@@ -104,12 +102,11 @@ class Evaluated:
 
 def last_evaluation(run_dir: Path) -> Evaluated | None:
     """Of the last step; None where it was not evaluated."""
-    found = lines(run_dir, METRICS)
-    if not found or "eval/accuracy" not in found[-1]:
+    evals, last = lines(run_dir, EVALS), last_step(run_dir)
+    if not evals or evals[-1]["step"] != last:
         return None
-    line = found[-1]
-    low, high = line["eval/low"], line["eval/high"]
-    return Evaluated(line["eval/accuracy"], low, high, int(line["eval/count"]), line["step"])
+    found = {name: evals[-1][name] for name in ("accuracy", "low", "high", "count")}
+    return Evaluated(**found, steps=last)
 
 
 # -- torn files

@@ -1,0 +1,310 @@
+"""Batches on disk: they come back as they were, training on them again gives the same bits, and
+what went bad is found. Nothing that is not finite is published or saved."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from disks import files_up_to
+from ranks import CONFIG, FIRST_VERSION, FRESH, RECIPES, Data, LocalRank, are_equal, make_data
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from typer.testing import CliRunner
+
+from minirl.cli import app
+from minirl.config import Config, LogConfig, ModelConfig
+from minirl.errors import MinirlError
+from minirl.recipe import to_toml
+from minirl.records import Batch
+from minirl.shm.ring import TrajectoryRing
+from minirl.train import bad_batch
+from minirl.train.bad_batch import COLUMNS, BatchSaver, Replayed, path_of
+from minirl.train.messages import Save
+
+STATE = {"history": {}, "consumed_below": 0, "consumed_above": []}
+
+
+@pytest.fixture(scope="module")
+def data(tied_folder: Path) -> Data:
+    return make_data(tied_folder)
+
+
+@pytest.fixture
+def config(tied_folder: Path) -> Config:
+    model, log = ModelConfig(path=str(tied_folder)), LogConfig(record=True)
+    return replace(CONFIG, model=model, log=log)
+
+
+def fresh(data: Data, step: int = 1) -> Batch:
+    return replace(data.batches[RECIPES.index(FRESH)], step=step)
+
+
+def saver_of(config: Config, run_dir: Path, rank: LocalRank, data: Data) -> BatchSaver:
+    return BatchSaver(config, run_dir, data.ring, rank.store, Path(config.model.path))
+
+
+def looked_into(path: Path) -> Replayed:
+    (found,) = bad_batch.replay(bad_batch.plan(path))
+    return found
+
+
+def with_reward(batch: Batch, reward: float) -> Batch:
+    first, *rest = batch.groups
+    return replace(batch, groups=(first._replace(rewards=(reward, *first.rewards[1:])), *rest))
+
+
+# Record and replay ----------------------------------------------------------------------------
+
+
+def test_a_batch_comes_back_whole_in_another_ring(data: Data, tmp_path: Path) -> None:
+    batch = replace(data.batches[3], groups=data.batches[3].groups[1:])
+    batch = replace(batch, groups=(batch.groups[0]._replace(masked=frozenset({1})), *batch.groups))
+    path = path_of(tmp_path, batch.step)
+    values = {"train/loss": 0.1 + 0.2, "train/kl": None}
+    bad_batch.write(path, bad_batch.take(batch, data.ring, values=values, threads=2))
+    found = bad_batch.read(path)
+    assert (found.values, found.threads) == (values, 2)
+    ring = TrajectoryRing(len(found.lengths), max(found.lengths))
+    again = bad_batch.put(found, ring)
+    assert (again.step, again.version) == (batch.step, batch.version)
+    for old, new in zip(batch.groups, again.groups, strict=True):
+        assert (old.id, old.prompt_index, old.rewards, old.masked) == (
+            (new.id, new.prompt_index, new.rewards, new.masked)
+        )
+        for a, b in zip(old.trajectories, new.trajectories, strict=True):
+            assert a._replace(cell=0) == b._replace(cell=0)
+            for name in COLUMNS:
+                views = data.ring.read(a.cell, old.id), ring.read(b.cell, new.id)
+                assert np.array_equal(getattr(views[0], name), getattr(views[1], name))
+
+
+def test_training_again_gives_the_same_losses_to_the_bit_and_a_difference_is_found(
+    data: Data, config: Config, tied_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "recipe.toml").write_text(to_toml(config))
+    rank = LocalRank(tied_folder, config, data.ring)
+    saver, losses = saver_of(config, tmp_path, rank, data), []
+    for batch in data.batches:
+        values = rank.train(batch)
+        assert saver.record(batch, values) == ""
+        losses.append(values["train/loss"])
+        if batch.step == 2:
+            folder = tmp_path / "checkpoints" / "step-000002"
+            rank.trainer.save(Save(str(folder), {"step": 2, **STATE}))
+    assert len(set(losses)) > 3  # they are not all alike
+    found = list(bad_batch.replay(bad_batch.plan(tmp_path)))
+    assert [f.values["train/loss"] for f in found] == losses
+    assert [f.difference for f in found] == [0.0] * 5
+
+    one = list(bad_batch.replay(bad_batch.plan(path_of(tmp_path, 4))))
+    assert [f.saved.batch.step for f in one] == [3, 4], "from the checkpoint before it"
+    assert one[-1].difference == 0 and len(one[-1].worst) <= 3 and not one[-1].bad_tokens
+
+    for wrong, answer in ((np.nextafter(losses[4], 1), "close ("), (9.0, "DIFFERENT")):
+        retold(path_of(tmp_path, 5), float(wrong))
+        done = CliRunner().invoke(app, ["replay", str(tmp_path), "--from", "2"])
+        assert done.exit_code == (answer == "DIFFERENT"), done
+        rows = done.stdout.splitlines()
+        assert [row.split()[1] for row in rows] == ["3", "4", "5"]
+        assert rows[0].endswith("equal") and repr(losses[2]) in rows[0] and answer in rows[2]
+
+    saver.forget_after(3)  # as on resume
+    assert sorted(path.name[5:11] for path in (tmp_path / "record").iterdir()) == [
+        *("000001", "000002", "000003")
+    ]
+
+
+def retold(path: Path, loss: float) -> None:
+    """The same batch with another loss in its record."""
+    with safe_open(path, framework="np") as file:
+        header = json.loads(file.metadata()["batch"])
+        columns = {name: file.get_tensor(name) for name in COLUMNS}
+    header["values"]["train/loss"] = loss
+    save_file(columns, path, {"batch": json.dumps(header)})
+
+
+def test_what_cannot_be_recorded_is_told_once_and_counted(
+    data: Data, config: Config, tied_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "record").write_text("a file is in the way")
+    rank = LocalRank(tied_folder, config, data.ring)
+    saver = saver_of(config, tmp_path, rank, data)
+    told = [saver.record(batch, {}) for batch in data.batches[:3]]
+    assert told[0].startswith("step 1 was not recorded: ") and told[1:] == ["", ""]
+    assert saver.num_missing == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["RUN", "--from", "1"],
+            "--from = 1: the run kept no checkpoint of this step; there are",
+        ),
+        (["RUN/checkpoints"], "holds no saved batch; name a folder of a run's bad_batches/, or"),
+        (["RUN/nowhere"], "does not exist; "),
+        (["RUN/gap"], "step 2 of RUN/gap was not recorded"),
+        (["RUN/bad"], "has no weights: their version was gone when it was saved"),
+    ],
+)
+def test_a_wrong_path_is_one_line(
+    arguments: list[str], said: str, data: Data, config: Config, tmp_path: Path
+) -> None:
+    taken = bad_batch.take(data.batches[0], data.ring)
+    for run, steps in ((tmp_path, (1,)), (tmp_path / "gap", (1, 3))):
+        (run / "checkpoints" / "step-000003").mkdir(parents=True)
+        (run / "recipe.toml").write_text(to_toml(config))
+        for step in steps:
+            bad_batch.write(path_of(run, step), taken)
+    bad_batch.write(tmp_path / "bad" / bad_batch.FILE, taken)
+    (tmp_path / "bad" / "recipe.toml").write_text(to_toml(config))
+    given = [argument.replace("RUN", str(tmp_path)) for argument in arguments]
+    result = CliRunner().invoke(app, ["replay", *given])
+    assert isinstance(result.exception, MinirlError), result
+    assert said.replace("RUN", str(tmp_path)) in str(result.exception)
+
+
+# Batches that go bad --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("nan")])
+def test_a_logprob_of_vllm_that_is_not_finite_costs_the_update_and_is_found(
+    value: float, data: Data, config: Config, tied_folder: Path, tmp_path: Path
+) -> None:
+    """Also where the cap on w would hide it from the loss."""
+    rank = LocalRank(tied_folder, config, data.ring)
+    before, batch = rank.weights(), fresh(data)
+    group = batch.groups[1]
+    view = data.ring.read(group.trajectories[2].cell, group.id)
+    kept = view.logprobs[-3]
+    view.logprobs[-3] = value
+    try:
+        values = rank.train(batch)
+        saver = saver_of(config, tmp_path, rank, data)
+        saver.save_bad(batch, FIRST_VERSION, rank.trainer.problem)
+    finally:
+        view.logprobs[-3] = kept
+    assert values["train/skipped_updates"] == 1
+    assert are_equal(rank.weights(), before)
+    assert rank.trainer.problem == "vLLM's logprobs were not finite"
+    (bad,) = looked_into(tmp_path / "bad_batches" / "step-000001").bad_tokens
+    assert (bad.group, bad.place, bad.token) == (group.id, 2, len(view.tokens) - 3)
+    assert bad.what == "vLLM's logprob is not finite"
+
+
+def test_an_infinite_reward_is_found_by_the_command_and_only_the_first_few_are_kept(
+    data: Data, config: Config, tied_folder: Path, tmp_path: Path
+) -> None:
+    rank = LocalRank(tied_folder, config, data.ring)
+    saver = saver_of(config, tmp_path, rank, data)
+    for step in range(1, 5):
+        bad = with_reward(fresh(data, step), float("inf"))
+        assert rank.train(bad)["train/skipped_updates"] == 1
+        told = saver.save_bad(bad, rank.store.latest, rank.trainer.problem, must_save=step == 4)
+        folder = tmp_path / "bad_batches" / f"step-00000{step}"
+        assert told == ("" if step == 3 else f"; look at its batch with: minirl replay {folder}")
+    assert len(list((tmp_path / "bad_batches").iterdir())) == 3
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".pt", ".pkl", ".bin")]
+    done = CliRunner().invoke(app, ["replay", str(folder)])
+    assert done.exit_code == 1 and done.stdout.startswith("the loss was not finite"), done
+    num = len(bad.groups[0].trajectories)
+    assert done.stdout.count("the advantage is not finite") == num
+    assert "gradients that are not finite: " in done.stdout
+
+
+def test_a_good_batch_gives_its_own_numbers_and_the_canary_of_its_weights(
+    data: Data, config: Config, tied_folder: Path, tmp_path: Path
+) -> None:
+    """As it is saved when an engine does not run the weights that it should."""
+    config = replace(config, train=replace(config.train, kl_coef=0.1, max_tokens=384))
+    rank = LocalRank(tied_folder, config, data.ring)
+    batch = fresh(data)
+    saver = saver_of(config, tmp_path, rank, data)
+    saver.save_bad(batch, FIRST_VERSION, "rollout-0: it runs other weights")
+    values = rank.train(batch)
+    found = looked_into(tmp_path / "bad_batches" / "step-000001")
+    for name in ("train/loss", "train/grad_norm", "train/entropy", "train/kl"):
+        assert found.values[name] == pytest.approx(values[name], rel=1e-5), name
+    assert found.canary_gap == pytest.approx(0.0, abs=1e-5)
+    assert not found.bad_tokens and not found.bad_gradients
+    # No batch was in training: weights and canary alone.
+    saver.save_bad(Batch(2, FIRST_VERSION, ()), FIRST_VERSION, "the same")
+    found = looked_into(tmp_path / "bad_batches" / "step-000002")
+    assert not found.values and found.canary_gap == pytest.approx(0.0, abs=1e-5)
+
+
+def test_weights_that_are_not_finite_are_neither_published_nor_saved(
+    data: Data, config: Config, tied_folder: Path, tmp_path: Path
+) -> None:
+    rank = LocalRank(tied_folder, config, data.ring)
+    rank.train(fresh(data))
+    published = rank.weights()
+    name, parameter = next(iter(rank.trainer.policy.model.named_parameters()))
+    rank.trainer.learner.optimizer.state[parameter]["exp_avg"][0, 0] = float("nan")
+    batch = replace(fresh(data, step=2), version=FIRST_VERSION + 1)
+    with pytest.raises(MinirlError, match=f"step 2: .*{name} is not finite after the update"):
+        rank.train(batch)
+    assert rank.store.latest == FIRST_VERSION + 1 and are_equal(rank.weights(), published)
+    with pytest.raises(MinirlError, match="is not finite, and was not saved"):
+        rank.save(tmp_path / "checkpoints" / "step-000002")
+    assert not (tmp_path / "checkpoints").exists()
+    # The controller saves the batch with the weights that the step began with.
+    saver_of(config, tmp_path, rank, data).save_bad(fresh(data, 2), batch.version, "spoiled")
+    found = looked_into(tmp_path / "bad_batches" / "step-000002")
+    assert np.isfinite(found.values["train/loss"]) and not found.bad_gradients
+
+
+def test_readable_answers_have_their_tokens_versions_and_gaps(
+    data: Data, config: Config, tied_folder: Path
+) -> None:
+    config = replace(config, log=LogConfig(samples=3))
+    rank = LocalRank(tied_folder, config, data.ring)
+    batch = fresh(data)
+    rank.train(batch)
+    assert len(rank.trainer.samples) == 3
+    for group, shown in zip(batch.groups, rank.trainer.samples, strict=False):
+        view = data.ring.read(group.trajectories[0].cell, group.id)
+        assert shown.token_versions == view.versions[view.mask == 1].tolist()
+        assert len(shown.tokens) == len(shown.token_gaps) == len(shown.token_versions)
+        assert all(gap is not None and gap < 1 for gap in shown.token_gaps)
+
+
+# A full disk ----------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_or_batch_that_cannot_be_written_leaves_what_was_there(
+    data: Data, config: Config, tied_folder: Path, tmp_path: Path
+) -> None:
+    rank = LocalRank(tied_folder, config, data.ring)
+    rank.train(fresh(data))
+    folders = [tmp_path / "checkpoints" / f"step-00000{step}" for step in (1, 2)]
+    state = {"step": 1, **STATE}
+
+    def save(place: int) -> str:
+        return rank.trainer.try_to_save(Save(str(folders[place]), state)).error
+
+    assert save(0) == ""
+    with files_up_to(300_000):
+        error = save(1)
+        told = saver_of(config, tmp_path, rank, data).save_bad(fresh(data), rank.store.latest, "")
+    assert error.startswith("it could not be written (") and "too large" in error
+    assert told.startswith("; its batch could not be saved: ")
+    assert list((tmp_path / "checkpoints").iterdir()) == folders[:1]
+    assert list((tmp_path / "bad_batches").glob("*")) == []
+    assert save(1) == ""
+
+
+def test_torch_is_not_asked_for_a_pickle(tmp_path: Path, tied_folder: Path) -> None:
+    """A model whose only weights are a pickle is refused."""
+    import shutil
+
+    from minirl.train.policy import load_policy
+
+    shutil.copytree(tied_folder, tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").unlink()
+    torch.save({}, tmp_path / "m" / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
+        load_policy(str(tmp_path / "m"))

@@ -1,0 +1,210 @@
+"""What a run writes is read again as it was: torn lines, full disks, rollbacks and resumes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from disks import files_up_to
+from run_dirs import Silent, evaluate, make_config, write_run
+
+from minirl.errors import MinirlError, RecipeError
+from minirl.metrics import Breach
+from minirl.records import Batch
+from minirl.run_dir import (
+    JsonLines,
+    RunDir,
+    RunLog,
+    RunState,
+    RunTotals,
+    hold,
+    open_run,
+    read_lines,
+    write_text,
+)
+from minirl.train.messages import Trained
+from minirl.workers import Fleet
+
+
+class Notes(Silent):
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def log_of(path: Path, step: int = 0, every: int = 0) -> RunLog:
+    config = make_config()
+    config = replace(config, eval=replace(config.eval, every=every))
+    return RunLog(config, path, Fleet(path, 1), Notes(), step)
+
+
+def steps_of(path: Path) -> list[int]:
+    return [line["step"] for line in read_lines(path)]
+
+
+# Lines ----------------------------------------------------------------------------------------
+
+
+def test_a_line_is_in_the_file_at_once_and_no_file_is_no_lines(tmp_path: Path) -> None:
+    assert read_lines(tmp_path / "a.jsonl") == []
+    file = JsonLines(tmp_path / "a.jsonl")
+    file.write({"step": 1, "text": "ü"})
+    assert read_lines(file.path) == [{"step": 1, "text": "ü"}]
+    file.close()
+
+
+def test_torn_and_foreign_lines_are_left_out_and_the_next_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"step": 1}\n[2]\nnull\n{"step": "2"}\n\xff\xfe\n{"step": 2, "tex')
+    file = JsonLines(path)
+    file.write({"step": 3})
+    file.close()
+    assert read_lines(path) == [{"step": 1}, {"step": 3}]
+
+
+def test_a_rollback_cancels_what_was_written_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    file = JsonLines(path)
+    for line in (1, 2, 3, 4, -2, 3, -1, 2, 3):
+        file.write({"step": line} if line > 0 else {"rolled_back_to": -line})
+    file.close()
+    assert steps_of(path) == [1, 2, 3]
+    assert len(path.read_text().splitlines()) == 9, "the file only grows"
+
+
+def test_lines_wait_for_a_full_disk_and_come_whole_and_in_order(tmp_path: Path) -> None:
+    lines = [{"step": i, "text": "x" * 30} for i in range(40)]
+    file = JsonLines(tmp_path / "a.jsonl")
+    with files_up_to(500):
+        for line in lines[:-1]:
+            file.write(line)
+        assert file.error == "File too large"
+        with pytest.raises(OSError, match="too large"):
+            write_text(tmp_path / "b.json", "x" * 1000)
+    assert read_lines(file.path) == lines[:9]  # one was cut in the middle
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+    file.write(lines[-1])
+    assert file.error == ""
+    file.close()
+    assert read_lines(file.path) == lines
+
+
+# The log of a run -----------------------------------------------------------------------------
+
+
+def test_every_file_of_a_run(tmp_path: Path) -> None:
+    config = make_config(steps=4)
+    run = RunDir(write_run(tmp_path / "run", config))
+    assert [line["step"] for line in run.metrics] == [1, 2, 3, 4]
+    assert [(line["step"], line["version"]) for line in run.evals] == [(0, 0), (2, 2), (4, 4)]
+    last = run.evals[-1]
+    assert last["low"] <= last["accuracy"] == run.accuracy == 0.75 <= last["high"]
+    assert (last["count"], last["failures"], last["length_mean"]) == (4, 0, 3.0)
+    assert last["answers"][0]["answer"] == "as version 4 says: <4>"
+    assert len(last["answers"]) == config.log.samples
+    assert [line["version"] for line in run.batches] == [0, 1, 2, 3]
+    for line, metrics in zip(run.batches, run.metrics, strict=True):
+        lengths = [n for group in line["groups"] for n in group["lengths"]]
+        assert sum(lengths) / len(lengths) == metrics["rollout/length_mean"]
+        for group in line["groups"]:
+            assert len(group["rewards"]) == len(group["versions"]) == len(group["stops"]) == 2
+            assert group["prompt_tokens"] == 2 and set(group["stops"]) <= {"stop", "length"}
+    shown, plain = run.samples[:2]
+    assert shown["token_versions"] == [0, 0, 0] and shown["token_gaps"] == [None, 1e-7, 0.02]
+    assert plain["group"] == run.batches[0]["groups"][1]["id"] and "tokens" not in plain
+    assert run.summary["accuracies"] == [[0, 0.25], [2, 0.75], [4, 0.75]]
+    assert (run.summary["accuracy_before"], run.summary["accuracy_after"]) == (0.25, 0.75)
+    assert run.summary["trained_tokens"] == 200 and run.summary["finished"]
+
+
+def test_resume_and_rollback_cancel_steps_and_evaluations_after_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    run = write_run(tmp_path / "run", make_config(steps=4), is_whole=False)
+    log = log_of(run, step=3)
+    assert [line["step"] for line in log.metrics] == [1, 2, 3] == steps_of(run / "metrics.jsonl")
+    assert log.accuracies == [(0, 0.25), (2, 0.75)]
+    evaluate(log, version=3, right=4)
+    log.totals.steps_redone = 2
+    log.roll_back(2, {"totals": {"trained_tokens": 7, "seconds": 1.0}})
+    assert (log.totals.trained_tokens, log.totals.steps_redone) == (7, 2)
+    assert log.accuracies == [(0, 0.25), (2, 0.75)]
+    log.close()
+    for name in ("metrics.jsonl", "batches.jsonl", "samples.jsonl"):
+        assert set(steps_of(run / name)) == {1, 2}
+    assert steps_of(run / "evals.jsonl") == [0, 2]
+    assert RunTotals.of({"totals": [1]}) == RunTotals.of(None) == RunTotals()
+
+
+@pytest.mark.parametrize(
+    ("every", "step", "ended", "is_due"),
+    [
+        (2, 0, [], True),
+        (2, 0, [0], False),
+        (2, 4, [0, 2], True),  # it was under way, or the run was killed before it began
+        (2, 5, [0, 2], True),  # the version of step 4 is gone: the one of step 5 is evaluated
+        (2, 5, [0, 2, 4], False),
+        (0, 5, [0], False),
+    ],
+)
+def test_an_evaluation_that_had_not_ended_is_done_again(
+    every: int, step: int, ended: list[int], is_due: bool, tmp_path: Path
+) -> None:
+    text = "".join(json.dumps({"step": n, "version": n, "accuracy": 0.5}) + "\n" for n in ended)
+    (tmp_path / "evals.jsonl").write_text(text + '{"step": 4, "ver')
+    log = log_of(tmp_path, step, every)
+    assert log.wants_evaluation is is_due
+    assert log.is_evaluated(step) is (step in ended)
+
+
+def test_a_full_disk_is_told_once_and_what_is_missing_at_the_end_is_named(tmp_path: Path) -> None:
+    log = log_of(tmp_path)
+    assert isinstance(log.view, Notes)
+    with files_up_to(100):
+        for version in range(3):
+            evaluate(log, version, right=2)
+    evaluate(log, 3, right=2)
+    assert log.view.texts == [
+        "evals.jsonl cannot be written (File too large): its lines wait in memory",
+        "evals.jsonl is written again, with all that had waited",
+    ]
+    assert steps_of(tmp_path / "evals.jsonl") == [0, 1, 2, 3]
+    with files_up_to(100):
+        evaluate(log, 4, right=2)
+        log.summarise(True, {})
+        log.close()
+    assert log.problems == [
+        "summary.json could not be written (File too large)",
+        "evals.jsonl is not whole (File too large)",
+    ]
+
+
+def test_a_limit_that_is_broken_warns_or_ends_the_run_in_one_line(tmp_path: Path) -> None:
+    log, batch = log_of(tmp_path), Batch(7, 6, ())
+    assert isinstance(log.view, Notes)
+    log.check(7, batch, Trained(7), [Breach("low"), Breach("low again", count=2)])
+    log.check(8, batch, Trained(8, problem="the loss was not finite"), [])
+    assert log.view.texts == [
+        "warning: step 7: low",
+        "step 8: the loss was not finite: the weights stay as they were",
+    ]
+    fatal = [Breach("no update in 3 steps", is_fatal=True)]
+    with pytest.raises(MinirlError, match=r"step 9: no update .*; there is no checkpoint yet"):
+        log.check(9, batch, Trained(9), fatal)
+    assert len(log.view.texts) == 2
+
+
+# The directory --------------------------------------------------------------------------------
+
+
+def test_a_directory_takes_one_run_at_a_time_and_shows_that_it_lives(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    lock = hold(tmp_path)
+    assert open_run(tmp_path).state is RunState.RUNNING
+    with pytest.raises(RecipeError, match="a run is going on in it"):
+        hold(tmp_path)
+    lock.close()
+    assert open_run(tmp_path).state is RunState.FAILED
+    hold(tmp_path).close()
