@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from minirl.journal import LOCK
+from minirl.run_dir import LOCK
 from run_dirs import make_config, write_run
 from typer.testing import CliRunner
 
