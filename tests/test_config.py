@@ -59,7 +59,6 @@ def test_bad_override_gives_its_line(override: str, line: str) -> None:
     "text, start",
     [
         ("[model]\npath = tiny", 'minirl: recipe = "bad.toml": is not valid TOML: '),
-        ("[train]\nlearning_rate = 1e-5", "minirl: train.learning_rate = 1e-05: no such key; "),
         ('[tasks]\nkind = "arithmetics"', 'minirl: tasks.kind = "arithmetics": is none of '),
         ('[model]\npath = "/no/such/model"', 'minirl: model.path = "/no/such/model": no such '),
         (
@@ -175,10 +174,8 @@ def test_extends_and_set_override_in_order_and_say_so(folder: Path) -> None:
     write("base/mid.toml", 'extends = "root.toml"\ntrain.lr = 2e-5\n')
     leaf = write("leaf.toml", 'extends = "base/mid.toml"\n\n[rollout]\ntop_k = 20\n')
     loaded = load(leaf, ["train.steps=9", "train.steps = 10", "model.path=some/name"])
-    assert loaded.config.seed == 1
-    assert loaded.config.train.lr == 2e-5
-    assert loaded.config.train.steps == 10
-    assert loaded.config.model.path == "some/name"
+    keys = ("seed", "train.lr", "train.steps", "model.path")
+    assert [c.get(loaded.config, key) for key in keys] == [1, 2e-5, 10, "some/name"]
     assert {k: v for k, v in loaded.origins.items() if v != "default"} == {
         "seed": "root.toml:1",
         "train.lr": "mid.toml:2",
@@ -270,11 +267,9 @@ def test_files_are_looked_for_beside_the_recipe_and_then_here(folder: Path) -> N
 def test_options_come_from_every_layer(folder: Path) -> None:
     write("base.toml", '[tasks.options]\na = 1\nb = ["x", "y\\n"]\n')
     leaf = write("leaf.toml", 'extends = "base.toml"\ntasks.options.a = 2\n')
-    loaded = load(leaf, ["tasks.options.c=0.5", "tasks.options={d=true}"])
-    assert loaded.config.tasks.options == {"a": 2, "b": ["x", "y\n"], "c": 0.5, "d": True}
-    assert 'options = {a = 2, b = ["x", "y\\n"], c = 0.5, d = true}' in recipe.to_toml(
-        loaded.config
-    )
+    config = load(leaf, ["tasks.options.c=0.5", "tasks.options={d=true}"]).config
+    assert config.tasks.options == {"a": 2, "b": ["x", "y\n"], "c": 0.5, "d": True}
+    assert 'options = {a = 2, b = ["x", "y\\n"], c = 0.5, d = true}' in recipe.to_toml(config)
 
 
 # At random ------------------------------------------------------------------------------------
@@ -336,20 +331,11 @@ def test_to_toml_round_trips(folder: Path, config: Config) -> None:
     assert tomllib.loads(marked) == tomllib.loads(text)
 
 
-def only_recipe_errors(path: Path, *overrides: str) -> None:
+def only_recipe_errors(path: Path | None, *overrides: str) -> None:
     try:
-        loaded = load(path, overrides)
+        load(path, overrides)
     except RecipeError as error:
         assert len(str(error).splitlines()) == 1
-    else:
-        recipe.validate(loaded.config)
-
-
-@quick
-@given(data=st.binary(max_size=200))
-def test_random_bytes_give_only_recipe_errors(folder: Path, data: bytes) -> None:
-    Path("fuzz.toml").write_bytes(data)
-    only_recipe_errors(Path("fuzz.toml"))
 
 
 scalars = (
@@ -371,10 +357,11 @@ toml_lines = st.one_of(
 )
 
 
-@quick
-@given(lines=st.lists(toml_lines, max_size=4))
-def test_random_toml_gives_only_recipe_errors(folder: Path, lines: list[str]) -> None:
-    only_recipe_errors(write("fuzz.toml", "\n".join(lines)))
+@settings(quick, max_examples=300)
+@given(data=st.binary(max_size=200) | st.lists(toml_lines, max_size=4).map("\n".join))
+def test_random_files_give_only_recipe_errors(folder: Path, data: bytes | str) -> None:
+    Path("fuzz.toml").write_bytes(data if isinstance(data, bytes) else data.encode())
+    only_recipe_errors(Path("fuzz.toml"))
 
 
 @quick
@@ -382,8 +369,8 @@ def test_random_toml_gives_only_recipe_errors(folder: Path, lines: list[str]) ->
     text=st.one_of(st.text(max_size=20), st.tuples(names, scalars).map("=".join)),
     more=st.tuples(names, st.text(max_size=10)).map("=".join),
 )
-def test_random_overrides_give_only_recipe_errors(folder: Path, text: str, more: str) -> None:
-    only_recipe_errors(write("empty.toml", ""), text, more)
+def test_random_overrides_give_only_recipe_errors(text: str, more: str) -> None:
+    only_recipe_errors(None, text, more)
 
 
 @quick
