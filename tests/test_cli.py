@@ -20,7 +20,7 @@ def python(*args: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     # Wide and offline, whatever the terminal and the machine are.
     env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
-        [sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=600
     )
 
 
