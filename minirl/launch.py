@@ -26,7 +26,8 @@ from minirl.records import Prompt
 from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
 from minirl.rollout.worker import RolloutSetup, Stop
 from minirl.rules import check_devices, check_memory, check_model, read_model_config
-from minirl.run_dir import RunLog, RunTotals, hold, write_text
+from minirl.run_dir import hold, write_text
+from minirl.run_log import RunLog, RunTotals
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.tasks import Task

@@ -13,7 +13,8 @@ from minirl.devices import Placement
 from minirl.evaluation import EVAL_IDS, Evaluation
 from minirl.recipe import to_toml
 from minirl.records import Batch, Example, Group, Prompt, StopReason, Trajectory
-from minirl.run_dir import LOCK, RunLog
+from minirl.run_dir import LOCK
+from minirl.run_log import RunLog
 from minirl.tools import machine
 from minirl.train.messages import AnswerTokens, Trained
 from minirl.view.trace import FOLDER, Tracer

@@ -15,10 +15,9 @@ ROOT = Path(minirl.__file__).parent
 # of it. `rollout` and `train` meet only in lower rooms.
 LEVELS = (
     {"records", "config", "algorithms", "rules", "recipe", "reference", "errors", "devices"},
-    {"guard", "secrets", "lines", "shortage"},
+    {"run_dir", "shortage"},
     {
         "metrics",
-        "record",
         "trace",
         "shm",
         "pace",
@@ -29,11 +28,11 @@ LEVELS = (
         "estimates",
     }
     | {"evaluate", "model", "loggers"},
-    {"rollout", "train", "blackbox"},
+    {"rollout", "train"},
     {"simulate"},
     {"plan"},
-    {"journal", "conversations", "faults", "recovery", "loop", "resplit"},
-    {"launch", "replay", "console", "dashboard", "doctor", "machine", "report", "sweep"}
+    {"run_log", "conversations", "faults", "recovery", "loop", "resplit"},
+    {"launch", "console", "dashboard", "doctor", "machine", "report", "sweep"}
     | {"resume", "verify_resume", "outcome", "results", "weight"},
     {"bench", "exam"},
     {"sft", "chaos"},

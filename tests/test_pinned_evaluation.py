@@ -14,7 +14,7 @@ from minirl.evaluation import Evaluation
 from minirl.launch import make_buffer
 from minirl.loop import Loop
 from minirl.records import Example, Prompt
-from minirl.run_dir import RunLog
+from minirl.run_log import RunLog
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.workers import Fleet, Role

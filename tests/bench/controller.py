@@ -27,7 +27,7 @@ from minirl.devices import Placement
 from minirl.loop import Loop
 from minirl.records import Example, Prompt
 from minirl.rollout.worker import Stop
-from minirl.run_dir import RunLog, View
+from minirl.run_log import RunLog, View
 from minirl.tasks.prompts import Consumed
 from minirl.workers import Fleet, Role
 from tests.bench import Figure, Options, at_least

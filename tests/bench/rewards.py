@@ -32,7 +32,7 @@ from minirl.loop import Loop
 from minirl.records import Example, Prompt
 from minirl.rollout.engine import Engine, Sampling
 from minirl.rollout.worker import Request, RolloutSetup, RolloutWorker, Started, Stop
-from minirl.run_dir import RunLog
+from minirl.run_log import RunLog
 from minirl.shm.board import TOTALS, BoardWriter, State, Total
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.segment import Segment
