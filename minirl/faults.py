@@ -20,7 +20,7 @@ from minirl import shortage
 from minirl.buffer import republished_as
 from minirl.config import Config
 from minirl.errors import Stalled, WorkerDied
-from minirl.run_dir import RunLog
+from minirl.run_log import RunLog
 from minirl.shm.board import Row, State, Total
 from minirl.train import checkpoint
 from minirl.train.checkpoint import newest_whole

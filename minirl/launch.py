@@ -32,7 +32,8 @@ from minirl.recipe import (
 from minirl.records import Prompt
 from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
 from minirl.rollout.worker import RolloutSetup, Stop
-from minirl.run_dir import RunLog, RunTotals, hold, write_text
+from minirl.run_dir import hold, write_text
+from minirl.run_log import RunLog, RunTotals
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.tasks import Task

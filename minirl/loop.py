@@ -46,7 +46,7 @@ from minirl.rollout.worker import (
     Submit,
     TurnEnded,
 )
-from minirl.run_dir import RunLog
+from minirl.run_log import RunLog
 from minirl.shm.board import Total
 from minirl.tasks.grading import GradingQueue
 from minirl.tasks.prompts import PromptStream

@@ -21,7 +21,7 @@ from minirl.faults import Faults
 from minirl.records import Batch, Prompt, Trajectory
 from minirl.rollout.dispatch import Dispatcher
 from minirl.rollout.worker import Abort
-from minirl.run_dir import RunLog
+from minirl.run_log import RunLog
 from minirl.shm.board import State
 from minirl.tasks.grading import GradingQueue
 from minirl.tasks.prompts import PromptStream

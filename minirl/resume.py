@@ -7,7 +7,6 @@ is refused, and all of them are named at once.
 Leaves out: what is in a checkpoint (train/checkpoint.py).
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from minirl.buffer import History
 from minirl.config import KEYS, Config, get
 from minirl.errors import RecipeError
 from minirl.recipe import load
+from minirl.run_dir import RunDir
 from minirl.tasks.prompts import Consumed
 from minirl.train import checkpoint
 from minirl.train.checkpoint import newest_whole
@@ -79,11 +79,8 @@ def holds_run(run_dir: Path) -> bool:
 
 def is_finished(run_dir: Path, config: Config) -> bool:
     """All the steps that the recipe asks for are done, evaluated and summed up."""
-    try:
-        summary = json.loads((run_dir / "summary.json").read_text())
-        return bool(summary["finished"]) and summary["steps"] == config.train.steps
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
+    summary = RunDir(run_dir).summary
+    return bool(summary.get("finished")) and summary.get("steps") == config.train.steps
 
 
 # The recipe ------------------------------------------------------------------------------------

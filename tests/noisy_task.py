@@ -62,10 +62,9 @@ class Unsure(EvenLength):
 
 
 class Talkative(EvenLength):
-    """Fails if it is given a key. In training, one answer in five is off scale."""
+    """In training, one answer in five is off scale."""
 
     def reward(self, example: Example, answer: Answer) -> float:
-        assert "REWARD_API_KEY" not in os.environ
         kind = sum(answer.text.encode())
         is_training = str(example.prompt).startswith("Tom")
         if answer.text != "right" and is_training and kind % 5 == 3:

@@ -16,7 +16,8 @@ from minirl import model
 from minirl.buffer import History
 from minirl.errors import MinirlError, RecipeError
 from minirl.resume import find_start
-from minirl.run_dir import RunTotals, read_lines
+from minirl.run_dir import read_lines
+from minirl.run_log import RunTotals
 from minirl.shm.ring import TrajectoryRing
 from minirl.train import bad_batch
 from minirl.train.checkpoint import newest_first, read_whole

@@ -15,7 +15,7 @@ from minirl.evaluation import EVAL_IDS, Evaluation, is_evaluation
 from minirl.launch import make_buffer
 from minirl.loop import Loop
 from minirl.records import Example, Prompt, StopReason, Trajectory
-from minirl.run_dir import RunLog
+from minirl.run_log import RunLog
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.workers import Fleet, Role

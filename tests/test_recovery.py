@@ -29,7 +29,8 @@ from minirl.recipe import to_toml
 from minirl.records import Example, Prompt
 from minirl.resume import find_start
 from minirl.rollout.worker import Stop
-from minirl.run_dir import RunLog, RunTotals, read_lines
+from minirl.run_dir import read_lines
+from minirl.run_log import RunLog, RunTotals
 from minirl.shm.board import State, Total
 from minirl.shm.weights import TensorSpec, WeightStore
 from minirl.tasks.prompts import PromptStream

@@ -11,17 +11,8 @@ from run_dirs import Silent, evaluate, make_config, write_run
 from minirl.errors import MinirlError, RecipeError
 from minirl.metrics import Breach
 from minirl.records import Batch
-from minirl.run_dir import (
-    JsonLines,
-    RunDir,
-    RunLog,
-    RunState,
-    RunTotals,
-    hold,
-    open_run,
-    read_lines,
-    write_text,
-)
+from minirl.run_dir import JsonLines, RunDir, RunState, hold, open_run, read_lines, write_text
+from minirl.run_log import RunLog, RunTotals
 from minirl.train.messages import Trained
 from minirl.workers import Fleet
 

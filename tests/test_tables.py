@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from minirl.run_dir import LOCK
 from run_dirs import make_config, write_run
 from typer.testing import CliRunner
 
@@ -15,7 +14,7 @@ from minirl.cli import app
 from minirl.config import KEYS, SECTIONS
 from minirl.errors import RecipeError
 from minirl.metrics import NAMES
-from minirl.run_dir import RunDir, RunState, open_run
+from minirl.run_dir import LOCK, RunDir, RunState, open_run
 from minirl.view.runs import age, list_runs, run_rows
 from tests.docs import reference
 

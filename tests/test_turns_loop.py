@@ -19,7 +19,7 @@ from minirl.config import Config
 from minirl.launch import make_buffer
 from minirl.loop import Loop
 from minirl.records import Prompt, StopReason, Trajectory
-from minirl.run_dir import RunLog
+from minirl.run_log import RunLog
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.tasks.prompts import PromptStream

@@ -70,8 +70,9 @@ def collecting(
     log_dir: Path,
     note: Callable[[str], None],
     dialogue: Dialogue | None = None,
+    is_graded: bool = True,
 ) -> Iterator["Collector"]:
-    """With engines that are up. `tasks.verifiers` of them grade; with none, nothing is graded."""
+    """With engines that are up, and verifiers unless nothing is to be graded."""
     check_room(config, num_cells)
     kind, available = find_devices(config.devices.kind)
     places = devices.place_engines(config, kind, available)
@@ -84,7 +85,8 @@ def collecting(
             seed, source = config.seed * 1000 + 1, str(folder)
             first = RolloutSetup(config, source, kind, seed, ring, None, dialogue)
             spawn_engines(fleet, first, places, temp)
-            spawn_verifiers(fleet, VerifierSetup(config, source, ring, dialogue))
+            if is_graded:
+                spawn_verifiers(fleet, VerifierSetup(config, source, ring, dialogue))
             collector = Collector(config, fleet, ring, tokenizer, note, dialogue)
             note(f"starting {len(places)} engine{'s'[: len(places) != 1]}")
             for _ in places:

@@ -44,7 +44,7 @@ def sample(target: Target, text: str, count: int, is_raw: bool) -> Iterator[Samp
         tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
         prompt = render(text, tokenizer, is_raw)
         config = fitting(config, len(prompt.tokens), source)
-        with collecting(config, source, tokenizer, count, logs, bar.note) as there:
+        with collecting(config, source, tokenizer, count, logs, bar.note, is_graded=False) as there:
             for answer in there.answers([prompt] * count):
                 if answer.trajectory is None:
                     rule = f"vLLM refuses it ({answer.error})"
@@ -60,10 +60,10 @@ def render(text: str, tokenizer: Any, is_raw: bool) -> Prompt:
 
 
 def fitting(config: Config, num_tokens: int, source: Path) -> Config:
-    """A ring for this prompt, and no verifier."""
+    """A ring for this prompt."""
     if not num_tokens:
         raise RecipeError("PROMPT", "", "has no token", "write something")
-    tasks = replace(config.tasks, max_prompt_tokens=num_tokens, verifiers=0)
+    tasks = replace(config.tasks, max_prompt_tokens=num_tokens)
     config = replace(config, tasks=tasks)
     check_model(config, read_model_config(config, source))
     return config

@@ -260,9 +260,9 @@ class Replayed:
         found = 0.0
         for name in COMPARED:
             ours, theirs = self.values.get(name), self.saved.values.get(name)
-            if ours is None or theirs is None or not math.isfinite(ours):
-                same = theirs is None and (ours is None or not math.isfinite(ours))
-                found = max(found, 0.0 if same else math.inf)
+            ours = ours if ours is not None and math.isfinite(ours) else None
+            if ours is None or theirs is None:
+                found = found if ours is theirs else math.inf
             elif ours != theirs:
                 found = max(found, abs(ours - theirs) / max(abs(ours), abs(theirs)))
         return found

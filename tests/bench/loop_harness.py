@@ -16,7 +16,7 @@ from minirl.config import Config
 from minirl.loop import Loop
 from minirl.records import Example, Prompt
 from minirl.rollout.worker import Stop
-from minirl.run_dir import RunLog, View
+from minirl.run_log import RunLog, View
 from minirl.tasks.prompts import Consumed
 from minirl.workers import Fleet
 

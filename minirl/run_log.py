@@ -1,0 +1,374 @@
+"""What the controller writes about a run while it goes on.
+
+Takes what the loop reports (a step, an evaluation, a rollback, a stall), gives the lines and files
+of the run directory (run_dir.py) and what a person is shown (`View`). What could not be written by
+the end of the run is named in `problems`.
+"""
+
+import json
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Protocol
+
+from minirl.buffer import Buffer
+from minirl.config import Config
+from minirl.errors import MinirlError
+from minirl.evaluation import Evaluation
+from minirl.metrics import DROPPED, Breach, metrics_line
+from minirl.records import Batch, Group, Prompt, StopReason
+from minirl.run_dir import JsonLines, Line, read_lines, write_text
+from minirl.shm.board import Total
+from minirl.tasks.rewards import overlong_penalty
+from minirl.train.bad_batch import BatchSaver
+from minirl.train.messages import Trained
+from minirl.workers import Fleet, Role
+
+LOGS = ("metrics", "evals", "samples", "batches")
+NUM_SHOWN_SAMPLES = 6  # in memory, for the dashboard
+NUM_SHOWN_STEPS = 20
+
+
+class View(Protocol):
+    """What a person sees while the run goes on."""
+
+    def note(self, text: str) -> None: ...
+
+    def evaluated(self, version: int, accuracy: float) -> None: ...
+
+    def step(self, line: Line) -> None: ...
+
+
+@dataclass
+class RunTotals:
+    """Counts since the run began. They are saved with a checkpoint."""
+
+    seconds: float = 0.0
+    trained_tokens: int = 0
+    multi_version: int = 0  # trajectories that more than one version wrote
+    workers_replaced: int = 0
+    steps_redone: int = 0
+
+    @classmethod
+    def of(cls, state: Line | None) -> "RunTotals":
+        """Of a checkpoint's state; what it does not hold is 0."""
+        try:
+            return cls(**(state or {})["totals"])
+        except (KeyError, TypeError):
+            return cls()
+
+
+class Meter:
+    """What the workers did since the last lap: differences of their running totals."""
+
+    def __init__(self, fleet: Fleet):
+        engines, ranks = fleet.of(Role.ROLLOUT), fleet.of(Role.TRAIN)
+        self._board, self._num_engines = fleet.board, len(engines)
+        self._rows = {
+            Role.ROLLOUT: [worker.row for worker in engines],
+            Role.TRAIN: [ranks[0].row],
+            Role.VERIFY: [worker.row for worker in fleet.of(Role.VERIFY)],
+        }
+        self._then, self._before = time.monotonic(), self._read()
+
+    def _read(self) -> dict[tuple[Role, Total], float]:
+        return {
+            (role, column): sum(self._board.total(row, column) for row in rows)
+            for role, rows in self._rows.items()
+            for column in Total
+        }
+
+    def lap(self) -> dict[str, float | None]:
+        now, totals = time.monotonic(), self._read()
+        seconds = max(now - self._then, 1e-9)
+        done = {key: total - self._before[key] for key, total in totals.items()}
+        self._then, self._before = now, totals
+        engines = {column: done[Role.ROLLOUT, column] for column in Total}
+        steps, reloads = engines[Total.STEPS], engines[Total.RELOADS]
+        idle_s = engines[Total.IDLE_S] / self._num_engines
+        return {
+            "rollout/tokens_per_s": engines[Total.TOKENS] / seconds,
+            "rollout/batch_mean": engines[Total.TOKENS] / steps if steps else None,
+            "rollout/idle_frac": min(1.0, idle_s / seconds),
+            "weights/reload_pause_s": engines[Total.RELOAD_S] / reloads if reloads else None,
+            "train/idle_frac": min(1.0, done[Role.TRAIN, Total.IDLE_S] / seconds),
+        }
+
+
+class RunLog:
+    """Writes the run directory. `step` is that of the checkpoint a resumed run starts from."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        fleet: Fleet,
+        view: View,
+        step: int = 0,
+        totals: RunTotals | None = None,
+        saver: BatchSaver | None = None,
+    ):
+        self.config, self.run_dir, self.view, self.step = config, run_dir, view, step
+        self._fleet, self._saver = fleet, saver
+        self._files = {name: JsonLines(run_dir / f"{name}.jsonl") for name in LOGS}
+        self.metrics = read_lines(run_dir / "metrics.jsonl")
+        self.evals = read_lines(run_dir / "evals.jsonl")
+        self.totals = totals or RunTotals()
+        self._seconds_before, self.began = self.totals.seconds, time.monotonic()
+        self.problems: list[str] = []  # what is missing when the run ends
+        self._texts: dict[int, tuple[Prompt, tuple[str, ...]]] = {}
+        self.recent_samples: deque[Line] = deque(maxlen=NUM_SHOWN_SAMPLES)
+        self.recent_ages: deque[tuple[int, ...]] = deque(maxlen=NUM_SHOWN_STEPS)
+        self._cancel_after(step)
+
+    def begin(self) -> None:
+        self.began = time.monotonic()
+        self._meter = Meter(self._fleet)
+
+    def note(self, text: str) -> None:
+        self.view.note(text)
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds_before + time.monotonic() - self.began
+
+    def checkpoint_folder(self, step: int) -> Path:
+        return self.run_dir / "checkpoints" / f"step-{step:06d}"
+
+    @property
+    def last_checkpoint(self) -> str:
+        found = sorted((self.run_dir / "checkpoints").glob("step-*"))
+        return f"the last good checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
+
+    def state(self) -> Line:
+        """For a checkpoint. By then the lines of its steps are on the disk."""
+        for file in self._files.values():
+            file.sync()
+        return {**asdict(self.totals), "seconds": self.seconds}
+
+    def roll_back(self, step: int, state: Line | None) -> None:
+        """The trainer starts again from the checkpoint of `step`, whose state this is."""
+        before, self.totals = self.totals, RunTotals.of(state)
+        self.totals.workers_replaced = before.workers_replaced
+        self.totals.steps_redone = before.steps_redone
+        self._cancel_after(step)
+
+    def _cancel_after(self, step: int) -> None:
+        for file in self._files.values():
+            if not file.is_empty:
+                file.write({"rolled_back_to": step})
+        self.metrics = [line for line in self.metrics if line["step"] <= step]
+        self.evals = [line for line in self.evals if line["step"] <= step]
+        if self._saver is not None:
+            self._saver.forget_after(step)
+
+    def _write(self, name: str, line: Line) -> None:
+        """A file that cannot be written is reported once, and once when it can be again."""
+        file = self._files[name]
+        had_failed, file.is_empty = bool(file.error), False
+        file.write(line)
+        if file.error and not had_failed:
+            self.note(f"{name}.jsonl cannot be written ({file.error}): its lines wait in memory")
+        elif had_failed and not file.error:
+            self.note(f"{name}.jsonl is written again, with all that had waited")
+
+    # -- steps
+
+    def keep_texts(self, group_id: int, prompt: Prompt, texts: tuple[str, ...]) -> None:
+        self._texts[group_id] = (prompt, texts)
+
+    def forget_texts(self, group_id: int) -> None:
+        self._texts.pop(group_id, None)
+
+    def trained(
+        self, step: int, batch: Batch, trained: Trained, buffer: Buffer, breaches: list[Breach]
+    ) -> None:
+        """While the batch's ring cells are still its own."""
+        trajectories = [t for group in batch.groups for t in group.trajectories]
+        self.totals.trained_tokens += int(trained.values["train/tokens"] or 0)
+        self.totals.multi_version += sum(t.head_version != t.tail_version for t in trajectories)
+        self.recent_ages.append(trained.ages)
+        line = metrics_line(
+            {
+                "step": step,
+                "version": batch.version + 1,
+                "seconds": round(self.seconds, 3),
+                **self._rewards(batch),
+                **self._buffer_counts(batch, buffer),
+                "rollout/devices": self.config.devices.rollout,
+                "train/devices": self.config.devices.train,
+                "faults/workers_replaced": self.totals.workers_replaced or None,
+                "faults/steps_redone": self.totals.steps_redone or None,
+                **self._meter.lap(),
+                **trained.values,
+                "guard/warnings": len(breaches),
+            }
+        )
+        self.metrics.append(line)
+        self._write("metrics", line)
+        groups = [_group_line(group) for group in batch.groups]
+        self._write("batches", {"step": step, "version": batch.version, "groups": groups})
+        self._write_samples(step, batch, trained)
+        if self._saver is not None and (problem := self._saver.record(batch, line)):
+            self.note(problem)
+        self.view.step(line)
+
+    def _rewards(self, batch: Batch) -> dict[str, float | None]:
+        trajectories = [t for group in batch.groups for t in group.trajectories]
+        rewards = [reward for group in batch.groups for reward in group.own_rewards]
+        turns = [t.num_turns for t in trajectories]
+        num_asked = self.config.train.batch_size * self.config.rollout.group_size
+        return {
+            "reward/mean": fmean(rewards),
+            "reward/std": pstdev(rewards),
+            "reward/shaped_mean": fmean(r for group in batch.groups for r in group.rewards),
+            "reward/penalty_mean": fmean(overlong_penalty(self.config, t) for t in trajectories),
+            "reward/failures": num_asked - len(trajectories),
+            "rollout/length_mean": fmean(t.num_written for t in trajectories),
+            "rollout/turns_mean": fmean(turns) if max(turns) > 1 else None,
+            "rollout/truncated_frac": fmean(t.stop is StopReason.LENGTH for t in trajectories),
+        }
+
+    def _buffer_counts(self, batch: Batch, buffer: Buffer) -> dict[str, float | None]:
+        ledger = buffer.ledger
+        return {
+            "buffer/groups_submitted": ledger.submitted,
+            "buffer/groups_trained": ledger.trained,
+            "buffer/groups_dropped": ledger.dropped,
+            "buffer/groups_in_flight": ledger.in_flight,
+            "buffer/truncated_masked": sum(len(group.masked) for group in batch.groups),
+            **{DROPPED[reason]: count for reason, count in buffer.drops.items() if count},
+        }
+
+    def _write_samples(self, step: int, batch: Batch, trained: Trained) -> None:
+        groups = batch.groups[: self.config.log.samples]
+        for group, shown in zip_longest(groups, trained.samples[: len(groups)]):
+            prompt, texts = self._texts[group.id]
+            first = group.trajectories[0]
+            sample = {
+                "step": step,
+                "group": group.id,
+                "prompt": prompt.example.prompt,
+                "answer": texts[0],
+                "reference": prompt.example.reference,
+                "reward": group.own_rewards[0],
+                "shaped": group.rewards[0],
+                "versions": [first.head_version, first.tail_version],
+                "stop": first.stop.name.lower(),
+            }
+            self.recent_samples.append(sample)
+            self._write("samples", {**sample, **(asdict(shown) if shown else {})})
+
+    # -- numbers that go bad
+
+    def check(self, step: int, batch: Batch, trained: Trained, breaches: list[Breach]) -> None:
+        """Saves a batch that went bad and warns; raises where a limit stops the run."""
+        fatal = [breach for breach in breaches if breach.is_fatal]
+        saved = ""
+        if trained.problem:
+            saved = self.save_bad(batch, batch.version, trained.problem, must_save=bool(fatal))
+            left_out = f"step {step}: {trained.problem}: the weights stay as they were"
+            self.note(f"{left_out}{saved}")
+        for breach in breaches:
+            if breach.is_told and not breach.is_fatal:
+                self.note(f"warning: step {step}: {breach.text}")
+        if fatal:
+            raise MinirlError(f"step {step}: {fatal[0].text}{saved}; {self.last_checkpoint}")
+
+    def save_bad(self, batch: Batch, version: int, why: str, must_save: bool = True) -> str:
+        """With the weights of `version`. Gives the end of a sentence that says where it is."""
+        if self._saver is None:
+            return ""
+        return self._saver.save_bad(batch, version, why, must_save)
+
+    # -- evaluations
+
+    @property
+    def accuracies(self) -> list[tuple[int, float]]:
+        """(version, accuracy) of every evaluation that could be graded."""
+        graded = [line for line in self.evals if line.get("accuracy") is not None]
+        return [(line["version"], line["accuracy"]) for line in graded]
+
+    def is_evaluated(self, step: int) -> bool:
+        return any(line["step"] >= step for line in self.evals)
+
+    @property
+    def wants_evaluation(self) -> bool:
+        """At the start: the last one that was due (of step 0, or of a multiple of eval.every) has
+        not ended."""
+        every = self.config.eval.every
+        return not self.is_evaluated(self.step - self.step % every if every else 0)
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        if evaluation.num_failed:
+            self.note(f"evaluation: {evaluation.num_failed} answers could not be graded")
+        line: Line = {
+            "step": evaluation.step,
+            "version": -1 if evaluation.version is None else evaluation.version,
+            "seconds": round(self.seconds, 3),
+            **evaluation.result,
+            "answers": evaluation.answers(self.config.log.samples),
+        }
+        self.evals.append(line)
+        self._write("evals", line)
+        if line["accuracy"] is not None:
+            self.view.evaluated(line["version"], line["accuracy"])
+
+    # -- the end
+
+    def stalled(self, report: str) -> Path:
+        """Rule 8: everything that helps to find out why, on the screen and in a file."""
+        path = self.run_dir / "stall.txt"
+        with suppress(OSError), path.open("a") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{report}\n")
+        self.note(report)
+        return path
+
+    def summarise(self, is_whole: bool, extra: Line) -> Line:
+        lines, accuracies = self.metrics, self.accuracies
+        gaps = [line["train/logprob_gap"] for line in lines if "train/logprob_gap" in line]
+        summary = {
+            "finished": is_whole,
+            "steps": len(lines),
+            "seconds": lines[-1]["seconds"] if lines else 0.0,
+            "accuracy_before": accuracies[0][1] if accuracies else None,
+            "accuracy_after": accuracies[-1][1] if accuracies else None,
+            "accuracies": accuracies,
+            "trained_tokens": self.totals.trained_tokens,
+            "staleness_max": max((line["buffer/staleness_max"] for line in lines), default=0),
+            "max_staleness_allowed": self.config.buffer.max_staleness,
+            "multi_version_trajectories": self.totals.multi_version,
+            "logprob_gap_max": max(gaps, default=None),
+            **extra,
+        }
+        try:
+            write_text(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+        except OSError as error:
+            self.problems.append(f"summary.json could not be written ({error.strerror})")
+        return summary
+
+    def close(self) -> None:
+        """`problems` then names all that is not on the disk."""
+        for file in self._files.values():
+            file.close()
+            if file.error:
+                self.problems.append(f"{file.path.name} is not whole ({file.error})")
+        if self._saver is not None and self._saver.num_missing:
+            self.problems.append(f"{self._saver.num_missing} steps were not recorded")
+
+
+def _group_line(group: Group) -> Line:
+    first = group.trajectories[0]
+    return {
+        "id": group.id,
+        "prompt": group.prompt_index,
+        "prompt_tokens": first.length - first.num_new,
+        "rewards": list(group.rewards),
+        "lengths": [t.num_written for t in group.trajectories],
+        "versions": [[t.head_version, t.tail_version] for t in group.trajectories],
+        "stops": [t.stop.name.lower() for t in group.trajectories],
+    }
