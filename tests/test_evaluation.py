@@ -51,12 +51,13 @@ def test_accuracy_is_the_mean_of_what_was_graded() -> None:
         else:
             run.graded(group_id, float(group_id != EVAL_IDS))
     assert run.is_done and not run.is_void
-    assert run.interval is not None and run.interval.mean == 2 / 3
-    assert run.interval.low < 2 / 3 < run.interval.high
-    assert (run.version, run.truncated_frac) == (7, 0.25)
+    result = run.result
+    assert result["accuracy"] == 2 / 3 and result["low"] < 2 / 3 < result["high"]
+    assert (result["count"], result["failures"], result["truncated_frac"]) == (3, 1, 0.25)
+    assert run.version == 7
     ungraded = evaluation(1)
     ungraded.failed()
-    assert ungraded.is_done and ungraded.interval is None and ungraded.version is None
+    assert ungraded.is_done and ungraded.result["accuracy"] is None and ungraded.version is None
 
 
 @pytest.mark.parametrize("case", ["pinned", "begun", "finished"])

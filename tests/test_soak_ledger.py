@@ -148,10 +148,11 @@ def test_rewards_that_failed_and_a_broken_one_that_was_trained(run: Path) -> Non
 
 def test_a_token_that_is_too_old(run: Path) -> None:
     def age(lines: list[dict[str, Any]]) -> None:
-        lines[6]["tokens"][0]["versions"][0] = lines[6]["version"] - 3
-        lines[6]["tokens"][0]["trained"][0] = 1
+        lines[6]["token_versions"][0] = began[lines[6]["step"]] - 3
+        lines[6]["token_gaps"][0] = 0.1
 
-    change(run / TRAINED, age)
+    began = {line["step"]: line["version"] for line in lines_of(run, TRAINED)}
+    change(run / SAMPLES, age)
     assert violated(run)["staleness"].endswith("has a token 3 old")
     set_line(run, METRICS, 1, **{"buffer/staleness_max": 3})
     assert violated(run)["staleness"] == "step 2: buffer/staleness_max is 3"
