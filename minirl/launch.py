@@ -153,7 +153,8 @@ def _run(config: Config, job: Job, source: Path, start: Start, view: ConsoleView
         threads = len(places[1][0].cores)
         saver = BatchSaver(config, run_dir, ring, store, source, threads)
         totals = RunTotals.of(start.state)
-        log = RunLog(config, run_dir, fleet, view, start.step, totals, saver)
+        under_way = (start.state or {}).get("evaluating")
+        log = RunLog(config, run_dir, fleet, view, start.step, totals, saver, under_way)
         loop = Loop(config, fleet, stream, heldout, buffer, log)
         loggers = Loggers(config, run_dir, start.step, view.note)
         try:

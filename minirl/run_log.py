@@ -100,7 +100,8 @@ class Meter:
 
 
 class RunLog:
-    """Writes the run directory. `step` is that of the checkpoint a resumed run starts from."""
+    """Writes the run directory. `step` is that of the checkpoint a resumed run starts from, and
+    `evaluating` the version whose evaluation was under way when it was saved."""
 
     def __init__(
         self,
@@ -111,6 +112,7 @@ class RunLog:
         step: int = 0,
         totals: RunTotals | None = None,
         saver: BatchSaver | None = None,
+        evaluating: int | None = None,
     ):
         self.config, self.run_dir, self.view, self.step = config, run_dir, view, step
         self._fleet, self._saver = fleet, saver
@@ -124,6 +126,11 @@ class RunLog:
         self.recent_samples: deque[Line] = deque(maxlen=NUM_SHOWN_SAMPLES)
         self.recent_ages: deque[tuple[int, ...]] = deque(maxlen=NUM_SHOWN_STEPS)
         self._cancel_after(step)
+        every = config.eval.every
+        if evaluating is not None:
+            self._cancel_evaluation(evaluating)
+        is_due = not self.is_evaluated(step - step % every if every else 0)
+        self.wants_evaluation = is_due or evaluating is not None  # before the first step
 
     def begin(self) -> None:
         self.began = time.monotonic()
@@ -296,12 +303,13 @@ class RunLog:
     def is_evaluated(self, step: int) -> bool:
         return any(line["step"] >= step for line in self.evals)
 
-    @property
-    def wants_evaluation(self) -> bool:
-        """At the start: the last one that was due (of step 0, or of a multiple of eval.every) has
-        not ended."""
-        every = self.config.eval.every
-        return not self.is_evaluated(self.step - self.step % every if every else 0)
+    def _cancel_evaluation(self, version: int) -> None:
+        """Also one that ended after the checkpoint is done again: a resumed run repeats all that
+        followed it, so that at η = 0 it stays the same run to the bit."""
+        ended = [line["step"] for line in self.evals if line["version"] >= version]
+        if ended:
+            self._files["evals"].write({"rolled_back_to": min(ended) - 1})
+            self.evals = [line for line in self.evals if line["step"] < min(ended)]
 
     def evaluated(self, evaluation: Evaluation) -> None:
         if evaluation.num_failed:

@@ -94,7 +94,10 @@ class Stage:
         self.stream = PromptStream(task, Numbers(), config.seed, start.consumed)
         self.buffer = make_buffer(config, start.history)
         totals = RunTotals.of(start.state)
-        self.log = RunLog(config, folder, self.fleet, self.notes, start.step, totals)
+        under_way = (start.state or {}).get("evaluating")
+        self.log = RunLog(
+            config, folder, self.fleet, self.notes, start.step, totals, evaluating=under_way
+        )
         heldout = [Prompt(i, Example("Ann has 1 pear", "?"), (1,)) for i in range(2)]
         self.loop = Loop(config, self.fleet, self.stream, heldout, self.buffer, self.log)
 

@@ -1,34 +1,104 @@
 """What a run writes is read again as it was: torn lines, full disks, rollbacks and resumes."""
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from disks import files_up_to
-from run_dirs import Silent, evaluate, make_config, write_run
 
+from minirl.buffer import Buffer, OnStale
+from minirl.config import Config
+from minirl.devices import Placement
 from minirl.errors import MinirlError, RecipeError
+from minirl.evaluation import EVAL_IDS, Evaluation
 from minirl.metrics import Breach
-from minirl.records import Batch
+from minirl.records import Batch, Example, Group, Prompt, StopReason, Trajectory
 from minirl.run_dir import JsonLines, RunDir, RunState, hold, open_run, read_lines, write_text
 from minirl.run_log import RunLog, RunTotals
-from minirl.train.messages import Trained
-from minirl.workers import Fleet
+from minirl.train.messages import AnswerTokens, Trained
+from minirl.workers import Fleet, Role, Worker
+
+HELDOUT = [Prompt(i, Example(f"{i}?", "4"), (1, 2)) for i in range(4)]
 
 
-class Notes(Silent):
+class Notes:
+    """A view that keeps what it is told."""
+
     def __init__(self) -> None:
         self.texts: list[str] = []
 
     def note(self, text: str) -> None:
         self.texts.append(text)
 
+    def evaluated(self, version: int, accuracy: float) -> None: ...
 
-def log_of(path: Path, step: int = 0, every: int = 0) -> RunLog:
+    def step(self, line: dict[str, Any]) -> None: ...
+
+
+def make_config(steps: int = 6) -> Config:
+    base = Config()
+    return replace(
+        base,
+        train=replace(base.train, steps=steps, batch_size=2),
+        rollout=replace(base.rollout, group_size=2, max_new_tokens=32),
+        eval=replace(base.eval, num_prompts=len(HELDOUT)),
+    )
+
+
+def write_run(path: Path, config: Config) -> Path:
+    """Through the real log and buffer, with made-up answers."""
+    path.mkdir()
+    fleet, place, dice = Fleet(path, 2), Placement("cpu"), random.Random(0)
+    fleet.workers += [Worker(Role.ROLLOUT, 0, 0, "", None, place)]
+    fleet.workers += [Worker(Role.TRAIN, 0, 1, "", None, place)]
+    buffer, log = Buffer(2, 2, OnStale.MASK), RunLog(config, path, fleet, Notes())
+    log.begin()
+    evaluate(log, version=0, right=1)
+    for step in range(1, config.train.steps + 1):
+        batch = make_batch(buffer, step, dice)
+        for group in batch.groups:
+            log.keep_texts(group.id, HELDOUT[0], ("4", "4"))
+        versions = [max(0, batch.version - 1), batch.version, batch.version]
+        shown = AnswerTokens(["a", "b", "c"], versions, [None, 1e-7, 0.02])
+        values = {"train/tokens": 50.0, "buffer/staleness_max": 0.0}
+        buffer.published()
+        log.trained(step, batch, Trained(step, values, samples=(shown,)), buffer, [])
+        if step in (config.train.steps // 2, config.train.steps):
+            evaluate(log, version=step, right=3)
+    log.summarise(True, {})
+    log.close()
+    return path
+
+
+def make_batch(buffer: Buffer, step: int, dice: random.Random) -> Batch:
+    for _ in range(2):
+        ticket, version = buffer.admit(step * 10, buffer.version), buffer.version
+        lengths = [dice.randint(2, 32) for _ in range(2)]
+        stops = [StopReason.LENGTH if n == 32 else StopReason.STOP for n in lengths]
+        pairs = zip(range(2), lengths, stops, strict=True)
+        answers = tuple(Trajectory(i, n + 2, n, stop, version, version) for i, n, stop in pairs)
+        buffer.finish(Group(ticket.group_id, step * 10, answers, (0.0, 1.0)))
+    batch = buffer.next_batch(step)
+    assert batch is not None
+    return batch
+
+
+def evaluate(log: RunLog, version: int, right: int) -> None:
+    evaluation = Evaluation(HELDOUT, first_cell=0, step=version)
+    for place in range(len(HELDOUT)):
+        evaluation.answered(Trajectory(place, 5, 3, StopReason.STOP, version, version))
+        evaluation.texts[EVAL_IDS + place] = f"as version {version} says: <4>"
+        evaluation.graded(EVAL_IDS + place, float(place < right))
+    log.evaluated(evaluation)
+
+
+def log_of(path: Path, step: int = 0, every: int = 0, evaluating: int | None = None) -> RunLog:
     config = make_config()
     config = replace(config, eval=replace(config.eval, every=every))
-    return RunLog(config, path, Fleet(path, 1), Notes(), step)
+    return RunLog(config, path, Fleet(path, 1), Notes(), step, evaluating=evaluating)
 
 
 def steps_of(path: Path) -> list[int]:
@@ -113,7 +183,7 @@ def test_every_file_of_a_run(tmp_path: Path) -> None:
 def test_resume_and_rollback_cancel_steps_and_evaluations_after_the_checkpoint(
     tmp_path: Path,
 ) -> None:
-    run = write_run(tmp_path / "run", make_config(steps=4), is_whole=False)
+    run = write_run(tmp_path / "run", make_config(steps=4))
     log = log_of(run, step=3)
     assert [line["step"] for line in log.metrics] == [1, 2, 3] == steps_of(run / "metrics.jsonl")
     assert log.accuracies == [(0, 0.25), (2, 0.75)]
@@ -185,6 +255,17 @@ def test_a_limit_that_is_broken_warns_or_ends_the_run_in_one_line(tmp_path: Path
     with pytest.raises(MinirlError, match=r"step 9: no update .*; there is no checkpoint yet"):
         log.check(9, batch, Trained(9), fatal)
     assert len(log.view.texts) == 2
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_an_evaluation_under_way_at_the_checkpoint_is_done_again_though_it_ended_later(
+    every: int, tmp_path: Path
+) -> None:
+    text = "".join(json.dumps({"step": n, "version": n, "accuracy": 0.5}) + "\n" for n in (0, 2, 5))
+    (tmp_path / "evals.jsonl").write_text(text)
+    log = log_of(tmp_path, 5, every, evaluating=5)
+    assert log.wants_evaluation and not log.is_evaluated(5)
+    assert steps_of(tmp_path / "evals.jsonl") == [0, 2] == [line["step"] for line in log.evals]
 
 
 # The directory --------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ import pytest
 from processes import Run, assert_accounted
 from safetensors.torch import load_file, save_file
 
-from minirl.metrics import is_timed, read
+from minirl.metrics import is_timed
+from minirl.run_dir import read_lines
 
 STATE_KEYS = ("step", "history", "consumed_below", "consumed_above", "in_flight")
 STEPS, KILLED_AT = 4, 2  # with a checkpoint at every step
@@ -55,11 +56,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tied_folder: Path) -> Path:
 def test_at_eta_0_one_seed_gives_one_run_killed_or_not(folder: Path) -> None:
     assert different(folder / "whole", folder / "resumed") == {}
     for name in ("whole", "resumed"):
-        lines = read(folder / name / "metrics.jsonl")
+        lines = read_lines(folder / name / "metrics.jsonl")
         assert len(lines) == STEPS
         assert_accounted(lines, max_staleness=0)
         assert all(line["buffer/staleness_max"] == 0 for line in lines)
-        assert all(line["eval/version"] == line["step"] - 1 for line in lines[:-1])
+        evals = read_lines(folder / name / "evals.jsonl")
+        assert [line["version"] for line in evals] == [*range(5)]
         assert lines[-1]["buffer/dropped_equal_rewards"] >= 1
         assert all(line["rollout/turns_mean"] > 1 for line in lines)
         assert any(line["train/loss"] != 0 for line in lines), "nothing was learned: no test at all"
@@ -78,7 +80,7 @@ def test_what_differs_is_found_and_named(folder: Path, tmp_path: Path) -> None:
     (last / "trainer" / "rng.safetensors").unlink()
     state = json.loads((last / "trainer" / "state.json").read_text())
     (last / "trainer" / "state.json").write_text(json.dumps({**state, "in_flight": [99]}))
-    lines = read(other / "metrics.jsonl")
+    lines = read_lines(other / "metrics.jsonl")
     lines[2]["train/loss"] += 1e-9
     lines[1]["train/tokens_per_s"] = 1.0  # a clock's: left out
     (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -92,8 +94,10 @@ def test_what_differs_is_found_and_named(folder: Path, tmp_path: Path) -> None:
 
 def different(whole: Path, other: Path) -> dict[str, str]:
     """What of two runs is not the same, and where first."""
-    pairs = zip(read(whole / "metrics.jsonl"), read(other / "metrics.jsonl"), strict=True)
-    found = {f"step {a['step']}": _first(a, b) for a, b in pairs}
+    found = {}
+    for name, what in (("metrics", "step"), ("evals", "evaluation")):
+        files = [read_lines(run / f"{name}.jsonl") for run in (whole, other)]
+        found |= {f"{what} {a['step']}": _first(a, b) for a, b in zip(*files, strict=True)}
     one, two = (sorted((run / "checkpoints").glob("step-*"))[-1] for run in (whole, other))
     assert one.name == two.name
     for path in one.rglob("*.safetensors"):
