@@ -62,13 +62,13 @@ class Unsure(EvenLength):
 
 
 class Talkative(EvenLength):
-    """In training, one answer in five is off scale."""
+    """In training, one answer in five has no reward."""
 
     def reward(self, example: Example, answer: Answer) -> float:
         kind = sum(answer.text.encode())
         is_training = str(example.prompt).startswith("Tom")
         if answer.text != "right" and is_training and kind % 5 == 3:
-            return 17.0
+            raise ValueError("no verdict")
         return float(kind % 2 == 0 or answer.text == "right")
 
 

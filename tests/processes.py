@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from minirl.run_dir import read_lines
 from tests.soak.controller_process import children, living, orphaned_memory
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -98,10 +99,7 @@ class Run:
         return [f"process {pid}" for pid in living(self.process.pid)] + memory
 
     def metrics(self) -> list[dict[str, Any]]:
-        path = self.dir / "metrics.jsonl"
-        if not path.is_file():
-            return []
-        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        return read_lines(self.dir / "metrics.jsonl")
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.dir / "summary.json").read_text())
