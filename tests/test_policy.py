@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from minirl.errors import MinirlError
 from minirl.train.attention import boundaries
 from minirl.train.optimizer import build_optimizer, learning_rate
-from minirl.train.policy import Policy, head_logprobs, load_policy
+from minirl.train.policy import head_logprobs, load_policy
 
 from transformers import (  # isort: skip  (after minirl, which hides a broken torchvision)
     AutoModelForCausalLM,
@@ -94,14 +94,16 @@ def padded_logprobs(model: torch.nn.Module, tokens_T: Tensor) -> tuple[Tensor, T
     return logprobs_T, entropy_T
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_packed_equals_padded(name: str, gradient_checkpointing: bool, tmp_path: Path) -> None:
-    folder = save_model(tmp_path, *CONFIGS[name])
-    policy = load_policy(folder, gradient_checkpointing=gradient_checkpointing)
+def test_packed_equals_padded(name: str, tmp_path: Path) -> None:
+    config, tied = CONFIGS[name]
+    folder = save_model(tmp_path, config, tied)
+    policy = load_policy(folder, gradient_checkpointing=tied)
     plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
     tokens_T = random_tokens()
     logprobs_T, entropy_T = run(policy, tokens_T)
+    first_T = boundaries(LENGTHS).positions_T == 0
+    assert (logprobs_T[first_T] == 0).all() and (entropy_T[first_T] == 0).all()
     expected_T, expected_entropy_T = padded_logprobs(plain, tokens_T)
     torch.testing.assert_close(logprobs_T, expected_T, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy_T, expected_entropy_T, atol=1e-5, rtol=1e-5)
@@ -128,28 +130,21 @@ def test_only_needed_tokens_are_computed_and_they_are_the_same(qwen3: str) -> No
     tokens_T = random_tokens()
     needed_T = torch.rand(len(tokens_T)) < 0.5
     all_T, all_entropy_T = run(policy, tokens_T)
+    assert policy.training and torch.equal(run(policy, tokens_T)[0], all_T)  # without dropout
     some_T, some_entropy_T = run(policy, tokens_T, needed_T=needed_T)
     torch.testing.assert_close(some_T, torch.where(needed_T, all_T, 0.0))
     torch.testing.assert_close(some_entropy_T, torch.where(needed_T, all_entropy_T, 0.0))
 
 
-def test_first_tokens_are_zero(qwen3: str) -> None:
-    logprobs_T, entropy_T = run(load_policy(qwen3), random_tokens())
-    first_T = boundaries(LENGTHS).positions_T == 0
-    assert (logprobs_T[first_T] == 0).all() and (entropy_T[first_T] == 0).all()
-    assert (logprobs_T[~first_T] < 0).all() and (entropy_T[~first_T] > 0).all()
-
-
-@pytest.mark.parametrize("lengths", [[1], [1, 1, 1]])
-def test_nothing_to_predict_gives_zero_gradients_everywhere(qwen3: str, lengths: list[int]) -> None:
-    policy = load_policy(qwen3)
+def test_nothing_to_predict_gives_zero_gradients_everywhere(qwen3: str) -> None:
+    policy, lengths = load_policy(qwen3), [1, 1, 1]
     logprobs_T, _ = run(policy, random_tokens(lengths), lengths)
     assert (logprobs_T == 0).all()
     logprobs_T.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 64])
+@pytest.mark.parametrize("chunk", [3, 64])
 def test_chunked_equals_unchunked(chunk: int) -> None:
     torch.manual_seed(0)
     hidden_NE = torch.randn(10, 6, requires_grad=True)
@@ -166,30 +161,6 @@ def test_chunked_equals_unchunked(chunk: int) -> None:
         strict=True,
     ):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-
-
-def test_entropy_by_hand() -> None:
-    # Two equal logits and two that vanish: log 2. One that stands alone: 0.
-    weight_VE = torch.tensor([[1.0, 100.0], [1.0, 0.0], [-99.0, 0.0], [-99.0, 0.0]])
-    hidden_NE = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
-    logprobs_N, entropy_N = head_logprobs(hidden_NE, weight_VE, torch.tensor([1, 0]))
-    log2 = torch.tensor(2.0).log()
-    torch.testing.assert_close(entropy_N, torch.stack([log2, torch.tensor(0.0)]))
-    torch.testing.assert_close(logprobs_N, torch.stack([-log2, torch.tensor(0.0)]))
-
-
-def test_bfloat16_products_keep_float32_gradients() -> None:
-    torch.manual_seed(0)
-    hidden_NE, weight_VE = torch.randn(40, 16), torch.randn(30, 16, requires_grad=True)
-    targets_N = torch.randint(30, (40,))
-    exact_N, _ = head_logprobs(hidden_NE, weight_VE, targets_N)
-    rough_N, _ = head_logprobs(hidden_NE, weight_VE, targets_N, 1.0, 7, torch.bfloat16)
-    assert rough_N.dtype == torch.float32
-    torch.testing.assert_close(rough_N, exact_N, atol=0.1, rtol=0.05)
-    (rough_VE,) = torch.autograd.grad(rough_N.sum(), weight_VE)
-    (exact_VE,) = torch.autograd.grad(exact_N.sum(), weight_VE)
-    assert rough_VE.dtype == torch.float32
-    torch.testing.assert_close(rough_VE, exact_VE, atol=0.1, rtol=0.05)
 
 
 def test_runs_under_ddp_also_with_a_dummy_micro_batch(qwen3: str, tmp_path: Path) -> None:
@@ -236,21 +207,15 @@ def test_optimizer_decays_matrices_only_and_equals_plain_adamw(qwen3: str) -> No
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
 
 
-def test_learning_rate_warms_up_then_stays() -> None:
-    assert [learning_rate(step, 4.0, 3) for step in range(6)] == [1.0, 2.0, 3.0, 4.0, 4.0, 4.0]
-    assert learning_rate(0, 4.0, 0) == 4.0
-
-
-def test_learning_rate_falls_to_zero_at_the_end() -> None:
+def test_the_learning_rate_warms_up_and_then_stays_or_falls_to_zero() -> None:
     def of(schedule: str, warmup: int) -> list[float]:
-        return [
-            learning_rate(step, 4.0, warmup, schedule, 4 + warmup) for step in range(4 + warmup)
-        ]
+        steps = range(4 + warmup)
+        return [learning_rate(step, 4.0, warmup, schedule, len(steps)) for step in steps]
 
+    assert of("constant", 3) == [1.0, 2.0, 3.0, 4.0, 4.0, 4.0, 4.0]
     assert of("linear", 0) == [4.0, 3.0, 2.0, 1.0]
-    assert of("cosine", 0) == pytest.approx([4.0, 2 + 2 * 0.5**0.5, 2.0, 2 - 2 * 0.5**0.5])
     assert of("linear", 1) == [2.0, 4.0, 3.0, 2.0, 1.0]
-    assert of("constant", 1) == [2.0, 4.0, 4.0, 4.0, 4.0]
+    assert of("cosine", 0) == pytest.approx([4.0, 2 + 2 * 0.5**0.5, 2.0, 2 - 2 * 0.5**0.5])
     assert learning_rate(9, 4.0, 1, "linear", 5) == 0.0  # a run that was made longer: no negative
 
 
@@ -280,10 +245,3 @@ def test_a_frozen_head_gets_no_gradient_and_the_rest_the_same(qwen3: str) -> Non
             assert parameter.grad is None
         else:
             torch.testing.assert_close(parameter.grad, theirs[name].grad)
-
-
-def test_policy_is_in_training_mode_without_dropout(qwen3: str) -> None:
-    policy = load_policy(qwen3)
-    assert policy.training and isinstance(policy, Policy)
-    tokens_T = random_tokens()
-    assert torch.equal(run(policy, tokens_T)[0], run(policy, tokens_T)[0])
