@@ -92,6 +92,7 @@ def make_group(
     free: Iterator[int],
     model: torch.nn.Module,
     rng: random.Random,
+    temperature: float = CONFIG.rollout.temperature,
 ) -> Group:
     prompt = [rng.randrange(2, 384) for _ in range(rng.randrange(3, 9))]
     trajectories = []
@@ -99,7 +100,7 @@ def make_group(
         answer = [rng.randrange(2, 384) for _ in range(rng.randrange(recipe.shortest, LONGEST - 8))]
         tokens = prompt + answer
         with torch.no_grad():
-            exact_T = plain_script.logprobs(model, tokens, CONFIG.rollout.temperature)
+            exact_T = plain_script.logprobs(model, tokens, temperature)
         logprobs = [value + rng.gauss(0, recipe.noise) for value in exact_T[len(prompt) :].tolist()]
         spans = np.array_split(np.arange(len(answer)), len(recipe.versions))
         ages = zip(spans, recipe.versions, strict=True)
