@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minirl.buffer import Buffer, Drop, OnStale, Ticket, republished_as
+from minirl.buffer import Buffer, Drop, Ledger, OnStale, Ticket, republished_as
 from minirl.pace import Pace
 from minirl.records import Group, StopReason, Trajectory
 
@@ -146,6 +146,11 @@ def test_wait_admits_no_group_that_could_not_be_trained_in_time() -> None:
     assert not buffer.can_admit(0) and buffer.can_admit(1)
     buffer.on_stale = OnStale.MASK
     assert buffer.can_admit(0)  # a free slot is enough
+
+
+def test_a_ledger_that_lost_a_group_is_not_balanced() -> None:
+    assert Ledger(submitted=3, trained=1, dropped=1, in_flight=1).is_balanced
+    assert not Ledger(submitted=3, trained=1, dropped=1, in_flight=0).is_balanced
 
 
 @given(st.integers(0, 50), st.integers(0, 50))

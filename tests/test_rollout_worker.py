@@ -2,9 +2,7 @@
 trainer. Its task has several turns: without a reply the first is the whole answer.
 """
 
-import os
 import re
-import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -401,42 +399,6 @@ def test_an_evaluation_that_waits_for_a_reply_keeps_its_version(station: Station
         station.reply(group, (), place)
     assert {said.tail_version for said in station.done[group.group_id].values()} == {pinned}
     station.wait_idle()  # under the new one
-
-
-# The end --------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow  # test_chaos.py kills an engine of a run
-def test_killed_it_leaves_nothing_and_its_successor_serves_the_newest_version(
-    station: Station,
-) -> None:
-    fleet, worker = station.inbox.fleet, station.worker
-    station.submit(station.request(size=8))
-    station.wait_tokens(8)
-    held = held_in_dev_shm(worker.pid)
-    os.kill(worker.pid, signal.SIGKILL)
-    died = station.inbox.take(worker, Died)
-    assert died == Died("was killed by SIGKILL", is_final=False)
-    assert not [entry.name for entry in os.scandir("/dev/shm") if entry.inode() in held]
-    newest = station.versions.publish_next()
-    fleet.replace(worker)
-    station.inbox.take(worker, Started)
-    station.inbox.messages.clear()  # what its predecessor finished
-    group = station.request()
-    station.submit(group)
-    station.wait_done(group)
-    for view in station.views(group):
-        assert set(view.versions[view.mask == 1]) == {newest}
-
-
-def held_in_dev_shm(pid: int) -> set[int]:
-    """Inodes of what the process has there: a semaphore is mapped under a name that is not its."""
-    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    held = {int(line.split()[4]) for line in maps if "/dev/shm/" in line}
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        if os.readlink(link).startswith("/dev/shm/"):
-            held.add(link.stat().st_ino)
-    return held
 
 
 def test_stop_ends_it(station: Station) -> None:
