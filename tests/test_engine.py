@@ -19,7 +19,7 @@ from versions import EXACT, Versions
 from minirl.config import Config, ModelConfig, RolloutConfig, TasksConfig
 from minirl.errors import StaleWeights
 from minirl.records import StopReason
-from minirl.rollout.engine import Sampling
+from minirl.rollout.engine import Engine, Sampling
 from minirl.rollout.worker import RolloutSetup
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import CANARY_TOKENS
@@ -252,7 +252,7 @@ def test_a_wrong_canary_is_noticed_under_running_sequences_too(tied: Remote) -> 
     with pytest.raises(StaleWeights, match="canary"):
         tied.step(2)
     tied.update()
-    tied.call(engine_child.abort, [tied.next_key])
+    tied.call(Engine.abort, [tied.next_key])
     tied.step()
 
 
@@ -339,7 +339,7 @@ def how_it_ends(answer: Written, tokenizer: Any) -> str:
 
 def test_a_seed_repeats_what_is_sampled(tied: Remote) -> None:
     def sample(seed: int) -> list[list[int]]:
-        tied.call(engine_child.reseed, seed)
+        tied.call(Engine.reseed, seed)
         answers = [tied.add(PROMPT[: 40 + i], replace(FREE, max_new_tokens=20)) for i in range(3)]
         tied.step()
         return [answer.tokens for answer in answers]
