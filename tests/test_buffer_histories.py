@@ -6,7 +6,7 @@ that go back to their checkpoint, and resumes in the middle; nothing of it has a
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
@@ -40,10 +40,10 @@ class Checkpoint:
     consumed: set[int]
     trained_ids: set[int]
     lineage: tuple[int, ...]  # of the weights
-    num_submitted: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.num_submitted = self.history.trained + sum(self.history.drops.values())
+    @property
+    def num_submitted(self) -> int:
+        return self.history.trained + sum(self.history.drops.values())
 
 
 class World:
