@@ -1,5 +1,6 @@
 """What several test files share: the tiny random models, made once a session."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,14 @@ import pytest
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with the long tests first, so that two workers end at about the same time."""
     items.sort(key=lambda item: 0 if item.get_closest_marker("vllm") else 1)
+
+
+def pytest_collection_finish() -> None:
+    """One thread for torch: the models are tiny, and more threads only wait for each other."""
+    if "torch" in sys.modules:
+        import torch
+
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

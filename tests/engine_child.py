@@ -20,7 +20,7 @@ CALLS_ALLOWED_TO_FAIL = (StaleWeights, ValueError)
 
 @dataclass(frozen=True)
 class Call:
-    """Of a function of this module, on one of the engines."""
+    """Of a method of Engine or a function of this module, on one of the engines."""
 
     engine: str
     function: Callable[..., Any]
@@ -55,10 +55,6 @@ def canary_gap(engine: Engine) -> float:
     return engine.canary_gap
 
 
-def reseed(engine: Engine, seed: int) -> None:
-    engine.reseed(seed)
-
-
 def add(engine: Engine, key: int, prompt: list[int], sampling: Sampling) -> None:
     engine.add(key, prompt, sampling, priority=key)
 
@@ -74,10 +70,6 @@ def steps(engine: Engine, count: int) -> list[tuple[int, Chunk]]:
             (version, Chunk(c.key, list(c.tokens), list(c.logprobs), c.stop)) for c in engine.step()
         ]
     return found
-
-
-def abort(engine: Engine, keys: list[int]) -> None:
-    engine.abort(keys)
 
 
 def lose_tensors(engine: Engine, names: list[str] | None) -> None:

@@ -3,50 +3,30 @@
 import numpy as np
 import pytest
 
-from minirl.train.advantage import ESTIMATORS, estimate, gae, group_normalised
+from minirl.train.advantage import ESTIMATORS, estimate, gae
 from minirl.train.batch import loss_weights
 
-
-def test_by_hand() -> None:
-    # mean 0.25, variance (3 · 0.0625 + 0.5625) / 4 = 0.1875, std 0.4330127
-    std = 0.1875**0.5
-    assert group_normalised([1.0, 0.0, 0.0, 0.0]) == pytest.approx(
-        [0.75 / (std + 1e-4), *[-0.25 / (std + 1e-4)] * 3]
-    )
-
-
-def test_equal_rewards_give_exactly_zero() -> None:
-    # The mean of three 0.1 is not 0.1 in floating point: this must not leak through.
-    for group in ([0.1] * 3, [1.0] * 8, [0.7], []):
-        assert group_normalised(group) == [0.0] * len(group)
-
-
 GROUPS = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]]
+STD = 0.1875**0.5 + 1e-4  # of a group: variance (3 · 0.0625 + 0.5625) / 4
+ONE = 5 / (5 + 1e-4)
 
 
-def test_dr_grpo_by_hand() -> None:
-    assert estimate("dr_grpo", GROUPS) == [[0.75, -0.25, -0.25, -0.25], [0.25, 0.25, 0.25, -0.75]]
-
-
-def test_rloo_by_hand() -> None:
-    # Of the others: 0, and (1 + 0 + 0) / 3.
-    assert estimate("rloo", GROUPS)[0] == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
-    assert estimate("rloo", GROUPS)[1] == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1.0])
-
-
-def test_reinforce_plus_plus_by_hand() -> None:
-    # Centred by group (above), then over the batch: mean 0, variance (2·0.5625 + 6·0.0625) / 8.
-    std = 0.1875**0.5 + 1e-4
-    found = estimate("reinforce++", GROUPS)
-    assert found[0] == pytest.approx([0.75 / std, -0.25 / std, -0.25 / std, -0.25 / std])
-    assert found[1] == pytest.approx([0.25 / std, 0.25 / std, 0.25 / std, -0.75 / std])
-
-
-def test_plain_reward_normalised_over_the_batch_by_hand() -> None:
-    # ±5, four of each: mean 0, std 5. The question does not matter, only the answer.
-    one = 5 / (5 + 1e-4)
-    assert estimate("batch", GROUPS)[0] == pytest.approx([one, -one, -one, -one])
-    assert estimate("batch", GROUPS)[1] == pytest.approx([one, one, one, -one])
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("grpo", [0.75 / STD, *[-0.25 / STD] * 3], [*[0.25 / STD] * 3, -0.75 / STD]),
+        ("dr_grpo", [0.75, -0.25, -0.25, -0.25], [0.25, 0.25, 0.25, -0.75]),
+        # The mean of the others is 0, or (1 + 0 + 0) / 3.
+        ("rloo", [1.0, -1 / 3, -1 / 3, -1 / 3], [1 / 3, 1 / 3, 1 / 3, -1.0]),
+        # Centred by group, then over the batch: mean 0, variance (2 · 0.5625 + 6 · 0.0625) / 8.
+        ("reinforce++", [0.75 / STD, *[-0.25 / STD] * 3], [*[0.25 / STD] * 3, -0.75 / STD]),
+        # ±5, four of each: mean 0, std 5. The question does not matter, only the answer.
+        ("batch", [ONE, -ONE, -ONE, -ONE], [ONE, ONE, ONE, -ONE]),
+    ],
+)
+def test_by_hand(name: str, first: list[float], second: list[float]) -> None:
+    found = estimate(name, GROUPS)
+    assert found[0] == pytest.approx(first) and found[1] == pytest.approx(second)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

@@ -6,19 +6,16 @@ that go back to their checkpoint, and resumes in the middle; nothing of it has a
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_buffer import trajectory
 
 from minirl.buffer import Buffer, Drop, History, Ledger, OnStale, Ticket, republished_as
 from minirl.pace import AUTO, Pace
-from minirl.records import Batch, Group, StopReason, Trajectory
-
-
-def trajectory(head: int, tail: int) -> Trajectory:
-    return Trajectory(0, 10, 5, StopReason.STOP, head, tail)
+from minirl.records import Batch, Group
 
 
 @dataclass
@@ -43,10 +40,10 @@ class Checkpoint:
     consumed: set[int]
     trained_ids: set[int]
     lineage: tuple[int, ...]  # of the weights
-    num_submitted: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.num_submitted = self.history.trained + sum(self.history.drops.values())
+    @property
+    def num_submitted(self) -> int:
+        return self.history.trained + sum(self.history.drops.values())
 
 
 class World:
@@ -371,12 +368,9 @@ class World:
         assert not set(in_hand) & self.consumed, "a prompt is both consumed and to come"
 
 
-batch_sizes, bounds, seeds = st.integers(1, 8), st.integers(0, 5), st.integers(0, 2**32)
-
-
 @pytest.mark.parametrize("on_stale", OnStale)
 @settings(max_examples=500, deadline=None, derandomize=True)
-@given(batch_sizes, bounds, seeds, st.integers(1, 400))
+@given(st.integers(1, 8), st.integers(0, 5), st.integers(0, 2**32), st.integers(1, 400))
 def test_any_history(
     on_stale: OnStale, batch_size: int, max_staleness: int, seed: int, num_events: int
 ) -> None:
@@ -385,23 +379,13 @@ def test_any_history(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_stale", OnStale)
-@settings(max_examples=4000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(batch_sizes, bounds, seeds, st.integers(1, 1500))
-def test_any_long_history(
-    on_stale: OnStale, batch_size: int, max_staleness: int, seed: int, num_events: int
-) -> None:
-    World(batch_size, max_staleness, on_stale, seed).run(num_events)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("on_stale", OnStale)
 def test_a_hundred_thousand_histories(on_stale: OnStale) -> None:
-    """Of each rule. By plain seeds: a failure names the one to run again."""
+    """Under each rule, one of a hundred of them long. A failure names the seed to run again."""
     for seed in range(100_000):
         shape = random.Random(f"shape {seed}")
         world = World(shape.randint(1, 8), shape.randint(0, 5), on_stale, seed)
         try:
-            world.run(shape.randint(1, 80))
+            world.run(shape.randint(1, 80 if seed % 100 else 1500))
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
 

@@ -5,28 +5,26 @@ same in the mean (slow: `python -m pytest -m slow tests/test_minimal.py`, up to 
 import importlib.util
 import random
 import sys
-from dataclasses import replace
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, variance
 from types import ModuleType
 
+import plain_script
 import pytest
-import torch
-from ranks import FIRST_VERSION, LocalRank, relative_error
+from ranks import FIRST_VERSION, LONGEST, LocalRank, Recipe, make_group, relative_error
 
 from minirl.recipe import load
-from minirl.records import Batch, Group, StopReason, Trajectory
+from minirl.records import Batch
 from minirl.run_dir import read_lines
 from minirl.shm.ring import TrajectoryRing
 from minirl.tools.sweep import train
-from minirl.train.attention import boundaries
 from minirl.train.optimizer import build_optimizer
 from minirl.train.policy import load_policy
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "smoke.toml"
 FILE = RECIPE.with_name("minimal.py")
-NUM_GROUPS, LONGEST = 4, 48
+NUM_GROUPS = 4
 T99 = {6: 3.707, 8: 3.355}  # two-sided, by degrees of freedom
 
 
@@ -43,61 +41,42 @@ def test_it_can_be_read_in_one_sitting() -> None:
     assert len(FILE.read_text().splitlines()) <= 200
 
 
-@torch.no_grad()
-def behaviour(policy: torch.nn.Module, tokens: list[int], num_prompt: int) -> list[float]:
-    """What vLLM would have said of the answer."""
-    where = boundaries([len(tokens)])
-    logprobs_T, _ = policy(
-        torch.tensor(tokens), where.positions_T, where.cu_seqlens_S1, where.max_seqlen
-    )
-    return logprobs_T[num_prompt:].tolist()
-
-
-def draw(minimal: ModuleType, size: int, rng: random.Random) -> list[list]:
-    """Groups as minimal.py has them; in the last one all rewards are equal."""
+def as_written(minimal: ModuleType, batch: Batch, ring: TrajectoryRing) -> list[list]:
+    """The groups of a batch as minimal.py has them."""
     groups = []
-    for number in range(NUM_GROUPS):
-        prompt = [rng.randrange(2, 384) for _ in range(rng.randrange(3, 9))]
-        group = []
-        for place in range(size):
-            answer = [rng.randrange(2, 384) for _ in range(rng.randrange(1, LONGEST - 8))]
-            reward = 1.0 if number == NUM_GROUPS - 1 else float((place * 7 + number) % 3 == 0)
-            group.append(minimal.Written([*prompt, *answer], len(prompt), reward))
-        groups.append(group)
+    for group in batch.groups:
+        views = [ring.read(trajectory.cell, group.id) for trajectory in group.trajectories]
+        groups.append(
+            [
+                minimal.Written(view.tokens.tolist(), int((view.mask == 0).sum()), reward)
+                for view, reward in zip(views, group.rewards, strict=True)
+            ]
+        )
     return groups
 
 
-def as_batch(groups: list[list], step: int, ring: TrajectoryRing, policy: torch.nn.Module) -> Batch:
-    """The same answers as a rollout worker leaves them: in the ring, with logprobs and versions."""
-    version, found = FIRST_VERSION + step - 1, []
-    for number, group in enumerate(groups):
-        trajectories = []
-        for place, w in enumerate(group):
-            cell, num = number * len(group) + place, len(w.tokens) - w.num_prompt
-            logprobs = behaviour(policy, w.tokens, w.num_prompt)
-            prompt, answer = w.tokens[: w.num_prompt], w.tokens[w.num_prompt :]
-            ring.write(cell, 100 * step + number, prompt, answer, logprobs, [version] * num)
-            stop = StopReason.STOP
-            trajectories.append(Trajectory(cell, len(w.tokens), num, stop, version, version))
-        rewards = tuple(w.reward for w in group)
-        found.append(Group(100 * step + number, number, tuple(trajectories), rewards))
-    return Batch(step, version, tuple(found))
-
-
 def test_its_step_is_the_trainers(minimal: ModuleType, tied_folder: Path) -> None:
-    config = load(RECIPE, ["buffer.max_staleness=0"]).config
-    config = replace(config, train=replace(config.train, batch_size=NUM_GROUPS))
+    config = load(RECIPE, ["buffer.max_staleness=0", f"train.batch_size={NUM_GROUPS}"]).config
     size, rng = config.rollout.group_size, random.Random(3)
     policy = load_policy(str(tied_folder), config.model.dtype)
     optimizer = build_optimizer(policy, config.train.lr, config.train.weight_decay)
-    ring = TrajectoryRing(NUM_GROUPS * size, LONGEST)
-    rank = LocalRank(tied_folder, config, ring)
+    ring = TrajectoryRing(3 * NUM_GROUPS * size, LONGEST)
+    rank, engine = LocalRank(tied_folder, config, ring), plain_script.load(tied_folder)
+    cells, temperature = iter(range(ring.num_cells)), config.rollout.temperature
+    recipes = [Recipe(group_size=size)] * (NUM_GROUPS - 1)
+    recipes += [Recipe(group_size=size, is_reward_equal=True)]
     for step in (1, 2, 3):
         before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
-        groups = draw(minimal, size, rng)
-        batch = as_batch(groups, step, ring, policy)
+        engine.load_state_dict(policy.model.state_dict())
+        version = FIRST_VERSION + step - 1
+        groups = [
+            make_group(recipe, 100 * step + i, version, ring, cells, engine, rng, temperature)
+            for i, recipe in enumerate(recipes)
+        ]
+        batch = Batch(step, version, tuple(groups))
         values = rank.train(batch)
-        loss = minimal.update(policy, optimizer, groups, config, step - 1)
+        written = as_written(minimal, batch, ring)
+        loss = minimal.update(policy, optimizer, written, config, step - 1)
         assert loss == pytest.approx(values["train/loss"], rel=1e-4, abs=1e-6)
         assert values["train/behav_ratio_mean"] == pytest.approx(1, abs=1e-5)
         own = dict(policy.model.named_parameters())

@@ -21,9 +21,6 @@ def test_algorithm_1_by_hand() -> None:
     # 6 opens the first; 5 does not fit (11 > 10) and opens the second; 4 fits both: the first has
     # as few as the second and comes first; 3 fits only the second; 2 fits the second (8 + 2).
     assert micro_batches([4, 6, 5, 3, 2], 10) == [[1, 0], [2, 3, 4]]
-
-
-def test_fewest_sequences_wins_over_first() -> None:
     # 41 joins 60 (101), 40 opens the second; 9 fits both (110, 49) and goes where there is one.
     assert micro_batches([60, 41, 40, 9], 110) == [[0, 1], [2, 3]]
 
@@ -37,17 +34,13 @@ def test_micro_batches_hold_each_index_once_within_budget(
     assert all(tokens(lengths, batch) <= BUDGET for batch in batches)
     assert len(batches) >= min_count
     assert sum(not batch for batch in batches) == max(0, min_count - len(lengths))
-
-
-@given(lengths_lists, st.integers(1, 8))
-def test_a_micro_batch_is_longest_first(lengths: list[int], min_count: int) -> None:
-    for batch in micro_batches(lengths, BUDGET, min_count):
+    for batch in batches:  # longest first
         own = [lengths[index] for index in batch]
         assert own == sorted(own, reverse=True)
 
 
 @given(lengths_lists, st.integers(1, 5))
-def test_ranks_end_with_equal_counts(lengths: list[int], num_ranks: int) -> None:
+def test_ranks_have_equal_counts_and_nearly_equal_costs(lengths: list[int], num_ranks: int) -> None:
     split = split_over_ranks(lengths, num_ranks, BUDGET)
     assert len(split) == num_ranks
     assert len({len(batches) for batches in split}) == 1
@@ -59,18 +52,11 @@ def test_ranks_end_with_equal_counts(lengths: list[int], num_ranks: int) -> None
         own = sum(map(len, batches))
         assert sum(not batch for batch in batches) == max(0, len(batches) - own)
     assert split == split_over_ranks(lengths, num_ranks, BUDGET)
-
-
-@given(lengths_lists, st.integers(1, 5))
-def test_ranks_differ_in_cost_by_one_sequence_at_most(lengths: list[int], num_ranks: int) -> None:
     loads = [sum(cost(lengths[index]) for index in own) for own in balanced(lengths, num_ranks)]
     assert max(loads) - min(loads) <= cost(max(lengths, default=0)) + 1e-9
 
 
-def test_fewer_sequences_than_ranks_gives_empty_micro_batches() -> None:
+def test_few_sequences_leave_empty_micro_batches_and_a_long_one_names_the_remedy() -> None:
     assert split_over_ranks([5, 7], 3, 10) == [[[1]], [[0]], [[]]]
-
-
-def test_too_long_a_sequence_names_the_remedy() -> None:
     with pytest.raises(MinirlError, match=r"train\.max_tokens.*at least 101"):
         micro_batches([3, 101], BUDGET)

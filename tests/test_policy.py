@@ -1,17 +1,16 @@
-"""The policy: packed equals padded in logprobs and every gradient, for each kind of model."""
+"""The policy: packed equals a plain forward in logprobs and gradients, for each kind of model."""
 
 from pathlib import Path
 
+import plain_script
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from minirl.errors import MinirlError
 from minirl.train.attention import boundaries
 from minirl.train.optimizer import build_optimizer, learning_rate
-from minirl.train.policy import Policy, head_logprobs, load_policy
+from minirl.train.policy import head_logprobs, load_policy
 
 from transformers import (  # isort: skip  (after minirl, which hides a broken torchvision)
     AutoModelForCausalLM,
@@ -54,55 +53,38 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("qwen3"), Qwen3Config, True)
 
 
-def random_tokens(lengths: list[int] = LENGTHS) -> Tensor:
+def random_tokens() -> Tensor:
     torch.manual_seed(1)
-    return torch.randint(1, TINY["vocab_size"], (sum(lengths),))
+    return torch.randint(1, TINY["vocab_size"], (sum(LENGTHS),))
 
 
 def run(
-    policy: torch.nn.Module,
-    tokens_T: Tensor,
-    lengths: list[int] = LENGTHS,
-    needed_T: Tensor | None = None,
-    chunk: int = 8,
+    policy: torch.nn.Module, tokens_T: Tensor, needed_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    bounds = boundaries(lengths)
-    return policy(
-        tokens_T,
-        bounds.positions_T,
-        bounds.cu_seqlens_S1,
-        bounds.max_seqlen,
-        TEMPERATURE,
-        needed_T,
-        chunk,
-    )
+    at = boundaries(LENGTHS)
+    bounds = (at.positions_T, at.cu_seqlens_S1, at.max_seqlen)
+    return policy(tokens_T, *bounds, TEMPERATURE, needed_T, chunk=8)
 
 
-def padded_logprobs(model: torch.nn.Module, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
-    """What a plain script does: pad on the right, all logits at once. (logprobs_T, entropy_T)"""
-    sequences = tokens_T.split(LENGTHS)
-    tokens_BL = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
-    mask_BL = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
-    logits_BLV = model(tokens_BL, attention_mask=mask_BL.long(), use_cache=False).logits
-    all_BLV = (logits_BLV / TEMPERATURE).log_softmax(-1)[:, :-1]
-    logprobs_BL = all_BLV.gather(2, tokens_BL[:, 1:, None])[..., 0]
-    entropy_BL = -(all_BLV.exp() * all_BLV).sum(-1)
-    first_B1 = torch.zeros(len(LENGTHS), 1)
-    logprobs_T, entropy_T = (
-        torch.cat([first_B1, x], 1)[mask_BL] for x in (logprobs_BL, entropy_BL)
-    )
-    return logprobs_T, entropy_T
+def one_by_one(model: plain_script.PreTrainedModel, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each sequence alone, through Hugging Face's own forward. (logprobs_T, entropy_T)"""
+    logprobs, entropies = [], []
+    for sequence in tokens_T.split(LENGTHS):
+        all_TV = plain_script.distributions(model, sequence.tolist(), TEMPERATURE)
+        logprobs.append(plain_script.own(all_TV, sequence.tolist()))
+        entropies.append(torch.cat([torch.zeros(1), -(all_TV.exp() * all_TV).sum(-1)]))
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_packed_equals_padded(name: str, gradient_checkpointing: bool, tmp_path: Path) -> None:
-    folder = save_model(tmp_path, *CONFIGS[name])
-    policy = load_policy(folder, gradient_checkpointing=gradient_checkpointing)
-    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+def test_packed_equals_one_by_one(name: str, tmp_path: Path) -> None:
+    config, tied = CONFIGS[name]
+    folder = save_model(tmp_path, config, tied)
+    policy = load_policy(folder, gradient_checkpointing=tied)
+    plain = plain_script.load(Path(folder))
     tokens_T = random_tokens()
     logprobs_T, entropy_T = run(policy, tokens_T)
-    expected_T, expected_entropy_T = padded_logprobs(plain, tokens_T)
+    expected_T, expected_entropy_T = one_by_one(plain, tokens_T)
     torch.testing.assert_close(logprobs_T, expected_T, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy_T, expected_entropy_T, atol=1e-5, rtol=1e-5)
     assert not entropy_T.requires_grad
@@ -128,28 +110,13 @@ def test_only_needed_tokens_are_computed_and_they_are_the_same(qwen3: str) -> No
     tokens_T = random_tokens()
     needed_T = torch.rand(len(tokens_T)) < 0.5
     all_T, all_entropy_T = run(policy, tokens_T)
+    assert policy.training and torch.equal(run(policy, tokens_T)[0], all_T)  # without dropout
     some_T, some_entropy_T = run(policy, tokens_T, needed_T=needed_T)
     torch.testing.assert_close(some_T, torch.where(needed_T, all_T, 0.0))
     torch.testing.assert_close(some_entropy_T, torch.where(needed_T, all_entropy_T, 0.0))
 
 
-def test_first_tokens_are_zero(qwen3: str) -> None:
-    logprobs_T, entropy_T = run(load_policy(qwen3), random_tokens())
-    first_T = boundaries(LENGTHS).positions_T == 0
-    assert (logprobs_T[first_T] == 0).all() and (entropy_T[first_T] == 0).all()
-    assert (logprobs_T[~first_T] < 0).all() and (entropy_T[~first_T] > 0).all()
-
-
-@pytest.mark.parametrize("lengths", [[1], [1, 1, 1]])
-def test_nothing_to_predict_gives_zero_gradients_everywhere(qwen3: str, lengths: list[int]) -> None:
-    policy = load_policy(qwen3)
-    logprobs_T, _ = run(policy, random_tokens(lengths), lengths)
-    assert (logprobs_T == 0).all()
-    logprobs_T.sum().backward()
-    assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 64])
+@pytest.mark.parametrize("chunk", [3, 64])
 def test_chunked_equals_unchunked(chunk: int) -> None:
     torch.manual_seed(0)
     hidden_NE = torch.randn(10, 6, requires_grad=True)
@@ -166,47 +133,6 @@ def test_chunked_equals_unchunked(chunk: int) -> None:
         strict=True,
     ):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-
-
-def test_entropy_by_hand() -> None:
-    # Two equal logits and two that vanish: log 2. One that stands alone: 0.
-    weight_VE = torch.tensor([[1.0, 100.0], [1.0, 0.0], [-99.0, 0.0], [-99.0, 0.0]])
-    hidden_NE = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
-    logprobs_N, entropy_N = head_logprobs(hidden_NE, weight_VE, torch.tensor([1, 0]))
-    log2 = torch.tensor(2.0).log()
-    torch.testing.assert_close(entropy_N, torch.stack([log2, torch.tensor(0.0)]))
-    torch.testing.assert_close(logprobs_N, torch.stack([-log2, torch.tensor(0.0)]))
-
-
-def test_bfloat16_products_keep_float32_gradients() -> None:
-    torch.manual_seed(0)
-    hidden_NE, weight_VE = torch.randn(40, 16), torch.randn(30, 16, requires_grad=True)
-    targets_N = torch.randint(30, (40,))
-    exact_N, _ = head_logprobs(hidden_NE, weight_VE, targets_N)
-    rough_N, _ = head_logprobs(hidden_NE, weight_VE, targets_N, 1.0, 7, torch.bfloat16)
-    assert rough_N.dtype == torch.float32
-    torch.testing.assert_close(rough_N, exact_N, atol=0.1, rtol=0.05)
-    (rough_VE,) = torch.autograd.grad(rough_N.sum(), weight_VE)
-    (exact_VE,) = torch.autograd.grad(exact_N.sum(), weight_VE)
-    assert rough_VE.dtype == torch.float32
-    torch.testing.assert_close(rough_VE, exact_VE, atol=0.1, rtol=0.05)
-
-
-def test_runs_under_ddp_also_with_a_dummy_micro_batch(qwen3: str, tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0,
-                            world_size=1)  # fmt: skip
-    try:
-        bare, policy = load_policy(qwen3), load_policy(qwen3)
-        wrapped = DistributedDataParallel(policy)
-        tokens_T = random_tokens()
-        run(bare, tokens_T)[0].sum().backward()
-        with wrapped.no_sync():
-            run(wrapped, tokens_T)[0].sum().backward()
-        run(wrapped, tokens_T[:1], [1])[0].sum().backward()
-        for a, b in zip(bare.parameters(), policy.parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_head_that_scales_its_logits_is_refused(tmp_path: Path) -> None:
@@ -236,21 +162,15 @@ def test_optimizer_decays_matrices_only_and_equals_plain_adamw(qwen3: str) -> No
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
 
 
-def test_learning_rate_warms_up_then_stays() -> None:
-    assert [learning_rate(step, 4.0, 3) for step in range(6)] == [1.0, 2.0, 3.0, 4.0, 4.0, 4.0]
-    assert learning_rate(0, 4.0, 0) == 4.0
-
-
-def test_learning_rate_falls_to_zero_at_the_end() -> None:
+def test_the_learning_rate_warms_up_and_then_stays_or_falls_to_zero() -> None:
     def of(schedule: str, warmup: int) -> list[float]:
-        return [
-            learning_rate(step, 4.0, warmup, schedule, 4 + warmup) for step in range(4 + warmup)
-        ]
+        steps = range(4 + warmup)
+        return [learning_rate(step, 4.0, warmup, schedule, len(steps)) for step in steps]
 
+    assert of("constant", 3) == [1.0, 2.0, 3.0, 4.0, 4.0, 4.0, 4.0]
     assert of("linear", 0) == [4.0, 3.0, 2.0, 1.0]
-    assert of("cosine", 0) == pytest.approx([4.0, 2 + 2 * 0.5**0.5, 2.0, 2 - 2 * 0.5**0.5])
     assert of("linear", 1) == [2.0, 4.0, 3.0, 2.0, 1.0]
-    assert of("constant", 1) == [2.0, 4.0, 4.0, 4.0, 4.0]
+    assert of("cosine", 0) == pytest.approx([4.0, 2 + 2 * 0.5**0.5, 2.0, 2 - 2 * 0.5**0.5])
     assert learning_rate(9, 4.0, 1, "linear", 5) == 0.0  # a run that was made longer: no negative
 
 
@@ -280,10 +200,3 @@ def test_a_frozen_head_gets_no_gradient_and_the_rest_the_same(qwen3: str) -> Non
             assert parameter.grad is None
         else:
             torch.testing.assert_close(parameter.grad, theirs[name].grad)
-
-
-def test_policy_is_in_training_mode_without_dropout(qwen3: str) -> None:
-    policy = load_policy(qwen3)
-    assert policy.training and isinstance(policy, Policy)
-    tokens_T = random_tokens()
-    assert torch.equal(run(policy, tokens_T)[0], run(policy, tokens_T)[0])

@@ -1,8 +1,8 @@
-"""One real rollout worker in its own process; the test plays the controller and the trainer."""
+"""One real rollout worker in its own process; the test plays the controller, the task and the
+trainer. Its task has several turns: without a reply the first is the whole answer.
+"""
 
-import os
 import re
-import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from crew import ENGINE_PLACE, Inbox, crew
-from tiny_models import EOS
+from tiny_models import EOS, POSITIONS, tokenizer
 from versions import EXACT, Versions
 
 from minirl.config import Config, EvalConfig, RolloutConfig, TasksConfig
 from minirl.records import StopReason, Trajectory
 from minirl.rollout.worker import (
     Abort,
+    Continue,
     Finished,
     Gone,
     GroupRequest,
@@ -24,9 +25,11 @@ from minirl.rollout.worker import (
     Started,
     Stop,
     Submit,
+    TurnEnded,
 )
 from minirl.shm.board import State, Total
 from minirl.shm.ring import TornEntry, TrajectoryRing, TrajectoryView
+from minirl.tasks.turns import Dialogue, runs
 from minirl.workers import Died, Role, Worker
 
 pytestmark = pytest.mark.vllm
@@ -41,6 +44,10 @@ CONFIG = Config(
 )
 PROMPT = tuple((5 + 37 * i) % 380 + 2 for i in range(70))
 TOO_LONG = PROMPT * 4
+REPLY = (300, 301, 302, 20, 303)
+STOP_TEXTS = ("Q", "Z")
+ENDS = {EOS, *tokenizer(POSITIONS).encode("QZ")}
+OFTEN, SELDOM = 6.0, 0.0  # how much likelier the weights make an end
 
 
 class Station:
@@ -49,22 +56,46 @@ class Station:
     def __init__(self, inbox: Inbox, worker: Worker, versions: Versions, ring: TrajectoryRing):
         self.inbox, self.worker, self.versions, self.ring = inbox, worker, versions, ring
         self.num_groups = self.num_cells = 0
-        self.requests: dict[int, GroupRequest] = {}
         self.done: dict[int, dict[int, Trajectory]] = defaultdict(dict)
         self.gone: dict[int, str] = {}
+        self.waiting: dict[int, dict[int, Trajectory]] = {}  # for a reply, by group and place
 
     def request(
-        self, prompt: tuple[int, ...] = PROMPT, size: int = GROUP_SIZE, is_eval: bool = False
+        self,
+        prompt: tuple[int, ...] = PROMPT,
+        size: int = GROUP_SIZE,
+        is_eval: bool = False,
+        has_replies: bool = False,
     ) -> GroupRequest:
         self.num_groups += 1
         cells = tuple((self.num_cells + i) % NUM_CELLS for i in range(size))
         self.num_cells += size
         group_id = -self.num_groups if is_eval else self.num_groups
-        self.requests[group_id] = GroupRequest(group_id, prompt, cells, is_eval)
-        return self.requests[group_id]
+        if has_replies:
+            self.waiting[group_id] = {}
+        return GroupRequest(group_id, prompt, cells, is_eval)
 
     def submit(self, *groups: GroupRequest) -> None:
         self.worker.send(Submit(groups))
+
+    def reply(self, group: GroupRequest, tokens: tuple[int, ...], *places: int) -> None:
+        """No tokens: the turn was the last."""
+        for place in places:
+            turn = self.waiting[group.group_id].pop(place)
+            if not tokens:
+                self.done[group.group_id][place] = turn
+        self.worker.send(Continue(tuple((group.group_id, place, tokens) for place in places)))
+
+    def listen(self, group: GroupRequest) -> dict[int, Trajectory]:
+        """Until each trajectory of the group is done or waits; gives those that wait."""
+        waiting, done = self.waiting[group.group_id], self.done[group.group_id]
+
+        def is_quiet() -> bool:
+            self.read()
+            return len(waiting) + len(done) == len(group.cells)
+
+        self.inbox.wait_until(is_quiet)
+        return dict(waiting)
 
     def is_done(self, *groups: GroupRequest) -> bool:
         self.read()
@@ -77,11 +108,10 @@ class Station:
     def read(self) -> None:
         left = []
         for worker, message in self.inbox.messages:
-            if isinstance(message, Finished):
-                for group_id, index, trajectory in message.trajectories:
+            if isinstance(message, (Finished, TurnEnded)):
+                for group_id, place, trajectory in message.trajectories:
                     assert group_id not in self.gone, "a group of which nothing was to come"
-                    assert index not in self.done[group_id]
-                    self.done[group_id][index] = trajectory
+                    self.take(group_id, place, trajectory, isinstance(message, Finished))
             elif isinstance(message, Gone):
                 assert message.group_id not in self.gone
                 self.gone[message.group_id] = message.why
@@ -89,6 +119,16 @@ class Station:
                 assert not isinstance(message, Died), self.inbox.fleet.last_words(worker)
                 left.append((worker, message))
         self.inbox.messages = left
+
+    def take(self, group_id: int, place: int, trajectory: Trajectory, is_last: bool) -> None:
+        assert place not in self.done[group_id]
+        if not is_last and group_id in self.waiting:
+            assert place not in self.waiting[group_id]
+            self.waiting[group_id][place] = trajectory
+            return
+        self.done[group_id][place] = trajectory
+        if not is_last:
+            self.worker.send(Continue(((group_id, place, ()),)))
 
     def wait_done(self, *groups: GroupRequest) -> None:
         self.inbox.wait_until(lambda: self.is_done(*groups))
@@ -102,6 +142,7 @@ class Station:
         """With nothing to sample, and nothing newer to load."""
 
         def is_idle() -> bool:
+            self.read()
             row = self.inbox.fleet.board.row(self.worker.row)
             is_new = row.version == self.versions.store.latest
             return row.state is State.WAITING_FOR_PROMPTS and row.running == 0 and is_new
@@ -119,26 +160,33 @@ class Station:
         return self.inbox.fleet.board.total(self.worker.row, Total.TOKENS)
 
     def views(self, group: GroupRequest) -> list[TrajectoryView]:
-        """The group's trajectories, after checking that each is what its descriptor says."""
-        views = []
-        for index, cell in enumerate(group.cells):
-            said, view = self.done[group.group_id][index], self.ring.read(cell, group.group_id)
-            num_written = said.num_written
-            assert said.cell == cell
-            assert said.length == len(view.tokens) == len(group.prompt) + num_written
-            assert view.tokens[: len(group.prompt)].tolist() == list(group.prompt)
-            assert view.mask.tolist() == [0] * len(group.prompt) + [1] * num_written
-            versions = view.versions[len(group.prompt) :]
-            assert (view.versions[: len(group.prompt)] == -1).all()
-            assert (np.diff(versions) >= 0).all()
-            assert (said.head_version, said.tail_version) == (versions[0], versions[-1])
-            if said.stop is StopReason.STOP:
-                assert view.tokens[-1] == EOS
-            else:
-                assert num_written == MAX_NEW and view.tokens[-1] != EOS
-            assert EOS not in view.tokens[len(group.prompt) : -1]
-            views.append(view)
-        return views
+        """The trajectories, after checking that each is what its descriptor says, that every token
+        that no model wrote is masked, and that every logprob is exact."""
+        return [self.view(group, said) for _, said in sorted(self.done[group.group_id].items())]
+
+    def view(self, group: GroupRequest, said: Trajectory) -> TrajectoryView:
+        view, start = self.ring.read(said.cell, group.group_id), len(group.prompt)
+        assert said.cell in group.cells and said.length == len(view.tokens)
+        assert view.tokens[:start].tolist() == list(group.prompt)
+        spans = runs(view.mask)  # of the model and of replies, by turns
+        assert spans[0].start == start and spans[-1].stop == said.length
+        assert len(spans) == 2 * said.num_turns - 1
+        assert all(tuple(view.tokens[span]) == REPLY for span in spans[1::2])
+        assert said.num_replied == len(REPLY) * (said.num_turns - 1)
+        assert (view.versions[view.mask == 0] == -1).all()
+        assert (view.logprobs[view.mask == 0] == 0).all()
+        stamps = view.versions[view.mask == 1]
+        assert (said.head_version, said.tail_version) == (stamps[0], stamps[-1])
+        assert said.num_written == len(stamps) and (np.diff(stamps) >= 0).all()
+        for span in spans[::2]:
+            assert not ENDS & {*view.tokens[span][:-1]}
+        if said.stop is StopReason.STOP:
+            assert view.tokens[-1] in ENDS
+        else:
+            assert said.num_new == MAX_NEW and view.tokens[-1] not in ENDS
+        if group.group_id > 0:  # an evaluation is greedy
+            self.check_logprobs(view)
+        return view
 
     def check_logprobs(self, view: TrajectoryView) -> None:
         """Each token's, against a plain forward of the version it is stamped with."""
@@ -149,12 +197,11 @@ class Station:
 
 @pytest.fixture(scope="module")
 def station(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Station]:
-    versions, ring = (
-        Versions(tied_folder),
-        TrajectoryRing(NUM_CELLS, CONFIG.max_tokens_per_trajectory),
-    )
+    versions = Versions(tied_folder, ends=sorted(ENDS))
+    ring = TrajectoryRing(NUM_CELLS, CONFIG.max_tokens_per_trajectory)
     versions.publish_next()
-    setup = RolloutSetup(CONFIG, str(tied_folder), "cpu", 1, ring, versions.store)
+    dialogue = Dialogue(stop=STOP_TEXTS)
+    setup = RolloutSetup(CONFIG, str(tied_folder), "cpu", 1, ring, versions.store, dialogue)
     with crew(tmp_path_factory.mktemp("rollout"), 1) as inbox:
         body = "minirl.rollout.worker:run"
         worker = inbox.fleet.spawn(Role.ROLLOUT, 0, body, setup, ENGINE_PLACE)
@@ -164,8 +211,13 @@ def station(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(autouse=True)
 def idle(station: Station) -> None:
-    """Each test begins with a worker that has nothing to do."""
+    """Each test begins with a worker that has nothing to do, under weights that end an answer now
+    and then."""
+    station.versions.publish_next()
     station.wait_idle()
+
+
+# One turn -------------------------------------------------------------------------------------
 
 
 def test_groups_run_through_new_versions_and_every_token_is_stamped_right(station: Station) -> None:
@@ -178,38 +230,28 @@ def test_groups_run_through_new_versions_and_every_token_is_stamped_right(statio
     station.wait_done(*groups)
     views = [view for group in groups for view in station.views(group)]
     assert max(len(np.unique(view.versions[view.mask == 1])) for view in views) >= 3
-    for view in views:
-        assert view.versions[view.mask == 1][0] == first
-        station.check_logprobs(view)
+    assert {int(view.versions[view.mask == 1][0]) for view in views} == {first}
     assert len({tuple(view.tokens) for view in views}) == len(views)
 
 
 def test_an_answer_ends_where_the_model_ends_it_or_at_the_limit(station: Station) -> None:
     reasons = []
-    for eos_scale in (6.0, 0.0):
-        station.versions.publish_next(eos_scale)
-        group = station.request(size=8)
-        station.submit(group)
-        station.wait_done(group)
-        station.views(group)
-        reasons.append({t.stop for t in station.done[group.group_id].values()})
+    for end_scale in (OFTEN, SELDOM):
+        station.versions.publish_next(end_scale)
+        groups = [station.request() for _ in range(4)]  # twice as many as there are seats
+        station.submit(*groups)
+        station.wait_done(*groups)
+        for group in groups:
+            station.views(group)
+        reasons.append({t.stop for g in groups for t in station.done[g.group_id].values()})
     assert StopReason.STOP in reasons[0] and StopReason.LENGTH in reasons[1]
-    station.versions.publish_next()
-
-
-def test_more_trajectories_than_sequences_wait_their_turn(station: Station) -> None:
-    groups = [station.request() for _ in range(4)]
-    station.submit(*groups)
-    station.wait_done(*groups)
-    for group in groups:
-        for view in station.views(group):
-            station.check_logprobs(view)
 
 
 @pytest.mark.parametrize("is_running", [False, True])
 def test_an_aborted_group_is_gone_and_its_seats_are_free(
     is_running: bool, station: Station
 ) -> None:
+    station.versions.publish_next(SELDOM)
     aborted, other = station.request(size=8), station.request()
     station.submit(aborted)
     if is_running:
@@ -227,14 +269,8 @@ def test_an_aborted_group_is_gone_and_its_seats_are_free(
     station.views(other)
     station.wait_idle()
     assert set(station.done[aborted.group_id]) == set(range(8)) - unfinished
-
-
-def test_an_abort_of_a_group_it_does_not_have_is_answered_too(station: Station) -> None:
-    done = station.request()
-    station.submit(done)
-    station.wait_done(done)
-    station.worker.send(Abort(done.group_id))
-    station.inbox.wait_until(lambda: station.is_gone(done))
+    station.worker.send(Abort(other.group_id))  # the worker no longer has it, and answers too
+    station.inbox.wait_until(lambda: station.is_gone(other))
 
 
 @pytest.mark.parametrize("is_eval", [False, True])
@@ -247,20 +283,22 @@ def test_a_refused_prompt_is_gone_with_a_reason_and_the_worker_lives_on(
     station.wait_done(other)
     assert station.is_gone(refused)
     assert re.search(r"280.*longer than the maximum", station.gone[refused.group_id])
+    station.views(other)
     station.versions.publish_next()
     station.wait_idle()  # under the new version: nothing pins the old one
 
 
-def test_an_evaluation_pins_its_version_while_training_groups_go_on(station: Station) -> None:
+def test_an_evaluation_pins_its_version_while_training_groups_run_beside_it(
+    station: Station,
+) -> None:
     # Eight seats: the evaluation and one group begin at once, the last group when seats are free.
-    station.versions.publish_next(eos_scale=0.0)
+    pinned = station.versions.publish_next(SELDOM)
     station.wait_idle()
-    pinned = station.versions.store.latest
     evaluation = [station.request(PROMPT[: 50 + i], 1, is_eval=True) for i in range(4)]
     early, late = station.request(), station.request()
     station.submit(early, late, *evaluation)
     station.wait_tokens(16)
-    newer = station.versions.publish_next(eos_scale=0.0)
+    newer = station.versions.publish_next(SELDOM)
     station.wait_done(early, late, *evaluation)
     for group in evaluation:
         (view,) = station.views(group)
@@ -269,46 +307,98 @@ def test_an_evaluation_pins_its_version_while_training_groups_go_on(station: Sta
         all_TV = station.versions.distributions(pinned, view.tokens.tolist())
         assert written == all_TV[len(group.prompt) - 1 :].argmax(-1).tolist()  # greedy
     views = station.views(early) + station.views(late)
-    for view in views:
-        station.check_logprobs(view)
     stamps = np.concatenate([view.versions[view.mask == 1] for view in views])
     assert set(stamps) == {pinned, newer}
-    # What ran beside the evaluation went on under its version, to the end of it.
+    # What ran beside the evaluation stayed under its version, to the end of it.
     assert (stamps == pinned).sum() > 2 * MAX_NEW
 
 
-@pytest.mark.slow  # test_chaos.py kills an engine of a run
-def test_killed_it_leaves_nothing_and_its_successor_serves_the_newest_version(
+# Several turns --------------------------------------------------------------------------------
+
+
+def test_turns_are_one_flat_record_and_every_logprob_is_exact_across_updates(
     station: Station,
 ) -> None:
-    fleet, worker = station.inbox.fleet, station.worker
-    station.submit(station.request(size=8))
-    station.wait_tokens(8)
-    held = held_in_dev_shm(worker.pid)
-    os.kill(worker.pid, signal.SIGKILL)
-    died = station.inbox.take(worker, Died)
-    assert died == Died("was killed by SIGKILL", is_final=False)
-    assert not [entry.name for entry in os.scandir("/dev/shm") if entry.inode() in held]
-    newest = station.versions.publish_next()
-    fleet.replace(worker)
-    station.inbox.take(worker, Started)
-    station.inbox.messages.clear()  # what its predecessor finished
-    group = station.request()
+    """The updates come while turns wait and while they run."""
+    first = station.versions.publish_next(OFTEN)
+    station.wait_version()
+    group = station.request(size=8, has_replies=True)
     station.submit(group)
-    station.wait_done(group)
-    for view in station.views(group):
-        assert set(view.versions[view.mask == 1]) == {newest}
-        station.check_logprobs(view)
+    so_far = {place: list(PROMPT) for place in range(8)}
+    last_tokens = set()
+    for number in (1, 2, 3):
+        for place, turn in station.listen(group).items():
+            said = station.ring.read(turn.cell, group.group_id).tokens.tolist()
+            before = so_far[place]
+            assert said[: len(before)] == before, "what was said stays, token by token"
+            assert len(said) > len(before) and turn.num_turns == number
+            so_far[place] = [*said, *REPLY]
+            last_tokens.add(said[-1])
+        if number < 3:
+            station.versions.publish_next(OFTEN)
+            station.wait_version()
+            station.reply(group, REPLY, *station.waiting[group.group_id])
+            station.wait_tokens(4)
+            station.versions.publish_next(OFTEN)
+    station.reply(group, (), *station.waiting[group.group_id])
+    station.wait_idle()
+    ended = station.done[group.group_id]
+    assert len(ended) == len(station.views(group)) == 8
+    assert {said.head_version for said in ended.values()} == {first}
+    assert max(said.tail_version for said in ended.values()) >= first + 3
+    assert [said.num_turns for said in ended.values()].count(3) >= 4, "most get to the end"
+    assert last_tokens & (ENDS - {EOS}), "a stop text of the task ends a turn"
 
 
-def held_in_dev_shm(pid: int) -> set[int]:
-    """Inodes of what the process has there: a semaphore is mapped under a name that is not its."""
-    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    held = {int(line.split()[4]) for line in maps if "/dev/shm/" in line}
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        if os.readlink(link).startswith("/dev/shm/"):
-            held.add(link.stat().st_ino)
-    return held
+def test_all_turns_and_replies_together_stay_within_the_limit(station: Station) -> None:
+    station.versions.publish_next(OFTEN)
+    station.wait_version()
+    group = station.request(size=8, has_replies=True)
+    station.submit(group)
+    room = {place: MAX_NEW - turn.num_new for place, turn in station.listen(group).items()}
+    station.versions.publish_next(SELDOM)
+    station.wait_version()
+    for place in room:
+        station.reply(group, REPLY[:1] * (room[place] - 1), place)  # one token is left to write
+    for place in station.listen(group):  # it was an end, by chance
+        station.reply(group, (), place)
+    ended = [station.done[group.group_id][place] for place in room]
+    assert ended and all(said.num_new == MAX_NEW and said.num_turns == 2 for said in ended)
+    assert [said.num_replied for said in ended] == [free - 1 for free in room.values()]
+    assert StopReason.LENGTH in {said.stop for said in ended}
+
+
+def test_an_aborted_group_gets_no_further_turn(station: Station) -> None:
+    station.versions.publish_next(OFTEN)
+    station.wait_version()
+    aborted, other = (station.request(has_replies=True) for _ in range(2))
+    station.submit(aborted)
+    turns = station.listen(aborted)
+    assert turns
+    station.worker.send(Abort(aborted.group_id))
+    station.reply(aborted, REPLY, *turns)
+    station.inbox.wait_until(lambda: station.is_gone(aborted))
+    station.submit(other)
+    station.reply(other, (), *station.listen(other))
+    station.wait_idle()
+    for turn in turns.values():
+        assert len(station.ring.read(turn.cell, aborted.group_id).tokens) == turn.length
+
+
+def test_an_evaluation_that_waits_for_a_reply_keeps_its_version(station: Station) -> None:
+    pinned = station.versions.publish_next(8.0)  # greedy, it would hardly ever end
+    station.wait_idle()
+    group = station.request(size=2, is_eval=True, has_replies=True)
+    station.submit(group)
+    turns = station.listen(group)
+    assert turns
+    station.versions.publish_next()
+    station.reply(group, REPLY, *turns)
+    for place, turn in station.listen(group).items():
+        assert (turn.head_version, turn.tail_version) == (pinned, pinned)
+        station.reply(group, (), place)
+    assert {said.tail_version for said in station.done[group.group_id].values()} == {pinned}
+    station.wait_idle()  # under the new one
 
 
 def test_stop_ends_it(station: Station) -> None:

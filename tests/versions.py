@@ -5,6 +5,7 @@ a stale prefix or a tensor left behind is off by whole nats, not by a rounding e
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +22,12 @@ EXACT = 1e-4  # nats between vLLM and a plain float32 forward; measured: 4e-6
 
 
 class Versions:
-    def __init__(self, folder: Path, dtype: str = "float32"):
+    def __init__(self, folder: Path, dtype: str = "float32", ends: Sequence[int] = (EOS,)):
         self.model = plain_script.load(folder)
         self.base = {name: w.clone() for name, w in self.model.state_dict().items()}
         self.store = WeightStore(weight_table(folder), dtype)
-        # By version: the row of the token that ends an answer is multiplied by it.
-        self.eos_scale: dict[int, float] = defaultdict(lambda: 1.0)
+        # By version: the rows of the tokens that end an answer are multiplied by it.
+        self.ends, self.end_scale = list(ends), defaultdict[int, float](lambda: 1.0)
 
     def load(self, version: int) -> PreTrainedModel:
         noise = torch.Generator().manual_seed(version)
@@ -34,7 +35,7 @@ class Versions:
             for name, parameter in self.model.named_parameters():
                 away = 0.05 * torch.randn(parameter.shape, generator=noise)
                 parameter.copy_((self.base[name] + away).to(self.store.torch_dtype))
-            self.model.get_output_embeddings().weight[EOS] *= self.eos_scale[version]
+            self.model.get_output_embeddings().weight[self.ends] *= self.end_scale[version]
         return self.model
 
     def publish(self, version: int, canary: np.ndarray | None = None) -> None:
@@ -44,9 +45,9 @@ class Versions:
         in_order = [weights[spec.name] for spec in self.store.table]
         self.store.publish(version, in_order, right if canary is None else canary)
 
-    def publish_next(self, eos_scale: float = 1.0) -> int:
+    def publish_next(self, end_scale: float = 1.0) -> int:
         version = self.store.latest + 1
-        self.eos_scale[version] = eos_scale
+        self.end_scale[version] = end_scale
         self.publish(version)
         return version
 
