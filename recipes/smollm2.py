@@ -10,7 +10,6 @@ As a task, `WordProblems` asks minirl's arithmetic problems in a chat with one w
 the model has never been taught: recipes/smollm2.toml trains on it.
 """
 
-import re
 import sys
 import tempfile
 import zipfile
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from minirl.records import Answer, Example
+from minirl.records import Example
 from minirl.tasks.arithmetic import Arithmetic
 
 SHOWN = (
@@ -39,11 +38,6 @@ class WordProblems(Arithmetic):
 
     def heldout(self, count: int) -> Sequence[Example]:
         return [_chat(example) for example in super().heldout(count)]
-
-    def reward(self, example: Example, answer: Answer) -> float:
-        """A tenth for the form alone: the model knows it as little as the sums."""
-        is_formed = re.search(r"#### -?\d+\s*$", answer.text) is not None
-        return super().reward(example, answer) or 0.1 * is_formed
 
 
 def _chat(example: Example) -> Example:
