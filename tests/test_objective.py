@@ -146,16 +146,6 @@ def test_an_overflowed_w_is_capped_not_nan() -> None:
     assert loss.metrics.num_capped == 1
 
 
-def test_w_clamped_at_the_cap() -> None:
-    # The token with w = 6 counts 5 times: 5 · 1.1 · 1; the other 0.5 · 1 · 2.
-    tokens = tokens_of(u=[1.1, 1.0], w=[6.0, 0.5], advantages=[1.0, 2.0])
-    loss = decoupled(tokens, replace(SETTINGS, behav_above="clamp"))
-    assert loss.sum.item() == pytest.approx(-6.5, abs=1e-5)
-    assert grad(loss.sum, tokens.logprobs_T) == pytest.approx([-5.5, -1.0], abs=1e-5)
-    assert loss.metrics.num_capped == 1
-    assert loss.metrics.behav_ratio.item() == pytest.approx(6.5, abs=1e-5)  # before the clamp
-
-
 def test_w_of_a_sequence_is_the_geometric_mean_of_its_trained_tokens() -> None:
     # First sequence: √(2 · 8) = 4, though one token alone is above 5; the third is masked out.
     # Second: √(30 · 1) = 5.48 is above 5, and all of it is left out.

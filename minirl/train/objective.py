@@ -30,7 +30,6 @@ class Settings:
     clip_low: float = 0.2
     clip_high: float = 0.2
     behav_cap: float = 5.0
-    behav_above: str = "mask"
     kl_coef: float = 0.0
 
 
@@ -176,8 +175,6 @@ def behaviour_weights(tokens: Tokens, settings: Settings, by_sequence: bool = Fa
         log_w_T = torch.where(mask_T, sequences_of(tokens).mean(log_w_T, mask_T), 0.0)
     raw_T = log_w_T.exp()
     capped_T = mask_T & ~(raw_T <= settings.behav_cap)  # so that nan is capped too
-    if settings.behav_above == "clamp":
-        return Behaviour(raw_T.clamp(max=settings.behav_cap), raw_T, mask_T, capped_T)
     kept_T = mask_T & ~capped_T
     # where, not a product: a w that overflowed must not turn a masked token into nan.
     return Behaviour(torch.where(kept_T, raw_T, 0.0), raw_T, kept_T, capped_T)
@@ -250,9 +247,7 @@ class MicroLoss:
 
 def settings_of(config: Config) -> Settings:
     train = config.train
-    return Settings(
-        train.clip_low, train.clip_high, train.behav_cap, train.behav_above, train.kl_coef
-    )
+    return Settings(train.clip_low, train.clip_high, train.behav_cap, train.kl_coef)
 
 
 def forward(
