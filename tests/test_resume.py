@@ -115,7 +115,6 @@ def test_what_a_killed_save_left_is_swept_and_a_replaced_one_comes_back(tmp_path
         ([], None, [5, 6]),
         ([(2, 0.5), (6, 0.4)], None, [2, 5, 6]),  # the best stays besides
         ([(2, 0.5), (3, 0.5)], None, [3, 5, 6]),  # of equals the later
-        ([(6, 0.9), (2, 0.5)], None, [5, 6]),  # the best is among the last
         ([(99, 1.0), (1, 0.1)], None, [1, 5, 6]),  # 99 was evaluated but not saved
         ([(2, 0.5)], 3, [2, 3, 5, 6]),  # 3 is being evaluated, and may be the best
     ],
