@@ -52,8 +52,7 @@ class TasksConfig:
     """"arithmetic", "calculator", "code", "countdown", "gsm8k", "math", or your own class:
     "my_task.py:MyTask" (beside the recipe, or in the working folder) or "package.module:MyTask"."""
     data: Line = ""
-    """A folder, a .jsonl, .csv or .parquet file (beside the recipe, or in the working folder), or
-    a hub name. Empty: the task's own."""
+    """A folder, a .jsonl, .csv or .parquet file, or a hub name. Empty: the task's own."""
     prompt_column: Line = ""
     """Column of the data that holds prompts, text or chat messages. Empty: the task's own."""
     reference_column: Line = ""
@@ -174,8 +173,7 @@ class TrainConfig:
     behav_cap: Annotated[float, Field(gt=1, le=10**6)] = 5.0
     """Tokens whose weight w = prox / behaviour is above this are masked out of the loss."""
     loss_norm: Literal["token", "sequence", "constant"] = "token"
-    """A mean over "token"s, over each "sequence" and then over sequences, or a sum over tokens by
-    a "constant": trajectories times rollout.max_new_tokens."""
+    """Mean over "token"s, over "sequence"s of their means, or sum by a "constant" (Dr. GRPO)."""
     kl_coef: Annotated[float, Field(ge=0, le=100)] = 0.0
     """Weight of the KL to the model that the run began with; 0 is off and loads no reference."""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -191,8 +189,7 @@ class TrainConfig:
     shard_optimizer: bool = False
     """Each training device keeps a part of AdamW's state: less memory, one broadcast per step."""
     lora_rank: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Train low-rank adapters of this rank on all linear layers; 0 is off. Needs the extra `lora`.
-    Merged weights are published and saved."""
+    """Train low-rank adapters of this rank on all linear layers; 0 is off. Needs extra `lora`."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -101,7 +101,7 @@ def test_config_is_toml_and_says_where_from() -> None:
     assert tomllib.loads(done.stdout) == tomllib.loads(wanted)
     assert "lr = 0.0001                           # --set\n" in done.stdout
     assert "# gsm8k-2gpu.toml" in done.stdout
-    assert "# gsm8k.toml:" in done.stdout
+    assert "# gsm8k.toml" in done.stdout
     assert "# default" in done.stdout
 
 

@@ -187,22 +187,17 @@ def test_every_algorithm_is_valid_and_a_choice() -> None:
 @pytest.mark.parametrize(
     "override, key, value",
     [
-        ("train.lr=1", "train.lr", 1.0),
-        ("train.lr = 3e-4", "train.lr", 3e-4),
+        ("train.lr = 1", "train.lr", 1.0),
         ('rollout.stop=["a"]', "rollout.stop", ("a",)),
-        ("train.gradient_checkpointing=true", "train.gradient_checkpointing", True),
-        ("tasks.data=", "tasks.data", ""),
+        ("train.compile=true", "train.compile", True),
         ("tasks.data=a=b", "tasks.data", "a=b"),
         ('tasks.data="12"', "tasks.data", "12"),
         ("tasks.kind=my_task.py:MyTask", "tasks.kind", "my_task.py:MyTask"),
-        ("buffer.on_stale=wait", "buffer.on_stale", "wait"),
-        ("seed=7", "seed", 7),
     ],
 )
 def test_set(override: str, key: str, value: object) -> None:
     got = c.get(load(None, [override]).config, key)
-    assert got == value
-    assert type(got) is type(value)
+    assert got == value and type(got) is type(value)
 
 
 def test_files_are_looked_for_beside_the_recipe_and_then_here(folder: Path) -> None:
