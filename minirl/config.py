@@ -1,10 +1,8 @@
 """The recipe's fields: type, default, range or choices, and one line of help, all in one place.
 
-Gives a tree of frozen dataclasses, one for each section of a recipe, which pydantic checks whenever
-one is made: `dataclasses.replace` works, a field out of its range raises. The help is the string
-under a field: `minirl config` and docs/recipe.md read it from there.
-
-Leaves out: TOML, and rules between fields (recipe.py). Loads no torch.
+Gives one frozen dataclass per section of a recipe, which pydantic checks when it is made:
+`dataclasses.replace` works, a field out of its range raises. docs/recipe.md is printed from the
+help under the fields. Leaves out TOML and rules between fields (recipe.py). Loads no torch.
 """
 
 from dataclasses import field, fields
@@ -31,11 +29,11 @@ Line = Annotated[str, Field(pattern=r"^\P{Cc}*$")]
 Name = Annotated[str, Field(pattern=r"^\P{Cc}*[^\s\p{Cc}]\P{Cc}*$")]
 """The same, and not blank."""
 OptionName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-Text = Annotated[str, Field(max_length=10**6)]
-Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Plain = Text | bool | Whole | float
+Plain = str | bool | int | float
 Option = Annotated[Any, GetPydanticSchema(lambda _, schema_of: schema_of(Plain | list[Plain]))]
 """What TOML can write and a resumed run can compare; to a type checker, anything."""
+StopText = Annotated[str, Field(min_length=1)]
+StopToken = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -51,11 +49,10 @@ class ModelConfig:
 @dataclass(frozen=True, config=STRICT)
 class TasksConfig:
     kind: Name = "arithmetic"
-    """Which task: "arithmetic", "calculator", "code", "countdown", "gsm8k", "math", or one's own:
+    """"arithmetic", "calculator", "code", "countdown", "gsm8k", "math", or your own class:
     "my_task.py:MyTask" (beside the recipe, or in the working folder) or "package.module:MyTask"."""
     data: Line = ""
-    """A folder, a .jsonl, .csv or .parquet file (beside the recipe, or in the working folder), or
-    a hub name. Empty: the task's own."""
+    """A folder, a .jsonl, .csv or .parquet file, or a hub name. Empty: the task's own."""
     prompt_column: Line = ""
     """Column of the data that holds prompts, text or chat messages. Empty: the task's own."""
     reference_column: Line = ""
@@ -64,9 +61,7 @@ class TasksConfig:
     """Split of the data to train on: of the hub, or a file's name in the folder."""
     test_split: Line = "test"
     """Split to evaluate on. Empty, or where the data is one file: a tenth of the training rows."""
-    options: Annotated[dict[OptionName, Option], Field(examples=[{"steps": 3}])] = field(
-        default_factory=dict
-    )
+    options: dict[OptionName, Option] = field(default_factory=dict)
     """The task's own settings, as the table [tasks.options]; docs/tasks.md lists them."""
     max_prompt_tokens: Annotated[int, Field(ge=1, le=10**6)] = 256
     """Prompts longer than this are dropped, with a count."""
@@ -79,8 +74,7 @@ class TasksConfig:
     max_failures: Annotated[int, Field(ge=0, le=4094)] = 0
     """Rewards of a group that may fail, and are left out; with more the group is dropped."""
     overlong_tokens: Annotated[int, Field(ge=0, le=10**6)] = 0
-    """Answers within this many tokens of the limit lose reward, up to 1 at it (DAPO, which takes a
-    fifth of the limit); 0 is off. Evaluations never count it."""
+    """Training answers this near the token limit lose reward, up to 1 at it (DAPO); 0 is off."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -113,15 +107,9 @@ class RolloutConfig:
     """Sample among the k likeliest tokens; 0 is off."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Leave out tokens less likely than this share of the likeliest; 0 is off."""
-    stop: Annotated[
-        tuple[Annotated[str, Field(min_length=1)], ...],
-        Field(strict=False, examples=[["####"]]),
-    ] = ()
+    stop: Annotated[tuple[StopText, ...], Field(strict=False)] = ()
     """Texts that end an answer; the answer keeps them."""
-    stop_tokens: Annotated[
-        tuple[Annotated[int, Field(ge=0, lt=2**31)], ...],
-        Field(strict=False, examples=[[151645]]),
-    ] = ()
+    stop_tokens: Annotated[tuple[StopToken, ...], Field(strict=False)] = ()
     """Token ids that end an answer, beside the model's own end."""
     on_update: Literal["recompute", "keep"] = "recompute"
     """At new weights, the KV of running sequences is rebuilt ("recompute") or kept ("keep")."""
@@ -172,14 +160,12 @@ class TrainConfig:
     ] = "grpo"
     """Sets the keys below that a recipe leaves out, as docs/algorithms.md says."""
     estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce++", "batch", "gae"] = "grpo"
-    """Of the advantage; "batch" is the plain reward normalised over the batch, and "gae" trains a
-    critic: a second model of the same size."""
+    """Of the advantage; "batch" normalises over the batch, "gae" trains a critic model besides."""
     objective: Literal["decoupled", "naive", "gspo", "cispo"] = "decoupled"
     """"decoupled" PPO (the paper's eq. 5), "naive" PPO (ratio to the sampling policy), "gspo"
     (ratio of whole sequences) or "cispo" (clipped weights, every token keeps its gradient)."""
     proximal: Literal["forward", "loglinear"] = "forward"
-    """Where prox, the policy at the start of the step, comes from: a "forward" before the first
-    minibatch, or "loglinear", between behaviour and current policy, without that forward."""
+    """π_prox by a "forward" before the first minibatch, or "loglinear" interpolation (A-3PO)."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """The ratio is clipped below 1 - clip_low."""
     clip_high: Annotated[float, Field(gt=0, le=100)] = 0.2
@@ -189,11 +175,9 @@ class TrainConfig:
     behav_above: Literal["mask", "clamp"] = "mask"
     """"mask" them out of the loss, or "clamp" their w at behav_cap."""
     loss_norm: Literal["token", "sequence", "constant"] = "token"
-    """The loss is a mean over "token"s, a mean over each "sequence" and then over sequences, or a
-    sum over tokens by a "constant": trajectories times rollout.max_new_tokens."""
+    """Mean over "token"s, over "sequence"s of their means, or sum by a "constant" (Dr. GRPO)."""
     kl_coef: Annotated[float, Field(ge=0, le=100)] = 0.0
-    """Weight of the KL to the model that the run began with, 0.001 to 0.05 where it is used; 0 is
-    off and loads no reference."""
+    """Weight of the KL to the model that the run began with; 0 is off and loads no reference."""
     kl_in: Literal["loss", "reward"] = "loss"
     """The KL is a term of the "loss", or of the "reward" of each token."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -207,17 +191,13 @@ class TrainConfig:
     shard_optimizer: bool = False
     """Each training device keeps a part of AdamW's state: less memory, one broadcast per step."""
     lora_rank: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Train low-rank adapters of this rank on all linear layers instead of all weights; 0 is off,
-    16 to 64 are usual. Merged weights are published and saved. Needs the extra `lora`."""
+    """Train low-rank adapters of this rank on all linear layers; 0 is off. Needs extra `lora`."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class SftConfig:
-    """Of `minirl sft`; what is not here (weight_decay, grad_clip, max_tokens, lora_rank, …) is as
-    in [train]."""
-
     steps: Annotated[int, Field(ge=1, le=10**7)] = 200
-    """Training steps of `minirl sft`."""
+    """Training steps of `minirl sft`; max_tokens, grad_clip, lora_rank, … are those of [train]."""
     batch_size: Annotated[int, Field(ge=1, le=10**6)] = 64
     """Examples per step of `minirl sft`."""
     lr: Annotated[float, Field(gt=0, le=1)] = 1e-5
@@ -250,20 +230,12 @@ class LogConfig:
     """Readable trajectories per step, in samples.jsonl."""
     trace: bool = False
     """Write a timeline: trace.json opens in ui.perfetto.dev, and `minirl report` draws it."""
-    to: Annotated[tuple[str, ...], Field(strict=False, examples=[["tensorboard"]])] = ()
+    to: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Where metrics go beside metrics.jsonl: "tensorboard", "wandb", "trackio", each an extra."""
     stall_s: Annotated[float, Field(ge=1, le=604_800)] = 300.0
     """When nothing moves for this long, stacks are written and the run ends with exit code 3."""
     record: bool = False
     """Save every trained batch, so that `minirl replay` can compute it again."""
-
-
-@dataclass(frozen=True, config=STRICT)
-class GuardConfig:
-    max_logprob_gap: Annotated[float, Field(ge=0, le=1000)] = 0.1
-    """Warn of a train/logprob_gap (vLLM's logprobs against the trainer's) above this; 0 is off."""
-    min_entropy: Annotated[float, Field(ge=0, le=100)] = 0.001
-    """Warn of a train/entropy, in nats, below this: the policy has collapsed; 0 is off."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -280,7 +252,6 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
-    guard: GuardConfig = field(default_factory=GuardConfig)
 
     @property
     def num_slots(self) -> int:

@@ -2,10 +2,8 @@
 place.
 
 On CUDA a process sees its own GPUs only. On CPU a "device" is a process with its own cores: two
-vLLM or torch processes that both think they own all cores run up to 30 times slower.
-What only a GPU can run is kept here, small; tests marked `gpu` run it where there is one.
-
-Leaves out: whether the machine is good enough (tools/doctor.py).
+vLLM or torch processes that both think they own all cores run up to 30 times slower. Tests marked
+`gpu` run what only a GPU can. Leaves out whether the machine is good enough (tools/doctor.py).
 """
 
 import os
@@ -14,12 +12,11 @@ import runpy
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import metadata, util
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pynvml
@@ -67,8 +64,7 @@ def torch_cuda() -> str | None:
 
 @cache
 def _has_nvml() -> bool:
-    """NVIDIA's management library comes with the driver. Unlike torch it describes a GPU without
-    taking memory on it."""
+    """NVML comes with the driver. Unlike torch it describes a GPU without taking memory on it."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -106,9 +102,8 @@ def _handle(gpu: str) -> Any:
 def free_memory_bytes() -> int | None:
     """What can still be allocated, the container's limit included; None where it is not known."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(s.split()[1]) * 1024 for s in lines if s.startswith("MemAvailable"))
-    except (OSError, StopIteration):
+        free = int(_field("/proc/meminfo", "MemAvailable").split()[0]) * 1024
+    except (OSError, IndexError):
         return None
     group = Path("/sys/fs/cgroup")
     try:
@@ -116,6 +111,12 @@ def free_memory_bytes() -> int | None:
         return min(free, limit - int((group / "memory.current").read_text()))
     except (OSError, ValueError):
         return free
+
+
+def _field(path: str, name: str) -> str:
+    """The value of the first line that begins with a name, in a file of /proc; or ""."""
+    lines = Path(path).read_text().splitlines()
+    return next((s.partition(":")[2].strip() for s in lines if s.startswith(name)), "")
 
 
 def describe(kind: str) -> dict[str, Any]:
@@ -135,12 +136,7 @@ def describe(kind: str) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    return _field("/proc/cpuinfo", "model name") or platform.machine()
 
 
 def version_of(package: str) -> str:
@@ -169,35 +165,25 @@ class Placement:
         return "nccl" if self.kind == "cuda" else "gloo"
 
 
-def place(config: Config, kind: str, available: int) -> tuple[list[Placement], list[Placement]]:
-    """One placement per rollout engine, one per trainer rank; `available` counts GPUs on cuda."""
-    devices = config.devices
-    if kind == "cuda":
-        trainers = _gpus(available)[devices.rollout : devices.rollout + devices.train]
-        return place_engines(config, kind, available), [_on_gpus((gpu,)) for gpu in trainers]
-    cores = sorted(os.sched_getaffinity(0))
-    num_processes = devices.rollout + devices.train
-    for_rollout = max(1, min(len(cores) - 1, round(len(cores) * devices.rollout / num_processes)))
-    pools = (cores[:for_rollout], cores[for_rollout:] or cores)
-    return _engines_on(pools[0], config), _on_cores(pools[1], devices.train)
-
-
-def place_engines(config: Config, kind: str, available: int) -> list[Placement]:
-    """The engines alone: on CUDA the same as beside trainers, on CPU with all cores to them."""
+def place(
+    config: Config, kind: str, available: int, engines: bool = True, ranks: bool = True
+) -> tuple[list[Placement], list[Placement]]:
+    """One placement per rollout engine, one per trainer rank; `available` counts GPUs on cuda.
+    Either may be left out: then the other has all cores, or the first GPUs."""
+    devices, shards = config.devices, config.devices.tensor_parallel
+    rollout, train = devices.rollout * engines, devices.train * ranks
+    pool: list[str] | list[int] = _gpus(available)[: rollout + train]
+    split = rollout
     if kind == "cpu":
-        return _engines_on(sorted(os.sched_getaffinity(0)), config)
-    gpus, width = _gpus(available), config.devices.tensor_parallel
-    return [
-        _on_gpus(tuple(gpus[i : i + width]), vllm_environment(kind))
-        for i in range(0, config.devices.rollout, width)
-    ]
-
-
-def place_ranks(config: Config, kind: str, available: int) -> list[Placement]:
-    """The trainer ranks alone, on the first GPUs or on all cores."""
-    if kind == "cpu":
-        return _on_cores(sorted(os.sched_getaffinity(0)), config.devices.train)
-    return [_on_gpus((gpu,)) for gpu in _gpus(available)[: config.devices.train]]
+        pool = sorted(os.sched_getaffinity(0))
+        split = round(len(pool) * rollout / (rollout + train))
+        if engines and ranks:
+            split = max(1, min(len(pool) - 1, split))
+    env = vllm_environment(kind)
+    return (
+        [_placement(kind, part, shards, env) for part in _shares(pool[:split], rollout // shards)],
+        [_placement(kind, part, 1, {}) for part in _shares(pool[split:] or pool, train)],
+    )
 
 
 def _gpus(available: int) -> list[str]:
@@ -207,53 +193,28 @@ def _gpus(available: int) -> list[str]:
     return [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
 
 
-def _engines_on(cores: list[int], config: Config) -> list[Placement]:
-    width = config.devices.tensor_parallel
-    engines = _on_cores(cores, config.devices.rollout // width, vllm_environment("cpu"))
-    return [_shared_out(place, width) for place in engines] if width > 1 else engines
+def _shares(pool: Sequence[Any], count: int) -> list[tuple[Any, ...]]:
+    """With more processes than cores they take turns on one each."""
+    width = max(1, len(pool) // max(1, count))
+    starts = [i * width % len(pool) for i in range(count)]
+    return [tuple(pool[start : start + width]) for start in starts]
 
 
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""One box: ranks find each other through a file, and talk on no other address."""
-
-
-def made_by(ranks: list[Placement]) -> dict[str, int]:
-    """What the last bit of a sum may depend on."""
-    return {"ranks": len(ranks), "threads": len(ranks[0].cores)}
-
-
-def _on_gpus(gpus: tuple[str, ...], env: Mapping[str, str] = MappingProxyType({})) -> Placement:
-    own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), **LOOPBACK}
-    return Placement("cuda", gpus=gpus, env={**own, **env})
-
-
-def _on_cores(
-    cores: list[int], num_processes: int, env: Mapping[str, str] = MappingProxyType({})
-) -> list[Placement]:
-    """Shares a pool's cores out; with more processes than cores they take turns on one each."""
-    width = max(1, len(cores) // num_processes)
-    placements = []
-    for i in range(num_processes):
-        start = (i * width) % len(cores)
-        mine = tuple(cores[start : start + width])
-        own = {"OMP_NUM_THREADS": str(len(mine)), "CUDA_VISIBLE_DEVICES": "", **LOOPBACK}
-        placements.append(Placement("cpu", cores=mine, env={**own, **env}))
-    return placements
-
-
-def _shared_out(place: Placement, num_shards: int) -> Placement:
-    """An engine's cores, one part to each of its tensor-parallel processes, in vLLM's own words."""
-    width = max(1, len(place.cores) // num_shards)
-    starts = [i * width % len(place.cores) for i in range(num_shards)]
-    parts = [",".join(map(str, place.cores[start : start + width])) for start in starts]
-    env = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(parts), "OMP_NUM_THREADS": str(width)}
-    return replace(place, env={**place.env, **env})
+def _placement(kind: str, part: tuple[Any, ...], shards: int, env: dict[str, str]) -> Placement:
+    # One box: ranks find each other through a file, and talk on no other address.
+    own = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **env}
+    if kind == "cuda":
+        return Placement(kind, gpus=part, env={**own, "CUDA_VISIBLE_DEVICES": ",".join(part)})
+    each = _shares(part, shards)
+    own |= {"OMP_NUM_THREADS": str(len(each[0])), "CUDA_VISIBLE_DEVICES": ""}
+    if shards > 1:  # one part of an engine's cores to each of its processes, in vLLM's own words
+        own["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, cores)) for cores in each)
+    return Placement(kind, cores=part, env=own)
 
 
 def with_own_temp(place: Placement, folder: Path) -> Placement:
     """vLLM on CPU leaves files in the temp folder and, under tensor parallelism, named shared
-    memory. With a temp folder of its own all of it can be found again (`sweep_temp`).
-    """
+    memory. In a temp folder of its own all of it can be found again (`sweep_temp`)."""
     if place.kind != "cpu":
         return place
     sockets = {"VLLM_RPC_BASE_PATH": tempfile.gettempdir()}  # their paths must stay short
@@ -281,9 +242,8 @@ def bind(placement: Placement) -> None:
 
 
 def hide_broken_torchvision() -> None:
-    """Before transformers or vLLM are imported. PyPI's torchvision, torchaudio and torchcodec are
-    CUDA builds that cannot load under a CPU torch; transformers imports them where it finds them.
-    """
+    """Before transformers or vLLM are imported, which import these where they find them: PyPI's
+    are CUDA builds that cannot load under a CPU torch."""
     import torch
 
     if torch.version.cuda is None:
@@ -319,10 +279,8 @@ def engine_arguments(config: Config, kind: str) -> dict[str, object]:
 
 def keep_weights_writable() -> None:
     """In each of vLLM's processes, before the model is built. On CPU vLLM would pack linear weights
-    for oneDNN and delete the originals, and loading new ones would crash half-way or, with tied
-    embeddings, silently do nothing. The flag is private to vLLM: should it change, the canary
-    (rule 6) stops the run.
-    """
+    for oneDNN and delete the originals: loading new ones would crash or silently do nothing. The
+    flag is private to vLLM: should it change, the canary (rule 6) stops the run."""
     import torch
 
     if torch.version.cuda is None:
@@ -344,8 +302,7 @@ def use_training_device(placement: Placement) -> None:
 
 class Publisher:
     """Copies tensors into shared memory. On CUDA that memory is pinned, and the copies run on a
-    stream of their own, beside whatever the device does until `wait`. Sources must not change
-    before that."""
+    stream of their own until `wait`: sources must not change before that."""
 
     def __init__(self, kind: str, memory: "torch.Tensor"):
         self._stream: torch.cuda.Stream | None = None

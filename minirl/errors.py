@@ -1,25 +1,17 @@
 """What can go wrong, as a tree. Each error is one line a person can act on; the CLI turns it into
 an exit code and shows no traceback.
 
-    MinirlError            exit 1: the run cannot go on
+    MinirlError            exit 1: the run cannot continue
     ├── RecipeError        exit 2: the user's input is wrong: key, value, rule, remedy
-    ├── WorkerDied         exit 1: a process ended that nothing can replace; carries its last words
-    ├── StaleWeights       exit 1: the engine does not run the weights it was told to (rule 6)
+    ├── WorkerDied         exit 1: a process ended that cannot be replaced; carries its log tail
+    ├── StaleWeights       exit 1: the engine does not run the weights it should (rule 6)
     └── Stalled            exit 3: nothing moved for too long; stacks are in the run directory
     Interrupted            exit 130: Ctrl-C or SIGTERM, where nothing is waited for any more
 
 Leaves out: a failed rollout or reward. Those are data: a dropped group with a reason and a count.
 """
 
-MALFORMED = (
-    ValueError,
-    TypeError,
-    KeyError,
-    IndexError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)
+MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What readers raise at a file that is not what it should be."""
 
 
@@ -28,18 +20,14 @@ class MinirlError(Exception):
 
 
 class RecipeError(MinirlError):
-    """`origin` says where the value was written ("smoke.toml:12"), where that is known."""
+    """`origin` says where the value was written ("smoke.toml"), where that is known."""
 
     exit_code = 2
 
     def __init__(self, key: str, value: object, rule: str, remedy: str, origin: str = ""):
         where = f" ({one_line(origin)})" if origin else ""
         super().__init__(f"{one_line(key)} = {_shown(value)}: {rule}; {remedy}{where}")
-        self.key = key
-        self.value = value
-        self.rule = rule
-        self.remedy = remedy
-        self.origin = origin
+        self.key, self.value, self.rule, self.remedy, self.origin = key, value, rule, remedy, origin
 
     def at(self, origin: str) -> "RecipeError":
         """The same error, now that it is known where the value was written."""
@@ -71,15 +59,15 @@ def one_line(text: str, limit: int = 200) -> str:
 
 def _shown(value: object) -> str:
     """A value as TOML writes it, so that what the user typed is what the user sees."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return f'"{one_line(value)}"'
-    if isinstance(value, dict):
-        return "{…}" if value else "{}"
-    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to print huge ones
-        return "-(huge)" if value < 0 else "(huge)"
-    if isinstance(value, (list, tuple)):
-        is_short = len(value) <= 4 and all(isinstance(item, (str, int, float)) for item in value)
-        return f"[{', '.join(map(_shown, value))}]" if is_short else "[…]"
-    return one_line(repr(value) if isinstance(value, (int, float)) else str(value))
+    match value:
+        case bool():
+            return str(value).lower()
+        case str():
+            return f'"{one_line(value)}"'
+        case dict():
+            return "{…}"
+        case int() if value.bit_length() > 256:  # Python refuses to print huge ones
+            return "(huge)"
+        case list() | tuple():
+            return f"[{', '.join(map(_shown, value[:4]))}{', …' if len(value) > 4 else ''}]"
+    return one_line(str(value))

@@ -99,7 +99,7 @@ class Loop(Recovery):
         self.conversations = Conversations(
             config, self.dispatcher, self.grading, in_step=config.is_synchronous
         )
-        self.guard = Guard(config)
+        self.guard = Guard(config.train.num_minibatches)
         self.faults = Faults(config, fleet, log)
         self.step = self.saved_step = log.step
         self.has_begun = False  # all workers are up

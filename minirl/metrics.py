@@ -1,9 +1,8 @@
-"""Every metric, named and defined once, and the limits of [guard] on them.
+"""Every metric, named and defined once, and the limits on them.
 
 Takes a step's numbers, gives its line of `metrics.jsonl` and the limits that it broke. A name that
 is not in the table is our own mistake and fails. A value that a step does not have (no token at
-equal version, …) is left out of its line. `docs/metrics.md` is printed from the tables:
-`python -m tests.docs.metrics > docs/metrics.md`.
+equal version, …) is left out of its line. docs/metrics.md is printed from the tables.
 """
 
 import math
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from minirl.buffer import Drop
-from minirl.config import Config
 
 
 @dataclass(frozen=True)
@@ -22,18 +20,6 @@ class Metric:
     formula: str
 
 
-WHY = {
-    Drop.STALE: "it was too old to be trained",
-    Drop.REWARD_ERROR: "its rewards failed",
-    Drop.REWARD_TIMEOUT: "a reward took longer than tasks.timeout_s",
-    Drop.REPLY_ERROR: "a reply of its task failed",
-    Drop.REPLY_TIMEOUT: "a reply took longer than tasks.timeout_s",
-    Drop.TOO_LONG: "its prompt is longer than tasks.max_prompt_tokens",
-    Drop.REFUSED: "the engine would not take its prompt",
-    Drop.EQUAL_REWARDS: "its rewards were all equal (buffer.drop_equal_rewards)",
-    Drop.TRUNCATED: "all its answers were cut (buffer.mask_truncated)",
-    Drop.WORKER_DIED: "its worker died; its prompt comes again",
-}
 DROPPED = {reason: f"buffer/dropped_{reason}" for reason in Drop}
 
 # "This step" is the time between two publications; B groups are trained in it. "Trained tokens"
@@ -63,17 +49,16 @@ TABLE = (
     Metric("buffer/groups_dropped", "groups dropped since the run began, for any reason"),
     Metric("buffer/groups_in_flight", "groups running, ready or in training now"),
     Metric("buffer/truncated_masked", "trajectories of this step kept out of the loss: cut off"),
-    *(Metric(DROPPED[r], f"groups dropped since the run began: {WHY[r]}") for r in Drop),
-    Metric(
-        "sft/loss", "`minirl sft`: mean -logprob of the step's answer tokens, before its update"
+    *(
+        Metric(DROPPED[r], f"groups dropped since the run began: {r.replace('_', ' ')}")
+        for r in Drop
     ),
+    Metric("sft/loss", "`minirl sft`: mean -logprob of the answer tokens, before the update"),
     Metric("sft/heldout_loss", "the same over eval.num_prompts held-out examples, after the step"),
     Metric("faults/workers_replaced", "workers that died or froze, since the run began"),
     Metric("faults/steps_redone", "steps taken back since the run began: a trainer rank died"),
     Metric("weights/publish_s", "seconds rank 0 took to publish: canary, copy into the store"),
-    Metric(
-        "weights/reload_pause_s", "mean seconds an engine stood still for a reload in this step"
-    ),
+    Metric("weights/reload_pause_s", "mean seconds an engine paused for a reload in this step"),
     Metric("train/loss", "minus the objective, weighted by train.loss_norm, per trained token"),
     Metric("train/grad_norm", "gradient norm before clipping, mean over minibatches"),
     Metric("train/skipped_updates", "updates left out: loss or gradient was not finite"),
@@ -83,21 +68,14 @@ TABLE = (
     Metric("train/clip_frac", "share of trained tokens whose ratio was clipped"),
     Metric("train/behav_ratio_mean", "mean over trained tokens of w = π_prox / π_behav"),
     Metric("train/capped_frac", "share of trained tokens with w > train.behav_cap"),
-    Metric(
-        "train/logprob_gap",
-        "mean |vLLM's logprob - the trainer's| over tokens written by the step's starting version",
-    ),
-    Metric(
-        "train/spliced_gap",
-        'the same over those that follow older versions\' tokens: what rollout.on_update = "keep" '
-        "makes inexact",
-    ),
+    Metric("train/logprob_gap", "mean |vLLM's logprob - the trainer's|, tokens of staleness 0"),
+    Metric("train/spliced_gap", "the same over those of them that follow older versions' tokens"),
     Metric("train/tokens_per_s", "tokens trained on (prompts too) / seconds the ranks were at it"),
     Metric("train/tokens", "trained tokens of this step"),
     Metric("train/idle_frac", "time rank 0 waited for a batch in this step / its seconds"),
     Metric("train/devices", "devices that trained in this step"),
     Metric("train/lr", "learning rate of this step"),
-    Metric("guard/warnings", "limits of [guard] that this step broke, shown or not"),
+    Metric("guard/warnings", "limits that this step broke (docs/faults.md), shown or not"),
 )
 EVALS = (
     Metric("step", "training steps done when the evaluation began"),
@@ -134,6 +112,8 @@ def metrics_line(values: Mapping[str, float | None]) -> dict[str, Any]:
 # Limits ----------------------------------------------------------------------------------------
 
 
+MAX_LOGPROB_GAP = 0.1
+MIN_ENTROPY = 0.001  # in nats
 MAX_IDLE_STEPS = 3  # without any update: then the run stops
 
 
@@ -152,43 +132,31 @@ class Breach:
 
 
 class Guard:
-    """Compares the metrics of each step with [guard]."""
+    """Compares the metrics of each step with the limits."""
 
-    def __init__(self, config: Config):
-        self._limits, self._num_minibatches = config.guard, config.train.num_minibatches
+    def __init__(self, num_minibatches: int):
+        self._num_minibatches = num_minibatches
         self._num_idle = 0  # steps in a row without any update
         self._counts: Counter[str] = Counter()
 
     def judge(self, values: Mapping[str, float | None]) -> list[Breach]:
-        limits, found = self._limits, []
-        gap, entropy = values.get("train/logprob_gap"), values.get("train/entropy")
         is_updated = (values.get("train/skipped_updates") or 0) < self._num_minibatches
         self._num_idle = 0 if is_updated else self._num_idle + 1
         if self._num_idle >= MAX_IDLE_STEPS:
-            text = (
-                f"no update in {self._num_idle} steps in a row: loss, gradient or logprobs were "
-                "not finite; a lower "
-                "train.lr or train.grad_clip helps most often"
-            )
-            found.append(Breach(text, is_fatal=True))
+            why = "loss, gradient or logprobs were not finite; lower train.lr or train.grad_clip"
+            text = f"no update in {self._num_idle} steps in a row: {why}"
+            return [Breach(text, is_fatal=True)]
+        gap, entropy = values.get("train/logprob_gap"), values.get("train/entropy")
+        found = []
         # "not <=", so that NaN breaks the limit too.
-        if limits.max_logprob_gap and gap is not None and not gap <= limits.max_logprob_gap:
-            text = (
-                f"train/logprob_gap is {gap:.4g}, above guard.max_logprob_gap = "
-                f"{limits.max_logprob_gap:g}: vLLM and the trainer do not compute the same policy; "
-                'try model.dtype = "float32" and rollout.on_update = "recompute"'
-            )
-            found.append(self._warning("logprob_gap", text))
-        if is_updated and entropy is not None and not entropy >= limits.min_entropy:
-            text = (
-                f"train/entropy is {entropy:.4g}, below guard.min_entropy = "
-                f"{limits.min_entropy:g}: the policy hardly explores any more; raise "
-                "train.clip_high, add train.kl_coef, or lower train.lr"
-            )
-            found.append(self._warning("entropy", text))
+        if gap is not None and not gap <= MAX_LOGPROB_GAP:
+            why = 'vLLM and the trainer differ; try model.dtype = "float32"'
+            found.append(self._warning(f"train/logprob_gap above {MAX_LOGPROB_GAP}", gap, why))
+        if is_updated and entropy is not None and not entropy >= MIN_ENTROPY:
+            why = "the policy hardly explores any more; raise train.clip_high or lower train.lr"
+            found.append(self._warning(f"train/entropy below {MIN_ENTROPY}", entropy, why))
         return found
 
-    def _warning(self, name: str, text: str) -> Breach:
-        self._counts[name] += 1
-        count = self._counts[name]
-        return Breach(f"{text} (the {count}th time)" if count > 1 else text, count)
+    def _warning(self, limit: str, value: float, why: str) -> Breach:
+        self._counts[limit] += 1
+        return Breach(f"{limit}: {value:.4g}: {why}", self._counts[limit])

@@ -18,38 +18,32 @@ if TYPE_CHECKING:
     from minirl.shm.weights import TensorSpec
 
 TOKENIZER_FILES = ("*.json", "*.txt", "*.jinja", "*.model")
+NEEDED_FILES = (*TOKENIZER_FILES, "*.safetensors")
 WHOLE_TOKENIZERS = (
     "PreTrainedTokenizerFast",
     "TokenizersBackend",
     "Qwen2Tokenizer",
     "Qwen2TokenizerFast",
 )
-NEEDED_FILES = (*TOKENIZER_FILES, "*.safetensors")
 
 
-def local_folder(config: Config) -> Path:
+def local_folder(config: Config, patterns: tuple[str, ...] = NEEDED_FILES) -> Path:
     """A local folder as it is; a hub name from the cache or by download."""
-    if Path(config.model.path).is_dir():
-        return Path(config.model.path)
-    return _download(config, NEEDED_FILES)
-
-
-def _download(config: Config, patterns: tuple[str, ...]) -> Path:
+    path = config.model.path
+    if Path(path).is_dir():
+        return Path(path)
     from huggingface_hub import snapshot_download
 
-    path, is_whole = config.model.path, patterns == NEEDED_FILES
     try:
         return Path(snapshot_download(path, allow_patterns=list(patterns)))
     except Exception as error:  # the hub library raises a dozen kinds of its own
         cached = find_model(config)
-        if cached is not None and (any(cached.glob("*.safetensors")) or not is_whole):
+        needs_weights = "*.safetensors" in patterns
+        if cached is not None and (any(cached.glob("*.safetensors")) or not needs_weights):
             return cached
-        raise RecipeError(
-            "model.path",
-            path,
-            f"cannot be had from the hub ({type(error).__name__})",
-            "check the name and the network, or give a local folder",
-        ) from None
+        rule = f"cannot be had from the hub ({type(error).__name__})"
+        remedy = "check the name and the network, or give a local folder"
+        raise RecipeError("model.path", path, rule, remedy) from None
 
 
 def weight_table(folder: Path) -> "tuple[TensorSpec, ...]":
@@ -60,9 +54,8 @@ def weight_table(folder: Path) -> "tuple[TensorSpec, ...]":
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise RecipeError(
-            "model.path", str(folder), "has no *.safetensors", "pickled weights are never loaded"
-        )
+        remedy = "pickled weights are never loaded"
+        raise RecipeError("model.path", str(folder), "has no *.safetensors", remedy)
     table = []
     for path in files:
         try:
@@ -76,11 +69,49 @@ def weight_table(folder: Path) -> "tuple[TensorSpec, ...]":
     return tuple(spec for spec in table if not (is_tied and spec.name == "lm_head.weight"))
 
 
+def check_folder(folder: Path) -> None:
+    """What can be seen of weights and tokenizer without loading them; a trainer rank, which loads
+    them, compares every shape."""
+    weight_table(folder)
+    if not (folder / "tokenizer.json").is_file():
+        remedy = "copy it there: AutoTokenizer.from_pretrained(name).save_pretrained(folder)"
+        raise RecipeError("model.path", str(folder), "has no tokenizer.json", remedy)
+
+
+# Tokenizers ------------------------------------------------------------------------------------
+
+
 def load_tokenizer_alone(config: Config) -> Any:
     """The tokenizer of the recipe's model without its weights."""
-    path = config.model.path
-    folder = Path(path) if Path(path).is_dir() else _download(config, TOKENIZER_FILES)
+    folder = local_folder(config, TOKENIZER_FILES)
     return load_tokenizer(folder, config.model.trust_remote_code)
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    try:
+        if (whole := _load_whole(folder)) is not None:
+            return whole
+        devices.hide_broken_torchvision()
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of many kinds, down to a bare Exception of the Rust library
+        rule = f"its tokenizer cannot be loaded ({one_line(str(error))})"
+        raise RecipeError("model.path", str(folder), rule, "fetch the model again") from None
+
+
+def _load_whole(folder: Path) -> Any:
+    """The tokenizer of a folder whose files say that tokenizer.json is all there is to it, without
+    torch; None for any other."""
+    config, path = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    about = json.loads(config.read_text()) if config.is_file() else {}
+    if about.get("tokenizer_class") not in WHOLE_TOKENIZERS or not path.is_file():
+        return None
+    if not about.get("chat_template") and not (folder / "chat_template.jinja").exists():
+        return PlainTokenizer(path, about)
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 class PlainTokenizer:
@@ -108,51 +139,3 @@ class PlainTokenizer:
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
-
-
-def _load_whole(folder: Path) -> Any:
-    """The tokenizer of a folder whose files say that tokenizer.json is all there is to it, without
-    torch; None for any other."""
-    try:
-        about = json.loads((folder / "tokenizer_config.json").read_text())
-    except (OSError, ValueError):
-        return None
-    path = folder / "tokenizer.json"
-    if about.get("tokenizer_class") not in WHOLE_TOKENIZERS or not path.is_file():
-        return None
-    if not about.get("chat_template") and not (folder / "chat_template.jinja").exists():
-        return PlainTokenizer(path, about)
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast.from_pretrained(folder)
-
-
-def check_folder(folder: Path) -> None:
-    """What can be seen of weights and tokenizer without loading them; a trainer rank, which loads
-    them, compares every shape."""
-    table = {spec.name: spec.shape for spec in weight_table(folder)}
-    config = json.loads((folder / "config.json").read_bytes())
-    sizes = config.get("text_config", config)
-    for name, shape in table.items():
-        if name.endswith("embed_tokens.weight") and isinstance(sizes, dict):
-            wanted = (sizes.get("vocab_size", shape[0]), sizes.get("hidden_size", shape[-1]))
-            if shape != wanted:
-                rule = f"{name} is {list(shape)}, and config.json makes it {list(wanted)}"
-                remedy = "its weights are not those of its config.json: fetch the model again"
-                raise RecipeError("model.path", str(folder), rule, remedy)
-    if not (folder / "tokenizer.json").is_file():
-        remedy = "copy it there: AutoTokenizer.from_pretrained(name).save_pretrained(folder)"
-        raise RecipeError("model.path", str(folder), "has no tokenizer.json", remedy)
-
-
-def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
-    try:
-        if (whole := _load_whole(folder)) is not None:
-            return whole
-        devices.hide_broken_torchvision()
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # of many kinds, down to a bare Exception of the Rust library
-        rule = f"its tokenizer cannot be loaded ({one_line(str(error))})"
-        raise RecipeError("model.path", str(folder), rule, "fetch the model again") from None

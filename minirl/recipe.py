@@ -27,12 +27,10 @@ from minirl.errors import RecipeError, one_line
 MAX_RECIPE_BYTES = 2**20
 ANCHORED = ("tasks.kind", "tasks.data")
 """Keys that may name a file beside the recipe."""
-OPTIONS = "tasks.options"
-"""The one key that is a table of its own, whose names the task decides."""
 LOGGERS = ("tensorboard", "wandb", "trackio")
 BUILTIN_TASKS = ("arithmetic", "calculator", "code", "countdown", "gsm8k", "math")
 
-FOREIGN_NAMES = {
+FOREIGN = {
     "learning_rate": "train.lr",
     "eta": "buffer.max_staleness",
     "num_generations": "rollout.group_size",
@@ -40,34 +38,15 @@ FOREIGN_NAMES = {
     "max_steps": "train.steps",
     "max_grad_norm": "train.grad_clip",
     "gpu_memory_utilization": "rollout.memory_fraction",
-    "loss_agg_mode": "train.loss_norm",
-}
-"""What other trainers call a key, where the nearest spelling would not find ours."""
-FOREIGN_VALUES = {
     "gpu": "cuda",
     "bf16": "bfloat16",
-    "fp32": "float32",
-    "half": "bfloat16",
-    "tb": "tensorboard",
 }
-"""The same for values: "gpu" is nearest to "cpu"."""
-PLAIN_WORDS = {
-    "Input should": "must",
-    "String should": "must",
-    "valid integer": "whole number",
-    "valid tuple": "list",
-    "valid dictionary": "table",
-    "a valid ": "a ",
-}
-"""pydantic's words, and ours."""
+"""Keys and values of other trainers, where the nearest spelling would not find ours."""
 
 _SHAPING = ("format", "format_weight", "length_weight", "reward_weight", "reward_clip")
 REMOVED = {
     **{f"tasks.{name}": "write it into the task's reward (docs/tasks.md)" for name in _SHAPING},
-    "guard.reward_range": "let the task's reward raise: a reward that raises has failed",
-    "guard.on_logprob_gap": "leave it out: a gap above guard.max_logprob_gap warns",
-    "guard.on_entropy": "leave it out: an entropy below guard.min_entropy warns",
-    "guard.max_skipped": "leave it out: three steps in a row without an update stop the run",
+    "guard": "leave it out: its limits are fixed (docs/faults.md)",
     "train.behav_level": 'leave it out: "gspo" weighs whole sequences, the others tokens',
     "train.kl_kind": 'leave it out: k3 with train.kl_in = "loss", k1 with "reward"',
     "train.dual_clip": "leave it out: train.clip_low, clip_high and behav_cap bound a token",
@@ -75,12 +54,12 @@ REMOVED = {
     "sft.warmup_steps": "leave it out: the learning rate rises over ten steps",
     "sft.schedule": "leave it out: the learning rate falls to 0 in a line",
 }
-"""Keys of earlier versions, and what to do instead."""
+"""Keys and sections of earlier versions, and what to do instead."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A recipe and where each of its values was written: "default", "smoke.toml:12", "--set", or
+    """A recipe and where each of its values was written: "default", "smoke.toml", "--set", or
     "algorithm gspo" where the recipe's train.algorithm stands for it."""
 
     config: Config
@@ -93,11 +72,7 @@ class _Layer:
 
     values: dict[str, Any]
     name: str
-    lines: dict[str, int]
     folder: Path = Path()  # that files are looked for in first
-
-    def origin(self, key: str) -> str:
-        return f"{self.name}:{self.lines[key]}" if key in self.lines else self.name
 
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> Loaded:
@@ -108,7 +83,7 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Loaded:
     origins = dict.fromkeys(KEYS, "default")
     for layer in [*(_read_chain(path) if path else ()), *map(_parse_override, overrides)]:
         for key, value in _flatten(layer):
-            origins[key] = layer.origin(key)
+            origins[key] = layer.name
             if isinstance(value, dict) and isinstance(values.get(key), dict):
                 value = values[key] | value  # tasks.options is one table of all layers
             values[key] = _anchored(key, value, layer.folder) if key in ANCHORED else value
@@ -120,8 +95,7 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Loaded:
         config = build(values)
         validate(config)
     except RecipeError as error:
-        key = OPTIONS if error.key.startswith(OPTIONS) else error.key
-        raise error if origins[key] == "default" else error.at(origins[key]) from None
+        raise error if origins[error.key] == "default" else error.at(origins[error.key]) from None
     return Loaded(config, origins)
 
 
@@ -145,39 +119,29 @@ def _made(prefix: str, cls: Any, values: dict[str, Any]) -> Any:
 
 def _wrong(key: str, value: Any, error: Mapping[str, Any]) -> RecipeError:
     """pydantic's error, in the form of all others."""
-    kind, loc, given = error["type"], error["loc"], error["input"]
-    default = _toml_value(get(Config(), key))
-    rule, remedy = error["msg"], f"{default} is the default"
-    for theirs, ours in PLAIN_WORDS.items():
-        rule = rule.replace(theirs, ours)
-    if key == OPTIONS and len(loc) > 1:
-        key, value = f"{OPTIONS}.{loc[1]}", value[loc[1]]
-        if loc[-1] == "[key]":
-            return RecipeError(key, value, "is no name for an option", "use letters, digits and _")
-        rule = "must be text, a finite number, true, false or a list of these"
-        return RecipeError(key, value, rule, "write it like 3 or [0.5, 0.5]")
-    if kind == "string_pattern_mismatch":
-        rule = "must be one line of text" if given.strip() else "must not be empty"
-    elif kind == "literal_error":
+    rule = re.sub(r"^\w+ should", "must", error["msg"])
+    rule = rule.replace("valid tuple", "list").replace("valid dictionary", "table")
+    remedy = f"{_toml_value(get(Config(), key))} is the default"
+    if key == "tasks.options" and len(error["loc"]) > 1:
+        name = one_line(str(error["loc"][1]))
+        rule = f"{name} must be text, a finite number, true, false or a list of these"
+        remedy = "write it like steps = 3, its name with letters, digits and _"
+    elif error["type"] == "string_pattern_mismatch":
+        rule = "must be one line of text" if error["input"].strip() else "must not be empty"
+    elif error["type"] == "literal_error":
         choices = re.findall(r"'(.+?)'", error["ctx"]["expected"])
-        remedy = _near(str(given), choices, remedy)
+        remedy = _near(str(error["input"]), choices, remedy)
     elif isinstance(value, str) and isinstance(_parse_value(value), (int, float)):
         remedy = "take the quotes away"
-    elif kind.endswith("_type"):
-        examples = KEYS[key].examples
-        remedy = f"write it like {_toml_value(examples[0]) if examples else default}"
-    if isinstance(value, (list, tuple)) and len(loc) > 1:
+    elif len(error["loc"]) > 1:
         rule = f"each item {rule}"
     return RecipeError(key, value, rule, remedy)
 
 
 def _near(given: str, known: Sequence[str], otherwise: str) -> str:
     """The remedy for a value that is near a known one."""
-    near = difflib.get_close_matches(FOREIGN_VALUES.get(given, given), known, n=1)
+    near = difflib.get_close_matches(FOREIGN.get(given, given), known, n=1)
     return f'did you mean "{near[0]}"?' if near else otherwise
-
-
-# Reading ----------------------------------------------------------------------------------------
 
 
 def _anchored(key: str, value: Any, folder: Path) -> Any:
@@ -189,124 +153,89 @@ def _anchored(key: str, value: Any, folder: Path) -> Any:
     if not place or (colon and not place.endswith(".py")):
         return value
     for base in (folder, Path()):
-        with suppress(OSError, ValueError):  # a name that no file system allows
-            if (base / place).exists():
-                return os.path.abspath(base / place) + colon + name
+        if _is(Path.exists, base / place):
+            return os.path.abspath(base / place) + colon + name
     return value
 
 
 def _read_chain(path: Path) -> list[_Layer]:
     """The recipe and what it extends, the base first."""
     chain = [_read_layer(path, "recipe", str(path))]
-    seen = [path.resolve()]
+    seen = {path.resolve()}
     while (base := chain[0].values.pop("extends", None)) is not None:
-        origin = chain[0].origin("extends")
+        name = chain[0].name
         if not isinstance(base, str):
             remedy = 'name one other recipe, such as extends = "base.toml"'
-            raise RecipeError("extends", base, "must be a string", remedy, origin)
+            raise RecipeError("extends", base, "must be a string", remedy, name)
         path = path.parent / base
-        chain.insert(0, _read_layer(path, "extends", base, origin))
+        chain.insert(0, _read_layer(path, "extends", base, name))
         if path.resolve() in seen:
-            names = " -> ".join(p.name for p in [*seen, path.resolve()])
-            rule = f"recipes extend each other in a circle ({one_line(names)})"
-            raise RecipeError("extends", base, rule, "take one of these lines out", origin)
-        seen.append(path.resolve())
+            rule = "recipes extend each other in a circle"
+            raise RecipeError("extends", base, rule, "take one of these lines out", name)
+        seen.add(path.resolve())
     return chain
 
 
 def _read_layer(path: Path, key: str, value: str, origin: str = "") -> _Layer:
     """One file; key, value and origin are how an error names it."""
-
-    def wrong(rule: str, remedy: str) -> RecipeError:
-        return RecipeError(key, value, rule, remedy, origin)
-
+    remedy = "name a TOML file, such as recipes/smoke.toml"
     try:
         with path.open("rb") as file:
-            text = file.read(MAX_RECIPE_BYTES).decode("utf-8-sig")
-        table = tomllib.loads(text)
+            table = tomllib.loads(file.read(MAX_RECIPE_BYTES).decode("utf-8-sig"))
+        return _Layer(table, path.name, path.parent)
     except OSError as error:
-        is_missing = isinstance(error, FileNotFoundError)
-        rule = "no such file" if is_missing else f"cannot be read ({error.strerror})"
-        raise wrong(rule, _suggest_file(path)) from None
+        rule = f"cannot be read ({error.strerror})"
     except (ValueError, RecursionError) as error:
         rule = f"is not valid TOML: {one_line(str(error).partition(';')[0])}"
-        raise wrong(rule, "mend it there (strings take quotes, numbers none)") from None
-    return _Layer(table, path.name, _line_numbers(text), path.parent)
-
-
-def _suggest_file(path: Path) -> str:
-    """The nearest-named recipe beside the missing one or in recipes/."""
-    near = {p.stem: p for p in [*path.parent.glob("*.toml"), *Path("recipes").glob("*.toml")]}
-    for match in difflib.get_close_matches(path.stem, near, n=1, cutoff=0.5):
-        return f"did you mean {one_line(str(near[match]))}?"
-    return "name a TOML file, such as recipes/smoke.toml"
-
-
-def _line_numbers(text: str) -> dict[str, int]:
-    """Where each key stands, which tomllib does not say. Inside an inline table none is found."""
-    lines: dict[str, int] = {}
-    section = ""
-    for number, line in enumerate(text.split("\n"), start=1):
-        if header := re.match(r"\s*\[\s*([\w.-]+)\s*\]", line):
-            section = header[1] + "."
-            lines.setdefault(header[1], number)
-        elif entry := re.match(r"\s*([\w.-]+)\s*=", line):
-            lines.setdefault(section + entry[1], number)
-    return lines
+        remedy = "mend it there (strings take quotes, numbers none)"
+    raise RecipeError(key, value, rule, remedy, origin)
 
 
 def _parse_override(text: str) -> _Layer:
     """`section.key=value`; the value is TOML, and what is not TOML is a string."""
     key, equals, raw = text.partition("=")
     key = key.strip()
-    if not equals or not key:
+    if not equals or not key or key == "extends":
         remedy = "write section.key=value, such as --set train.lr=1e-5"
-        raise RecipeError("--set", text, "has no key and value", remedy)
-    if key == "extends":
-        raise RecipeError(key, raw, "cannot be set from outside", "write it in a recipe", "--set")
+        raise RecipeError("--set", text, "sets no key of a recipe", remedy)
     value = _parse_value(raw)
     for part in reversed(key.split(".")):
         value = {part: value}
-    return _Layer(value, "--set", {})
+    return _Layer(value, "--set")
 
 
 def _parse_value(raw: str) -> Any:
-    try:
+    with suppress(ValueError, RecursionError):
         table = tomllib.loads(f"value = {raw.strip()}")
-    except (ValueError, RecursionError):
-        return raw.strip()
-    return table["value"] if len(table) == 1 else raw.strip()
+        if len(table) == 1:
+            return table["value"]
+    return raw.strip()
 
 
 def _flatten(layer: _Layer) -> Iterator[tuple[str, Any]]:
     """The layer's values by dotted key; a key that no recipe has is an error."""
     for top, value in layer.values.items():
-        if top in SECTIONS and isinstance(value, dict):
+        inner = {top: value}
+        if isinstance(value, dict) and (value or top in SECTIONS):
             inner = {f"{top}.{name}": given for name, given in value.items()}
-        else:
-            inner = {top: value}
         for key, given in inner.items():
             if key not in KEYS:
-                raise RecipeError(key, given, *_unknown(key, given), layer.origin(key))
+                raise RecipeError(key, given, *_unknown(key), layer.name)
             yield key, given
 
 
-def _unknown(key: str, value: Any) -> tuple[str, str]:
+def _unknown(key: str) -> tuple[str, str]:
     """Rule and remedy for a key that no recipe has."""
     section, _, name = key.rpartition(".")
-    if key in REMOVED:
-        return "is no longer a key", REMOVED[key]
+    if (removed := REMOVED.get(key) or REMOVED.get(section or key)) is not None:
+        return "is no longer a key", removed
     if key in SECTIONS:
         return "is a section, not a key", f"write {key}.<key>, such as {_keys_in(key)[0]}"
-    if section not in SECTIONS and isinstance(value, dict):
-        near = difflib.get_close_matches(key, SECTIONS, n=1)
-        remedy = f"did you mean [{near[0]}]?" if near else f"sections are {', '.join(SECTIONS)}"
-        return "no such section", remedy
-    names = {foreign: [ours] for foreign, ours in FOREIGN_NAMES.items()}
-    for known in KEYS:
-        names.setdefault(known.rpartition(".")[2], []).append(known)
-    for match in difflib.get_close_matches(name, names, n=1):
-        return "no such key", f"did you mean {' or '.join(names[match])}?"
+    names = {known.rpartition(".")[2]: known for known in reversed(KEYS)}
+    names |= FOREIGN | {known: known for known in KEYS}
+    whole = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
+    for near in whole or difflib.get_close_matches(name, names, n=1):
+        return "no such key", f"did you mean {names[near]}?"
     there = _keys_in(section) if section in SECTIONS else ["seed", *SECTIONS]
     return "no such key", f"there are {', '.join(there)}"
 
@@ -315,93 +244,38 @@ def _keys_in(section: str) -> list[str]:
     return [key for key in KEYS if key.startswith(f"{section}.")]
 
 
-# Rules between fields ---------------------------------------------------------------------------
-
-
 def validate(config: Config) -> None:
     """The rules that need neither the model nor the machine."""
-    tasks, rollout, train, devices = config.tasks, config.rollout, config.train, config.devices
+    train, devices, group_size = config.train, config.devices, config.rollout.group_size
 
     def need(key: str, is_kept: bool, rule: str, remedy: str) -> None:
         if not is_kept:
             raise RecipeError(key, get(config, key), rule, remedy)
 
-    parts, parallel = train.num_minibatches, devices.tensor_parallel
-    share = train.batch_size // parts * rollout.group_size
+    for key, divisor in (
+        ("train.batch_size", "train.num_minibatches"),
+        ("devices.rollout", "devices.tensor_parallel"),
+    ):
+        value, of = get(config, key), get(config, divisor)
+        rule, remedy = f"must be a multiple of {divisor} = {of}", f"{-(-value // of) * of} is one"
+        need(key, value % of == 0, rule, remedy)
+    share = train.batch_size // train.num_minibatches * group_size
+    rule, remedy = f"a minibatch has only {share} trajectories", "raise train.batch_size"
+    need("devices.train", share >= devices.train, rule, remedy)
     longest = config.max_tokens_per_trajectory
-    need(
-        "train.batch_size",
-        train.batch_size % parts == 0,
-        f"must be a multiple of train.num_minibatches = {parts}",
-        _multiples(train.batch_size, parts),
-    )
-    need(
-        "devices.train",
-        share >= devices.train,
-        f"a minibatch has only {share} trajectories, and each device needs one",
-        f"raise train.batch_size, or lower devices.train to {share}",
-    )
-    need(
-        "train.max_tokens",
-        train.max_tokens >= longest,
-        f"must hold one trajectory (tasks.max_prompt_tokens + rollout.max_new_tokens = {longest})",
-        f"raise it to {longest} or more, or shorten prompt or answer",
-    )
-    need(
-        "train.proximal",
-        train.proximal == "forward" or train.objective != "naive",
-        'has no effect with train.objective = "naive", which knows no π_prox',
-        'set train.objective = "decoupled", or leave it out',
-    )
-    need(
-        "train.shard_optimizer",
-        not train.shard_optimizer or devices.train > 1,
-        "there is one training device, and nothing to share",
-        "set it to false",
-    )
-    need(
-        "devices.rollout",
-        devices.rollout % parallel == 0,
-        f"must be a multiple of devices.tensor_parallel = {parallel}",
-        _multiples(devices.rollout, parallel),
-    )
-    need("rollout.top_k", rollout.top_k != 1, "all answers are alike at 1", "0 is off")
-    need(
-        "tasks.max_failures",
-        tasks.max_failures <= rollout.group_size - 2,
-        f"must leave two of rollout.group_size = {rollout.group_size} to compare",
-        f"at most {rollout.group_size - 2}",
-    )
-    need(
-        "tasks.overlong_tokens",
-        tasks.overlong_tokens <= rollout.max_new_tokens,
-        f"must be at most rollout.max_new_tokens = {rollout.max_new_tokens}",
-        f"a fifth of it is usual: {max(1, rollout.max_new_tokens // 5)}",
-    )
-    target = config.buffer.target_staleness
-    remedy = "-1 is as few as keep the trainer fed; 0 waits for every batch"
-    need("buffer.target_staleness", target == -1 or target >= 0, "must be -1 or at least 0", remedy)
-    need(
-        "log.stall_s",
-        config.log.stall_s > tasks.timeout_s,
-        f"must be above tasks.timeout_s = {tasks.timeout_s}",
-        "raise it, or a slow reward looks like a stall",
-    )
-    strange = next((name for name in config.log.to if name not in LOGGERS), "")
-    need(
-        "log.to",
-        not strange and len(set(config.log.to)) == len(config.log.to),
-        f"must name some of {', '.join(LOGGERS)}, each once",
-        _near(strange, LOGGERS, "[] is metrics.jsonl alone"),
-    )
-
-
-def _multiples(value: int, of: int) -> str:
-    below, above = value // of * of, (value // of + 1) * of
-    return f"make it {below} or {above}" if below else f"make it {above}"
-
-
-# Rules that need the machine, the model or the task ---------------------------------------------
+    rule = f"must hold tasks.max_prompt_tokens + rollout.max_new_tokens = {longest}"
+    need("train.max_tokens", train.max_tokens >= longest, rule, f"raise it to {longest}")
+    most = group_size - 2
+    rule = f"must leave two of rollout.group_size = {group_size} to compare"
+    need("tasks.max_failures", config.tasks.max_failures <= most, rule, f"at most {most}")
+    slow = config.tasks.timeout_s
+    rule, remedy = f"must be above tasks.timeout_s = {slow}", "a slow reward is no stall: raise it"
+    need("log.stall_s", config.log.stall_s > slow, rule, remedy)
+    can_shard = not train.shard_optimizer or devices.train > 1
+    need("train.shard_optimizer", can_shard, "there is one training device", "set it to false")
+    for name in config.log.to:
+        rule, remedy = f"must name some of {', '.join(LOGGERS)}", "[] is metrics.jsonl alone"
+        need("log.to", name in LOGGERS, rule, _near(name, LOGGERS, remedy))
 
 
 def check_devices(
@@ -411,16 +285,13 @@ def check_devices(
     `num_rollout` is given where it is not devices.rollout."""
     devices = config.devices
     if devices.kind == "cuda" and kind != "cuda":
-        remedy = "run it where there is one, or --set devices.kind=cpu"
-        raise RecipeError("devices.kind", "cuda", "there is no CUDA device here", remedy)
+        raise RecipeError("devices.kind", "cuda", "there is no CUDA device here", '"cpu" works')
     wanted = devices.train + (devices.rollout if num_rollout is None else num_rollout)
     limit = available if kind == "cuda" else max(4, 2 * available)
     if wanted > limit:
         what = "GPUs" if kind == "cuda" else "cores"
         rule = f"with devices.train = {devices.train} that is {wanted} {what}, of {available} here"
-        remedy = f"the two together may be at most {limit}"
-        if limit == 1:
-            remedy = "one GPU is not enough for both pools; two are"
+        remedy = f"the two together may be {limit}" if limit > 1 else "two GPUs are the least"
         raise RecipeError("devices.rollout", devices.rollout, rule, remedy)
 
 
@@ -436,19 +307,12 @@ def check_memory(config: Config, available_bytes: int) -> None:
 def check_task(config: Config) -> None:
     """tasks.kind names a builtin task, or a class in a file that exists. Runs none of its code."""
     kind = config.tasks.kind
-    place, colon, name = kind.rpartition(":")
-    wanted = 'write "my_task.py:MyTask" or "package.module:MyTask"'
-    if not colon and kind not in BUILTIN_TASKS:
-        remedy = _near(kind, BUILTIN_TASKS, 'your own is "my_task.py:MyTask"')
-        raise RecipeError("tasks.kind", kind, f"is none of {', '.join(BUILTIN_TASKS)}", remedy)
-    if colon and not name.isidentifier():
-        raise RecipeError("tasks.kind", kind, "has no class name", wanted)
-    if place.endswith(".py"):
-        if not _is(Path.is_file, place):
-            remedy = "it is looked for beside the recipe, then in the working folder"
-            raise RecipeError("tasks.kind", kind, f"there is no file {one_line(place)}", remedy)
-    elif colon and not all(part.isidentifier() for part in place.split(".")):
-        raise RecipeError("tasks.kind", kind, "names neither a .py file nor a module", wanted)
+    place, _, name = kind.rpartition(":")
+    is_there = not place.endswith(".py") or _is(Path.is_file, Path(place))
+    if kind not in BUILTIN_TASKS and not (place and name.isidentifier() and is_there):
+        rule = f"is none of {', '.join(BUILTIN_TASKS)}, and no class in a file that is here"
+        remedy = 'your own is "my_task.py:MyTask", beside the recipe or in the working folder'
+        raise RecipeError("tasks.kind", kind, rule, _near(kind, BUILTIN_TASKS, remedy))
 
 
 def check_loggers(config: Config) -> None:
@@ -467,10 +331,7 @@ def find_model(config: Config) -> Path | None:
     path = config.model.path
     if path == TINY:
         return None
-    if _is(Path.is_dir, path):
-        if not _is(Path.is_file, f"{path}/config.json"):
-            remedy = "name a Hugging Face model folder"
-            raise RecipeError("model.path", path, "the folder has no config.json", remedy)
+    if _is(Path.is_dir, Path(path)):
         return Path(path)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", path, re.ASCII):
         remedy = f'name an existing folder, a hub name such as "Qwen/Qwen3-0.6B", or "{TINY}"'
@@ -486,48 +347,41 @@ def find_model(config: Config) -> Path | None:
 
 def read_model_config(config: Config, folder: Path) -> dict[str, Any]:
     """What `check_model` takes: the folder's config.json."""
-    try:
+    with suppress(OSError, ValueError, RecursionError):
         model_config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        model_config = None
-    if not isinstance(model_config, dict):
-        rule = "its config.json cannot be read"
-        raise RecipeError("model.path", config.model.path, rule, "fetch the model again")
-    return model_config
+        if isinstance(model_config, dict):
+            return model_config
+    rule, remedy = "its config.json cannot be read", "name a Hugging Face model folder"
+    raise RecipeError("model.path", config.model.path, rule, remedy)
 
 
 def check_model(config: Config, model_config: dict[str, Any]) -> None:
     """What only the model's config.json can tell."""
     text_config = model_config.get("text_config", model_config)
     sizes = text_config if isinstance(text_config, dict) else {}
-    limit = sizes.get("max_position_embeddings")
-    longest = config.max_tokens_per_trajectory
+    limit, longest = sizes.get("max_position_embeddings"), config.max_tokens_per_trajectory
     if isinstance(limit, int) and longest > limit:
         rule = f"with tasks.max_prompt_tokens that is {longest}, past the model's {limit} positions"
         remedy = f"shorten one: together at most {limit}"
         raise RecipeError("rollout.max_new_tokens", config.rollout.max_new_tokens, rule, remedy)
-    parallel = config.devices.tensor_parallel
-    heads = sizes.get("num_attention_heads")
+    parallel, heads = config.devices.tensor_parallel, sizes.get("num_attention_heads")
     if isinstance(heads, int) and heads % parallel:
         divisors = ", ".join(str(n) for n in range(1, min(heads, 16) + 1) if heads % n == 0)
         rule = f"must divide the model's {heads} attention heads"
         raise RecipeError("devices.tensor_parallel", parallel, rule, f"one of {divisors}")
 
 
-def _is(test: Callable[[Path], bool], path: str) -> bool:
+def _is(test: Callable[[Path], bool], path: Path) -> bool:
     """A test of a path that someone typed: a name that no file system allows is just not there."""
     try:
-        return test(Path(path))
+        return test(path)
     except (OSError, ValueError):
         return False
 
 
-# Writing ----------------------------------------------------------------------------------------
-
-
 def to_toml(config: Config, origins: Mapping[str, str] | None = None) -> str:
-    """Every value, defaults too: `load` gives the same config back. With where each came from, if
-    that is given."""
+    """Every value, defaults too, with where each came from if that is given: `load` gives the same
+    config back."""
     lines = []
     section = ""
     for key in KEYS:

@@ -1,8 +1,7 @@
 """Where a run begins: at nothing, or where it was left. Takes a run directory, gives a Start.
 
-A run goes on with the recipe that it began with. A key may change where it cannot change what is
-learned (how many devices, how much memory, how often something is saved or shown); any other change
-is refused, and all of them are named at once.
+A run keeps the recipe that it began with. A key may change where it cannot change what is learned
+(number of devices, memory, how often something is saved or shown); any other change is refused.
 
 Leaves out: what is in a checkpoint (train/checkpoint.py).
 """
@@ -21,26 +20,18 @@ from minirl.train import checkpoint
 from minirl.train.checkpoint import newest_whole
 
 RECIPE = "recipe.toml"
+_SECTIONS = ("devices", "eval", "checkpoint", "log", "sft")
+_ROLLOUT = ("max_num_seqs", "memory_fraction", "kv_cache_gib")
+_TRAIN = ("steps", "max_tokens", "gradient_checkpointing", "compile", "shard_optimizer")
 MAY_CHANGE = (
-    "devices",
-    "eval",
-    "checkpoint",
-    "log",
-    "sft",
-    "guard",
+    *(key for key in KEYS if key.startswith(_SECTIONS)),
+    *(f"rollout.{name}" for name in _ROLLOUT),
+    *(f"train.{name}" for name in _TRAIN),
     "tasks.verifiers",
     "tasks.timeout_s",
-    "rollout.max_num_seqs",
-    "rollout.memory_fraction",
-    "rollout.kv_cache_gib",
     "buffer.target_staleness",
-    "train.steps",
-    "train.max_tokens",
-    "train.gradient_checkpointing",
-    "train.compile",
-    "train.shard_optimizer",
 )
-"""Keys and whole sections that a resumed run may have otherwise."""
+"""Keys that a resumed run may have otherwise."""
 
 
 @dataclass(frozen=True)
@@ -91,28 +82,16 @@ def check_changes(config: Config, run_dir: Path) -> list[str]:
     if not holds_run(run_dir):
         return []
     before = load(run_dir / RECIPE).config
-    accepted: list[str] = []
-    refused: list[str] = []
-    for key in KEYS:
-        if get(config, key) != get(before, key):
-            change = f"{key} {_shown(get(before, key))} → {_shown(get(config, key))}"
-            (accepted if _may_change(key, config) else refused).append(change)
-    if refused:
-        also = f" (accepted: {', '.join(accepted)})" if accepted else ""
-        rule = f"the run was begun with another recipe, refused: {', '.join(refused)}{also}"
+    changed = [key for key in KEYS if get(config, key) != get(before, key)]
+    # Under a schedule the learning rate of every step depends on train.steps.
+    fixed = () if config.train.schedule == "constant" else ("train.steps",)
+    accepted = [key for key in changed if key in MAY_CHANGE and key not in fixed]
+    shown = {key: f"{key} {get(before, key)} → {get(config, key)}" for key in changed}
+    if refused := [shown[key] for key in changed if key not in accepted]:
+        rule = f"the run was begun with another recipe: {', '.join(refused)}"
         remedy = "set these back, or start a new run"
         raise RecipeError("--resume", str(run_dir), rule, remedy)
-    return accepted
-
-
-def _may_change(key: str, config: Config) -> bool:
-    if key == "train.steps" and config.train.schedule != "constant":
-        return False  # the learning rate of every step depends on it
-    return any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return [shown[key] for key in accepted]
 
 
 def check_steps(config: Config, start: Start) -> None:

@@ -21,7 +21,6 @@ Takes lines, gives files; takes a run directory, gives a `RunDir`. Leaves out wh
 import json
 import os
 import tomllib
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -37,9 +36,6 @@ LOCK = "lock"
 MARKS = ("recipe.toml", "metrics.jsonl", "summary.json")
 
 
-# Files -----------------------------------------------------------------------------------------
-
-
 class JsonLines:
     """Appends lines to a file. `error` says why the last one is not on the disk yet."""
 
@@ -53,6 +49,7 @@ class JsonLines:
         self._waiting = b"\n" if is_torn else b""
 
     def write(self, line: Line) -> None:
+        self.is_empty = False
         self._waiting += json.dumps(line).encode() + b"\n"
         self._flush()
 
@@ -102,9 +99,8 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
-    except OSError:
+    finally:
         aside.unlink(missing_ok=True)
-        raise
 
 
 def hold(run_dir: Path) -> IO[str]:
@@ -116,14 +112,11 @@ def hold(run_dir: Path) -> IO[str]:
     except BlockingIOError:
         file.close()
         remedy = "wait for it, stop it, or name another directory"
-        raise RecipeError("--run-dir", str(run_dir), "a run is going on in it", remedy) from None
+        raise RecipeError("--run-dir", str(run_dir), "a run is using it", remedy) from None
     except OSError:
         pass  # a file system without locks: `minirl runs` cannot tell that it runs
     os.utime(run_dir / LOCK)
     return file
-
-
-# Reading ---------------------------------------------------------------------------------------
 
 
 class RunState(StrEnum):
@@ -132,6 +125,16 @@ class RunState(StrEnum):
     STOPPED = "stopped"  # by Ctrl-C, and saved
     STALLED = "stalled"  # nothing moved for log.stall_s
     FAILED = "failed"  # it ended without a result
+
+
+def _log(name: str) -> "cached_property[list[Line]]":
+    def read(run: "RunDir") -> list[Line]:
+        try:
+            return read_lines(run.path / f"{name}.jsonl")
+        except OSError:
+            return []
+
+    return cached_property(read)
 
 
 @dataclass(frozen=True)
@@ -148,86 +151,65 @@ class RunDir:
     def recipe(self) -> Line:
         """Its values by dotted key, as they are: a recipe of another release is shown too."""
         try:
-            return dict(_flatten(tomllib.loads((self.path / "recipe.toml").read_text())))
+            return _flatten(tomllib.loads((self.path / "recipe.toml").read_text()))
         except (OSError, ValueError):
             return {}
 
-    @cached_property
-    def metrics(self) -> list[Line]:
-        return self._lines("metrics")
-
-    @cached_property
-    def evals(self) -> list[Line]:
-        return self._lines("evals")
-
-    @cached_property
-    def samples(self) -> list[Line]:
-        return self._lines("samples")
-
-    @cached_property
-    def batches(self) -> list[Line]:
-        return self._lines("batches")
+    metrics = _log("metrics")
+    evals = _log("evals")
+    samples = _log("samples")
+    batches = _log("batches")
 
     @cached_property
     def summary(self) -> Line:
-        return _read_object(self.path / "summary.json")
+        return self._object("summary.json")
 
     @cached_property
     def machine(self) -> Line:
-        return _read_object(self.path / "machine.json") or self.summary
+        return self._object("machine.json")
 
-    def _lines(self, name: str) -> list[Line]:
+    def _object(self, name: str) -> Line:
         try:
-            return read_lines(self.path / f"{name}.jsonl")
+            found = json.loads((self.path / name).read_text(errors="replace"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _modified(self, name: str) -> float:
+        try:
+            return (self.path / name).stat().st_mtime
         except OSError:
-            return []
+            return 0.0
 
     @property
     def changed(self) -> float:
         """When it last wrote anything that counts."""
-        names = (*MARKS, "stall.txt", LOCK)
-        return max((_modified(self.path / name) for name in names), default=0.0)
+        return max(map(self._modified, (*MARKS, "stall.txt", LOCK)))
 
     @property
     def state(self) -> RunState:
         if self._is_held():
             return RunState.RUNNING
-        ended = _modified(self.path / "summary.json")
-        if self.summary and ended >= _modified(self.path / "metrics.jsonl"):
+        trained = self._modified("metrics.jsonl")
+        if self.summary and self._modified("summary.json") >= trained:
             return RunState.FINISHED if self.summary.get("finished") else RunState.STOPPED
-        if _modified(self.path / "stall.txt") >= _modified(self.path / "metrics.jsonl") > 0:
-            return RunState.STALLED
-        return RunState.FAILED
+        is_stalled = self._modified("stall.txt") >= trained > 0
+        return RunState.STALLED if is_stalled else RunState.FAILED
 
     def _is_held(self) -> bool:
         try:
             with (self.path / LOCK).open() as file:
                 flock(file, LOCK_SH | LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
         return False
-
-    def last(self, name: str) -> float | None:
-        """The newest value of a metric."""
-        return next((line[name] for line in reversed(self.metrics) if name in line), None)
-
-    @property
-    def accuracy(self) -> float | None:
-        """Of the newest evaluation."""
-        found = [line.get("accuracy") for line in self.evals]
-        return next((value for value in reversed(found) if value is not None), None)
 
 
 def open_run(path: Path) -> RunDir:
     """The one error: a path at which there is no run."""
-    remedy = "name a run directory, such as those that minirl runs lists"
-    if not path.is_dir():
-        rule = "is a file" if path.exists() else "no such directory"
-        raise RecipeError("RUN", str(path), rule, remedy)
     if not is_run(path):
-        rule = f"is no run directory: it has none of {', '.join(MARKS)}"
+        rule = f"holds none of {', '.join(MARKS)}" if path.is_dir() else "no such directory"
+        remedy = "name a run directory, such as those that minirl runs lists"
         raise RecipeError("RUN", str(path), rule, remedy)
     return RunDir(path)
 
@@ -236,24 +218,9 @@ def is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in MARKS)
 
 
-def _read_object(path: Path) -> Line:
-    try:
-        found = json.loads(path.read_text(errors="replace"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _flatten(tree: Line, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(tree: Line, prefix: str = "") -> Line:
+    flat: Line = {}
     for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
+        is_table = isinstance(value, dict)
+        flat |= _flatten(value, f"{prefix}{name}.") if is_table else {f"{prefix}{name}": value}
+    return flat

@@ -1,4 +1,4 @@
-"""What the controller writes about a run while it goes on.
+"""What the controller writes about a run while it trains.
 
 Takes what the loop reports (a step, an evaluation, a rollback, a stall), gives the lines and files
 of the run directory (run_dir.py) and what a person is shown (`View`). What could not be written by
@@ -20,7 +20,7 @@ from minirl.config import Config
 from minirl.errors import MinirlError
 from minirl.evaluation import Evaluation
 from minirl.metrics import DROPPED, Breach, metrics_line
-from minirl.records import Batch, Group, Prompt, StopReason
+from minirl.records import Batch, Group, Prompt, StopReason, Trajectory
 from minirl.run_dir import JsonLines, Line, read_lines, write_text
 from minirl.shm.board import Total
 from minirl.tasks.rewards import overlong_penalty
@@ -34,12 +34,10 @@ NUM_SHOWN_STEPS = 20
 
 
 class View(Protocol):
-    """What a person sees while the run goes on."""
+    """What a person sees while the run trains."""
 
     def note(self, text: str) -> None: ...
-
     def evaluated(self, version: int, accuracy: float) -> None: ...
-
     def step(self, line: Line) -> None: ...
 
 
@@ -66,36 +64,31 @@ class Meter:
     """What the workers did since the last lap: differences of their running totals."""
 
     def __init__(self, fleet: Fleet):
-        engines, ranks = fleet.of(Role.ROLLOUT), fleet.of(Role.TRAIN)
-        self._board, self._num_engines = fleet.board, len(engines)
-        self._rows = {
-            Role.ROLLOUT: [worker.row for worker in engines],
-            Role.TRAIN: [ranks[0].row],
-            Role.VERIFY: [worker.row for worker in fleet.of(Role.VERIFY)],
-        }
-        self._then, self._before = time.monotonic(), self._read()
+        self._board = fleet.board
+        self._engines = [worker.row for worker in fleet.of(Role.ROLLOUT)]
+        self._rank = fleet.of(Role.TRAIN)[0].row
+        self._before = self._read()
 
-    def _read(self) -> dict[tuple[Role, Total], float]:
-        return {
-            (role, column): sum(self._board.total(row, column) for row in rows)
-            for role, rows in self._rows.items()
-            for column in Total
-        }
+    def _read(self) -> dict[Total | str, float]:
+        total = self._board.total
+        found: dict[Total | str, float] = {"seconds": time.monotonic()}
+        found["rank idle"] = total(self._rank, Total.IDLE_S)
+        for column in Total:
+            found[column] = sum(total(row, column) for row in self._engines)
+        return found
 
     def lap(self) -> dict[str, float | None]:
-        now, totals = time.monotonic(), self._read()
-        seconds = max(now - self._then, 1e-9)
-        done = {key: total - self._before[key] for key, total in totals.items()}
-        self._then, self._before = now, totals
-        engines = {column: done[Role.ROLLOUT, column] for column in Total}
-        steps, reloads = engines[Total.STEPS], engines[Total.RELOADS]
-        idle_s = engines[Total.IDLE_S] / self._num_engines
+        now = self._read()
+        done = {name: value - self._before[name] for name, value in now.items()}
+        self._before = now
+        seconds, tokens = max(done["seconds"], 1e-9), done[Total.TOKENS]
+        steps, reloads = done[Total.STEPS], done[Total.RELOADS]
         return {
-            "rollout/tokens_per_s": engines[Total.TOKENS] / seconds,
-            "rollout/batch_mean": engines[Total.TOKENS] / steps if steps else None,
-            "rollout/idle_frac": min(1.0, idle_s / seconds),
-            "weights/reload_pause_s": engines[Total.RELOAD_S] / reloads if reloads else None,
-            "train/idle_frac": min(1.0, done[Role.TRAIN, Total.IDLE_S] / seconds),
+            "rollout/tokens_per_s": tokens / seconds,
+            "rollout/batch_mean": tokens / steps if steps else None,
+            "rollout/idle_frac": min(1.0, done[Total.IDLE_S] / len(self._engines) / seconds),
+            "weights/reload_pause_s": done[Total.RELOAD_S] / reloads if reloads else None,
+            "train/idle_frac": min(1.0, done["rank idle"] / seconds),
         }
 
 
@@ -174,16 +167,12 @@ class RunLog:
             self._saver.forget_after(step)
 
     def _write(self, name: str, line: Line) -> None:
-        """A file that cannot be written is reported once, and once when it can be again."""
+        """A file that cannot be written is reported once; its lines are retried with the next."""
         file = self._files[name]
-        had_failed, file.is_empty = bool(file.error), False
+        had_failed = bool(file.error)
         file.write(line)
         if file.error and not had_failed:
             self.note(f"{name}.jsonl cannot be written ({file.error}): its lines wait in memory")
-        elif had_failed and not file.error:
-            self.note(f"{name}.jsonl is written again, with all that had waited")
-
-    # -- steps
 
     def keep_texts(self, group_id: int, prompt: Prompt, texts: tuple[str, ...]) -> None:
         self._texts[group_id] = (prompt, texts)
@@ -204,8 +193,8 @@ class RunLog:
                 "step": step,
                 "version": batch.version + 1,
                 "seconds": round(self.seconds, 3),
-                **self._rewards(batch),
-                **self._buffer_counts(batch, buffer),
+                **self._answers(batch, trajectories),
+                **_buffer_counts(batch, buffer),
                 "rollout/devices": self.config.devices.rollout,
                 "train/devices": self.config.devices.train,
                 "faults/workers_replaced": self.totals.workers_replaced or None,
@@ -224,8 +213,7 @@ class RunLog:
             self.note(problem)
         self.view.step(line)
 
-    def _rewards(self, batch: Batch) -> dict[str, float | None]:
-        trajectories = [t for group in batch.groups for t in group.trajectories]
+    def _answers(self, batch: Batch, trajectories: list[Trajectory]) -> dict[str, float | None]:
         rewards = [reward for group in batch.groups for reward in group.own_rewards]
         turns = [t.num_turns for t in trajectories]
         num_asked = self.config.train.batch_size * self.config.rollout.group_size
@@ -238,17 +226,6 @@ class RunLog:
             "rollout/length_mean": fmean(t.num_written for t in trajectories),
             "rollout/turns_mean": fmean(turns) if max(turns) > 1 else None,
             "rollout/truncated_frac": fmean(t.stop is StopReason.LENGTH for t in trajectories),
-        }
-
-    def _buffer_counts(self, batch: Batch, buffer: Buffer) -> dict[str, float | None]:
-        ledger = buffer.ledger
-        return {
-            "buffer/groups_submitted": ledger.submitted,
-            "buffer/groups_trained": ledger.trained,
-            "buffer/groups_dropped": ledger.dropped,
-            "buffer/groups_in_flight": ledger.in_flight,
-            "buffer/truncated_masked": sum(len(group.masked) for group in batch.groups),
-            **{DROPPED[reason]: count for reason, count in buffer.drops.items() if count},
         }
 
     def _write_samples(self, step: int, batch: Batch, trained: Trained) -> None:
@@ -270,16 +247,13 @@ class RunLog:
             self.recent_samples.append(sample)
             self._write("samples", {**sample, **(asdict(shown) if shown else {})})
 
-    # -- numbers that go bad
-
     def check(self, step: int, batch: Batch, trained: Trained, breaches: list[Breach]) -> None:
         """Saves a batch that went bad and warns; raises where a limit stops the run."""
         fatal = [breach for breach in breaches if breach.is_fatal]
         saved = ""
         if trained.problem:
             saved = self.save_bad(batch, batch.version, trained.problem, must_save=bool(fatal))
-            left_out = f"step {step}: {trained.problem}: the weights stay as they were"
-            self.note(f"{left_out}{saved}")
+            self.note(f"step {step}: {trained.problem}: the weights stay as they were{saved}")
         for breach in breaches:
             if breach.is_told and not breach.is_fatal:
                 self.note(f"warning: step {step}: {breach.text}")
@@ -288,11 +262,7 @@ class RunLog:
 
     def save_bad(self, batch: Batch, version: int, why: str, must_save: bool = True) -> str:
         """With the weights of `version`. Gives the end of a sentence that says where it is."""
-        if self._saver is None:
-            return ""
-        return self._saver.save_bad(batch, version, why, must_save)
-
-    # -- evaluations
+        return self._saver.save_bad(batch, version, why, must_save) if self._saver else ""
 
     @property
     def accuracies(self) -> list[tuple[int, float]]:
@@ -325,8 +295,6 @@ class RunLog:
         self._write("evals", line)
         if line["accuracy"] is not None:
             self.view.evaluated(line["version"], line["accuracy"])
-
-    # -- the end
 
     def stalled(self, report: str) -> Path:
         """Rule 8: everything that helps to find out why, on the screen and in a file."""
@@ -367,6 +335,18 @@ class RunLog:
                 self.problems.append(f"{file.path.name} is not whole ({file.error})")
         if self._saver is not None and self._saver.num_missing:
             self.problems.append(f"{self._saver.num_missing} steps were not recorded")
+
+
+def _buffer_counts(batch: Batch, buffer: Buffer) -> dict[str, float | None]:
+    ledger = buffer.ledger
+    return {
+        "buffer/groups_submitted": ledger.submitted,
+        "buffer/groups_trained": ledger.trained,
+        "buffer/groups_dropped": ledger.dropped,
+        "buffer/groups_in_flight": ledger.in_flight,
+        "buffer/truncated_masked": sum(len(group.masked) for group in batch.groups),
+        **{DROPPED[reason]: count for reason, count in buffer.drops.items() if count},
+    }
 
 
 def _group_line(group: Group) -> Line:

@@ -68,10 +68,6 @@ def garble(path: Path) -> None:
     path.write_bytes(b"\xff\x00{" * 50)
 
 
-def take_away(path: Path) -> None:
-    path.unlink()
-
-
 def empty(path: Path) -> None:
     path.write_bytes(b"")
 
@@ -83,7 +79,7 @@ def empty(path: Path) -> None:
         (cut, "trainer/state.json"),
         (garble, "config.json"),
         (garble, "trainer/optimizer.safetensors"),
-        (take_away, "model.safetensors"),
+        (Path.unlink, "model.safetensors"),
         (empty, "trainer/state.json"),
     ],
 )
@@ -104,17 +100,6 @@ def test_a_broken_checkpoint_is_passed_over_with_a_note(
     harm(before / name)
     with pytest.raises(MinirlError, match=f"no checkpoint of {run} is whole; start a new run"):
         find_start(tied_folder, run, is_resumed=True)
-
-
-def test_a_state_that_lacks_something_is_passed_over_too(
-    made: Path, tied_folder: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(made / "checkpoints", run / "checkpoints")
-    last, before = newest_first(run)
-    for state in ({"step": 2}, {**STATE, "step": "2"}, {**STATE, "step": 2, "history": [1]}, [1]):
-        (last / "trainer" / "state.json").write_text(json.dumps(state))
-        assert find_start(tied_folder, run, is_resumed=True).folder == before
 
 
 def test_a_shard_that_is_gone_is_missed(made: Path, tmp_path: Path) -> None:
@@ -141,18 +126,9 @@ def change(folder: Path, **values: object) -> None:
     (folder / "config.json").write_text(json.dumps({**config, **values}))
 
 
-def test_a_whole_folder_is_fine(folder: Path) -> None:
+def test_other_shapes_missing_and_extra_tensors_are_found_when_it_is_loaded(folder: Path) -> None:
     model.check_folder(folder)
     load_policy(str(folder))
-
-
-def test_a_config_of_another_width_is_found_before_anything_is_started(folder: Path) -> None:
-    change(folder, hidden_size=64)
-    with pytest.raises(RecipeError, match=r"embed_tokens.weight is \[384, 128\], .* \[384, 64\]"):
-        model.check_folder(folder)
-
-
-def test_other_shapes_missing_and_extra_tensors_are_found_when_it_is_loaded(folder: Path) -> None:
     change(folder, intermediate_size=512)
     with pytest.raises(RecipeError, match=r"mlp.*is \[.*256.*\], and config.json makes it \[.*512"):
         load_policy(str(folder))
@@ -191,30 +167,12 @@ def test_a_tokenizer_that_is_gone_or_broken(folder: Path) -> None:
 def harmed(data: bytes, seed: int) -> bytes:
     """Some bytes of a good file changed, cut out or doubled: nearer to the edge than noise is."""
     rng, found = random.Random(seed), bytearray(data)
+    words = [b"null", b"-1", b"1e999", b"[]", b"{}", b'"x"', b"9" * 30, b"true", b"\xff", b""]
     for _ in range(rng.randrange(1, 6)):
         at = rng.randrange(len(found) + 1)
-        kind = rng.randrange(4)
-        if kind == 0:
-            found[at : at + 1] = bytes([rng.randrange(256)])
-        elif kind == 1:
-            del found[at : at + rng.randrange(1, 40)]
-        elif kind == 2:
-            found[at:at] = found[at : at + rng.randrange(1, 40)]
-        else:
-            word = rng.choice([b"null", b"-1", b"1e999", b"[]", b"{}", b'"x"', b"9" * 30, b"true"])
-            found[at : at + len(word)] = word
+        word = rng.choice(words) or bytes(found[at - 40 : at])
+        found[at : at + rng.choice([0, 1, len(word), 40])] = word
     return bytes(found)
-
-
-def json_noise() -> st.SearchStrategy[bytes]:
-    leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
-    names = st.sampled_from(["step", "history", "groups", "rule", "canary", "progress", "x"])
-    values = st.recursive(
-        leaves,
-        lambda v: st.lists(v, max_size=3) | st.dictionaries(names, v, max_size=4),
-        max_leaves=8,
-    )
-    return values.map(lambda value: json.dumps(value).encode())
 
 
 def bytes_like(path: Path) -> st.SearchStrategy[bytes]:
@@ -226,7 +184,7 @@ def bytes_like(path: Path) -> st.SearchStrategy[bytes]:
 @given(st.data())
 def test_any_file_of_lines_can_be_read(made: Path, tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(data.draw(bytes_like(made / "metrics.jsonl") | json_noise()))
+    path.write_bytes(data.draw(bytes_like(made / "metrics.jsonl")))
     assert all(type(line["step"]) is int for line in read_lines(path))
 
 
@@ -239,7 +197,7 @@ def test_any_checkpoint_is_read_or_refused(
     if not folder.is_dir():
         shutil.copytree(newest_first(made)[0], folder)
     good = newest_first(made)[0] / name
-    (folder / name).write_bytes(data.draw(bytes_like(good) | json_noise()))
+    (folder / name).write_bytes(data.draw(bytes_like(good)))
     try:
         start = find_start(tmp_path, tmp_path, is_resumed=True)
         assert type(start.step) is int and start.consumed.below >= 0
@@ -256,7 +214,7 @@ def test_any_saved_batch_is_read_or_refused(
 ) -> None:
     good, folder = made / "bad_batches" / "step-000003", tmp_path / "bad"
     shutil.copytree(good, folder, dirs_exist_ok=True)
-    (folder / name).write_bytes(data.draw(bytes_like(good / name) | json_noise()))
+    (folder / name).write_bytes(data.draw(bytes_like(good / name)))
     try:
         (saved,) = bad_batch.plan(folder).batches
     except MinirlError as error:

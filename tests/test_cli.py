@@ -100,18 +100,9 @@ def test_config_is_toml_and_says_where_from() -> None:
     wanted = to_toml(load(recipe, ["train.lr=1e-4"]).config)
     assert tomllib.loads(done.stdout) == tomllib.loads(wanted)
     assert "lr = 0.0001                           # --set\n" in done.stdout
-    assert "# gsm8k-2gpu.toml:" in done.stdout
-    assert "# gsm8k.toml:" in done.stdout
+    assert "# gsm8k-2gpu.toml" in done.stdout
+    assert "# gsm8k.toml" in done.stdout
     assert "# default" in done.stdout
-
-
-def test_missing_recipe_suggests_the_near_one() -> None:
-    for command in ("train", "config"):
-        done = minirl(command, "smokee")
-        assert done.returncode == 2
-        assert done.stderr == (
-            'minirl: recipe = "smokee": no such file; did you mean recipes/smoke.toml?\n'
-        )
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,6 @@ def line_of(path: Path | None, *overrides: str) -> str:
 
 @pytest.mark.parametrize("text, line", BAD_FILES, ids=range(len(BAD_FILES)))
 def test_bad_recipe_gives_its_line(folder: Path, text: str, line: str) -> None:
-    write("good.toml", "")
     assert line_of(write("bad.toml", text)) == line
 
 
@@ -55,44 +54,25 @@ def test_bad_override_gives_its_line(override: str, line: str) -> None:
     assert line_of(None, override) == line
 
 
-@pytest.mark.parametrize(
-    "text, start",
-    [
-        ("[model]\npath = tiny", 'minirl: recipe = "bad.toml": is not valid TOML: '),
-        ('[tasks]\nkind = "arithmetics"', 'minirl: tasks.kind = "arithmetics": is none of '),
-        ('[model]\npath = "/no/such/model"', 'minirl: model.path = "/no/such/model": no such '),
-        (
-            "seed = 0x" + "f" * 4000,
-            "minirl: seed = (huge): must be less than ",
-        ),
-    ],
-)
-def test_cli_says_one_line_and_exits_with_2(folder: Path, text: str, start: str) -> None:
-    write("bad.toml", text)
-    done = subprocess.run(
-        [sys.executable, "-m", "minirl.cli", "train", "bad.toml"],
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith(start)
-    assert done.stdout == ""
+def test_cli_says_one_line_and_exits_with_2(folder: Path) -> None:
+    write("bad.toml", "seed = 0x" + "f" * 4000)
+    command = [sys.executable, "-m", "minirl.cli", "train", "bad.toml"]
+    env = {"PYTHONPATH": str(ROOT), "PATH": ""}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert done.stderr.startswith("minirl: seed = (huge): must be less than ")
     assert not Path("runs").exists()
 
 
 def test_files_that_are_none(folder: Path) -> None:
-    Path("recipes").mkdir()
-    write("recipes/smoke.toml", "")
-    assert line_of(Path("smok.toml")) == (
-        'recipe = "smok.toml": no such file; did you mean recipes/smoke.toml?'
-    )
-    assert "cannot be read (Is a directory)" in line_of(Path("recipes"))
-    assert "cannot be read (File name too long)" in line_of(Path("x" * 5000))
     Path("latin.toml").write_bytes(b"# \xe9")
-    assert "is not valid TOML: 'utf-8' codec can't decode byte" in line_of(Path("latin.toml"))
+    for path, rule in (
+        (Path("smok.toml"), "cannot be read (No such file or directory)"),
+        (folder, "cannot be read (Is a directory)"),
+        (Path("x" * 5000), "cannot be read (File name too long)"),
+        (Path("latin.toml"), "is not valid TOML: 'utf-8' codec can't decode byte"),
+    ):
+        assert rule in line_of(path)
 
 
 # Every field ----------------------------------------------------------------------------------
@@ -120,18 +100,16 @@ def beyond(limit: Any) -> float:
 
 
 def test_every_field_is_explained_and_every_number_has_two_limits() -> None:
-    assert len(KEYS) <= 85
+    assert len(KEYS) <= 80
     for key, info in KEYS.items():
         assert c.explain(key).endswith("."), key
         assert len(limits_of(key)) == 2 * (info.annotation in (int, float)), key
-    assert c.explain("train.weight_decay") == "Of AdamW; norms and biases are left out."
 
 
 @pytest.mark.parametrize("key", [key for key in KEYS if limits_of(key) or choices_of(key)])
 def test_every_limit_and_choice_is_kept(key: str) -> None:
     values: list[Any] = [beyond(limit) for limit in limits_of(key)]
-    values += [None, [], True] + (["wrong"] if choices_of(key) else [float("nan")])
-    for value in values:
+    for value in [*values, None, [], True, "wrong" if choices_of(key) else float("nan")]:
         with pytest.raises(RecipeError) as caught:
             recipe.build({key: value})
         assert caught.value.key == key
@@ -153,34 +131,30 @@ def test_a_config_is_frozen_pickles_and_is_checked_when_it_is_made() -> None:
 @pytest.mark.parametrize("key", recipe.REMOVED)
 def test_a_key_that_was_removed_says_what_to_do(key: str) -> None:
     assert key not in KEYS
-    assert line_of(None, f"{key}=1") == (
-        f"{key} = 1: is no longer a key; {recipe.REMOVED[key]} (--set)"
+    written = key if "." in key else f"{key}.anything"
+    assert line_of(None, f"{written}=1") == (
+        f"{written} = 1: is no longer a key; {recipe.REMOVED[key]} (--set)"
     )
 
 
 # Layers ---------------------------------------------------------------------------------------
 
 
-def test_empty_recipe_is_the_defaults(folder: Path) -> None:
-    loaded = load(write("empty.toml", ""))
-    assert loaded.config == Config()
-    assert loaded.origins == dict.fromkeys(KEYS, "default")
-    recipe.validate(Config())
-
-
 def test_extends_and_set_override_in_order_and_say_so(folder: Path) -> None:
     Path("base").mkdir()
-    write("base/root.toml", "seed = 1\n[train]\nlr = 1e-5\nsteps = 7\n")
-    write("base/mid.toml", 'extends = "root.toml"\ntrain.lr = 2e-5\n')
-    leaf = write("leaf.toml", 'extends = "base/mid.toml"\n\n[rollout]\ntop_k = 20\n')
-    loaded = load(leaf, ["train.steps=9", "train.steps = 10", "model.path=some/name"])
+    write("base/root.toml", "seed = 1\n[train]\nlr = 0\nsteps = 7\n")
+    write("base/mid.toml", 'extends = "root.toml"\nrollout.top_k = 20\n')
+    leaf = write("leaf.toml", 'extends = "base/mid.toml"\n')
+    assert line_of(leaf).endswith("(root.toml)")
+    assert line_of(leaf, "train.lr=-1").endswith("(--set)")
+    loaded = load(leaf, ["train.lr=2e-5", "train.steps=9", "train.steps = 10", "model.path=a/b"])
     keys = ("seed", "train.lr", "train.steps", "model.path")
-    assert [c.get(loaded.config, key) for key in keys] == [1, 2e-5, 10, "some/name"]
+    assert [c.get(loaded.config, key) for key in keys] == [1, 2e-5, 10, "a/b"]
     assert {k: v for k, v in loaded.origins.items() if v != "default"} == {
-        "seed": "root.toml:1",
-        "train.lr": "mid.toml:2",
+        "seed": "root.toml",
+        "train.lr": "--set",
         "train.steps": "--set",
-        "rollout.top_k": "leaf.toml:4",
+        "rollout.top_k": "mid.toml",
         "model.path": "--set",
     }
 
@@ -193,7 +167,7 @@ def test_an_algorithm_sets_what_the_recipe_leaves_out_and_says_so(folder: Path) 
     assert (train.objective, train.clip_high) == ("gspo", 4e-4)
     assert (train.clip_low, train.loss_norm) == (0.1, "token")  # written: it wins
     assert loaded.origins["train.objective"] == "algorithm gspo"
-    assert loaded.origins["train.clip_low"] == "base.toml:2"
+    assert loaded.origins["train.clip_low"] == "base.toml"
     assert loaded.origins["train.loss_norm"] == "--set"
     assert loaded.origins["train.lr"] == "default"
     assert "# algorithm gspo" in recipe.to_toml(loaded.config, loaded.origins)
@@ -203,48 +177,27 @@ def test_an_algorithm_sets_what_the_recipe_leaves_out_and_says_so(folder: Path) 
 
 def test_every_algorithm_is_valid_and_a_choice() -> None:
     assert tuple(ALGORITHMS) == choices_of("train.algorithm")
+    assert load(None).config == Config()
     for name, values in ALGORITHMS.items():
         config = load(None, [f"train.algorithm={name}"]).config
         assert {key: c.get(config, key) for key in values} == values
         assert all(value != c.get(Config(), key) for key, value in values.items())
 
 
-def test_extends_in_a_circle(folder: Path) -> None:
-    write("a.toml", 'extends = "b.toml"')
-    write("b.toml", 'extends = "a.toml"')
-    assert line_of(Path("a.toml")) == (
-        'extends = "a.toml": recipes extend each other in a circle '
-        "(a.toml -> b.toml -> a.toml); take one of these lines out (b.toml:1)"
-    )
-
-
-def test_error_names_the_layer_that_wrote_the_value(folder: Path) -> None:
-    write("base.toml", "[train]\nlr = 0\n")
-    leaf = write("leaf.toml", 'extends = "base.toml"\n')
-    assert line_of(leaf).endswith("(base.toml:2)")
-    assert line_of(leaf, "train.lr=-1").endswith("(--set)")
-    assert load(leaf, ["train.lr=1e-6"]).config.train.lr == 1e-6
-
-
 @pytest.mark.parametrize(
     "override, key, value",
     [
-        ("train.lr=1", "train.lr", 1.0),
-        ("train.lr = 3e-4", "train.lr", 3e-4),
+        ("train.lr = 1", "train.lr", 1.0),
         ('rollout.stop=["a"]', "rollout.stop", ("a",)),
-        ("train.gradient_checkpointing=true", "train.gradient_checkpointing", True),
-        ("tasks.data=", "tasks.data", ""),
+        ("train.compile=true", "train.compile", True),
         ("tasks.data=a=b", "tasks.data", "a=b"),
         ('tasks.data="12"', "tasks.data", "12"),
         ("tasks.kind=my_task.py:MyTask", "tasks.kind", "my_task.py:MyTask"),
-        ("buffer.on_stale=wait", "buffer.on_stale", "wait"),
-        ("seed=7", "seed", 7),
     ],
 )
 def test_set(override: str, key: str, value: object) -> None:
     got = c.get(load(None, [override]).config, key)
-    assert got == value
-    assert type(got) is type(value)
+    assert got == value and type(got) is type(value)
 
 
 def test_files_are_looked_for_beside_the_recipe_and_then_here(folder: Path) -> None:
@@ -311,9 +264,7 @@ def valid_configs(draw: st.DrawFn) -> Config:
     values = {key: draw(value_of(key)) for key in draw(st.sets(st.sampled_from(sorted(KEYS))))}
     # What the combinations ask for, so that no draw is thrown away.
     values |= {"train.num_minibatches": 1, "train.max_tokens": 10**8, "devices.tensor_parallel": 1}
-    values |= {"tasks.max_failures": 0, "tasks.overlong_tokens": 0, "buffer.target_staleness": -1.0}
-    values |= {"log.stall_s": 604_800.0, "devices.train": 2, "train.objective": "decoupled"}
-    values["rollout.top_k"] = values.get("rollout.top_k", 0) & ~1
+    values |= {"tasks.max_failures": 0, "log.stall_s": 604_800.0, "devices.train": 2}
     return recipe.build(values)
 
 
@@ -364,25 +315,6 @@ def test_random_files_give_only_recipe_errors(folder: Path, data: bytes | str) -
     only_recipe_errors(Path("fuzz.toml"))
 
 
-@quick
-@given(
-    text=st.one_of(st.text(max_size=20), st.tuples(names, scalars).map("=".join)),
-    more=st.tuples(names, st.text(max_size=10)).map("=".join),
-)
-def test_random_overrides_give_only_recipe_errors(text: str, more: str) -> None:
-    only_recipe_errors(None, text, more)
-
-
-@quick
-@given(name=st.text(max_size=12))
-def test_random_names_give_only_recipe_errors(name: str) -> None:
-    for key, check in (("tasks.kind", recipe.check_task), ("model.path", recipe.find_model)):
-        try:
-            check(recipe.build({key: name}))
-        except RecipeError as error:
-            assert len(str(error).splitlines()) == 1
-
-
 # The shipped recipes, the machine, the model and the task -------------------------------------
 
 
@@ -391,12 +323,6 @@ def test_recipes_load_and_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 30
     assert path.read_text().startswith("# ")
     recipe.check_task(load(path).config)
-
-
-def test_gsm8k_is_the_published_setting() -> None:
-    gsm8k = load(ROOT / "recipes/gsm8k.toml").config
-    assert (gsm8k.rollout.group_size, gsm8k.train.batch_size) == (4, 256)
-    assert (gsm8k.train.lr, gsm8k.train.clip_high) == (1.7e-5, 0.4)
 
 
 def refusal(check: Callable[..., Any], values: dict[str, Any], *args: Any) -> str:
@@ -413,9 +339,9 @@ def refusal(check: Callable[..., Any], values: dict[str, Any], *args: Any) -> st
     [
         (1, 1, "cuda", 2, ""),
         (2, 2, "cpu", 1, ""),
-        (4, 4, "cuda", 2, "that is 8 GPUs, of 2 here; the two together may be at most 2"),
-        (1, 1, "cuda", 1, "that is 2 GPUs, of 1 here; one GPU is not enough for both pools"),
-        (4, 1, "cpu", 2, "that is 5 cores, of 2 here; the two together may be at most 4"),
+        (4, 4, "cuda", 2, "that is 8 GPUs, of 2 here; the two together may be 2"),
+        (1, 1, "cuda", 1, "that is 2 GPUs, of 1 here; two GPUs are the least"),
+        (4, 1, "cpu", 2, "that is 5 cores, of 2 here; the two together may be 4"),
     ],
 )
 def test_check_devices(rollout: int, train: int, kind: str, available: int, line: str) -> None:
@@ -423,13 +349,8 @@ def test_check_devices(rollout: int, train: int, kind: str, available: int, line
     found = refusal(recipe.check_devices, values, kind, available)
     assert bool(found) == bool(line) and line in found
     assert not refusal(recipe.check_devices, {}, "cuda", 1, 0)  # of `minirl sft`: no engines
-
-
-def test_check_devices_without_cuda() -> None:
-    assert refusal(recipe.check_devices, {"devices.kind": "cuda"}, "cpu", 2) == (
-        'devices.kind = "cuda": there is no CUDA device here; '
-        "run it where there is one, or --set devices.kind=cpu"
-    )
+    found = refusal(recipe.check_devices, {"devices.kind": "cuda"}, "cpu", 2)
+    assert found == 'devices.kind = "cuda": there is no CUDA device here; "cpu" works'
 
 
 def test_check_model_and_memory() -> None:
@@ -458,9 +379,8 @@ def test_check_model_and_memory() -> None:
         ("package.module:MyTask", ""),
         ("gsm8", 'did you mean "gsm8k"?'),
         ("here.py", 'your own is "my_task.py:MyTask"'),
-        ("here.py:", "has no class name; "),
-        ("gone.py:MyTask", "there is no file gone.py; it is looked for beside the recipe"),
-        ("a-b:MyTask", "names neither a .py file nor a module; "),
+        ("here.py:", 'your own is "my_task.py:MyTask"'),
+        ("gone.py:MyTask", "no class in a file that is here; "),
     ],
 )
 def test_check_task(folder: Path, kind: str, line: str) -> None:
@@ -471,11 +391,13 @@ def test_check_task(folder: Path, kind: str, line: str) -> None:
 
 def test_find_model(folder: Path) -> None:
     assert recipe.find_model(Config()) is None
+    assert "no such folder, and not a hub name" in refusal(
+        recipe.find_model, {"model.path": "/no/such/model"}
+    )
     Path("model").mkdir()
     values = {"model.path": "model"}
-    assert "the folder has no config.json" in refusal(recipe.find_model, values)
-    write("model/config.json", "[")
-    broken = refusal(recipe.read_model_config, values, Path("model"))
-    assert "its config.json cannot be read" in broken
-    write("model/config.json", '{"num_attention_heads": 2}')
+    for text in ("", "[", "[]"):
+        write("model/config.json", text)
+        broken = refusal(recipe.read_model_config, values, Path("model"))
+        assert "its config.json cannot be read" in broken
     assert recipe.find_model(recipe.build(values)) == Path("model")

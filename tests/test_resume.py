@@ -47,42 +47,30 @@ def save(run_dir: Path, step: int, version: int | None = None) -> Path:
 # What may change -------------------------------------------------------------------------------
 
 
-def test_the_same_recipe_goes_on(tmp_path: Path) -> None:
-    assert check_changes(begun(tmp_path), tmp_path) == []
-
-
 def test_changes_that_teach_nothing_else_are_accepted_and_listed(tmp_path: Path) -> None:
     config = begun(tmp_path)
-    changed = replace(
-        config,
-        devices=replace(config.devices, train=2, rollout=3),
-        train=replace(config.train, steps=80, max_tokens=8192, shard_optimizer=True),
-    )
-    assert check_changes(changed, tmp_path) == [
+    assert check_changes(config, tmp_path) == []
+    devices = replace(config.devices, train=2, rollout=3)
+    train = replace(config.train, steps=80, shard_optimizer=True)
+    assert check_changes(replace(config, devices=devices, train=train), tmp_path) == [
         "devices.rollout 1 → 3",
         "devices.train 1 → 2",
         "train.steps 40 → 80",
-        "train.max_tokens 16384 → 8192",
-        "train.shard_optimizer false → true",
+        "train.shard_optimizer False → True",
     ]
 
 
-def test_all_changes_are_named_at_once_where_one_is_refused(tmp_path: Path) -> None:
+def test_all_changes_that_are_refused_are_named_at_once(tmp_path: Path) -> None:
     config = begun(tmp_path)
-    train = replace(config.train, lr=0.5, clip_low=0.1, steps=50)
+    train = replace(config.train, lr=0.5, steps=50)
     with pytest.raises(RecipeError) as refused:
         check_changes(replace(config, seed=3, train=train), tmp_path)
     assert str(refused.value) == (
-        f'--resume = "{tmp_path}": the run was begun with another recipe, refused: seed 0 → 3, '
-        "train.lr 1e-06 → 0.5, train.clip_low 0.2 → 0.1 (accepted: train.steps 40 → 50); "
-        "set these back, or start a new run"
+        f'--resume = "{tmp_path}": the run was begun with another recipe: seed 0 → 3, '
+        "train.lr 1e-06 → 0.5; set these back, or start a new run"
     )
-    assert refused.value.exit_code == 2
-
-
-def test_steps_may_not_change_under_a_schedule_that_ends_with_them(tmp_path: Path) -> None:
-    config = begun(tmp_path, schedule="cosine")
-    with pytest.raises(RecipeError, match=r"refused: train\.steps 40 → 50"):
+    config = begun(tmp_path, schedule="cosine")  # which ends with the steps
+    with pytest.raises(RecipeError, match=r"another recipe: train\.steps 40 → 50"):
         check_changes(replace(config, train=replace(config.train, steps=50)), tmp_path)
 
 
@@ -127,7 +115,6 @@ def test_what_a_killed_save_left_is_swept_and_a_replaced_one_comes_back(tmp_path
         ([], None, [5, 6]),
         ([(2, 0.5), (6, 0.4)], None, [2, 5, 6]),  # the best stays besides
         ([(2, 0.5), (3, 0.5)], None, [3, 5, 6]),  # of equals the later
-        ([(6, 0.9), (2, 0.5)], None, [5, 6]),  # the best is among the last
         ([(99, 1.0), (1, 0.1)], None, [1, 5, 6]),  # 99 was evaluated but not saved
         ([(2, 0.5)], 3, [2, 3, 5, 6]),  # 3 is being evaluated, and may be the best
     ],

@@ -1,7 +1,6 @@
 """What a run writes is read again as it was: torn lines, full disks, rollbacks and resumes."""
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 from disks import files_up_to
 
-from minirl.buffer import Buffer, OnStale
+from minirl.buffer import Buffer
 from minirl.config import Config
 from minirl.devices import Placement
 from minirl.errors import MinirlError, RecipeError
@@ -21,7 +20,12 @@ from minirl.run_log import RunLog, RunTotals
 from minirl.train.messages import AnswerTokens, Trained
 from minirl.workers import Fleet, Role, Worker
 
-HELDOUT = [Prompt(i, Example(f"{i}?", "4"), (1, 2)) for i in range(4)]
+HELDOUT = [Prompt(i, Example(f"Is 2 + 2 = {i}?", "4"), (1, 2)) for i in range(4)]
+CONFIG = replace(
+    Config(),
+    train=replace(Config().train, batch_size=2),
+    rollout=replace(Config().rollout, group_size=2),
+)
 
 
 class Notes:
@@ -34,71 +38,52 @@ class Notes:
         self.texts.append(text)
 
     def evaluated(self, version: int, accuracy: float) -> None: ...
-
     def step(self, line: dict[str, Any]) -> None: ...
 
 
-def make_config(steps: int = 6) -> Config:
-    base = Config()
-    return replace(
-        base,
-        train=replace(base.train, steps=steps, batch_size=2),
-        rollout=replace(base.rollout, group_size=2, max_new_tokens=32),
-        eval=replace(base.eval, num_prompts=len(HELDOUT)),
-    )
-
-
-def write_run(path: Path, config: Config) -> Path:
-    """Through the real log and buffer, with made-up answers."""
-    path.mkdir()
-    fleet, place, dice = Fleet(path, 2), Placement("cpu"), random.Random(0)
-    fleet.workers += [Worker(Role.ROLLOUT, 0, 0, "", None, place)]
-    fleet.workers += [Worker(Role.TRAIN, 0, 1, "", None, place)]
-    buffer, log = Buffer(2, 2, OnStale.MASK), RunLog(config, path, fleet, Notes())
+def log_of(path: Path, step: int = 0, every: int = 0) -> RunLog:
+    config = replace(CONFIG, eval=replace(CONFIG.eval, every=every))
+    fleet = Fleet(path, 2)
+    for row, role in enumerate((Role.ROLLOUT, Role.TRAIN)):
+        fleet.workers.append(Worker(role, 0, row, "", None, Placement("cpu")))
+    log = RunLog(config, path, fleet, Notes(), step)
     log.begin()
-    evaluate(log, version=0, right=1)
-    for step in range(1, config.train.steps + 1):
-        batch = make_batch(buffer, step, dice)
-        for group in batch.groups:
-            log.keep_texts(group.id, HELDOUT[0], ("4", "4"))
-        versions = [max(0, batch.version - 1), batch.version, batch.version]
-        shown = AnswerTokens(["a", "b", "c"], versions, [None, 1e-7, 0.02])
-        values = {"train/tokens": 50.0, "buffer/staleness_max": 0.0}
-        buffer.published()
-        log.trained(step, batch, Trained(step, values, samples=(shown,)), buffer, [])
-        if step in (config.train.steps // 2, config.train.steps):
-            evaluate(log, version=step, right=3)
-    log.summarise(True, {})
-    log.close()
-    return path
-
-
-def make_batch(buffer: Buffer, step: int, dice: random.Random) -> Batch:
-    for _ in range(2):
-        ticket, version = buffer.admit(step * 10, buffer.version), buffer.version
-        lengths = [dice.randint(2, 32) for _ in range(2)]
-        stops = [StopReason.LENGTH if n == 32 else StopReason.STOP for n in lengths]
-        pairs = zip(range(2), lengths, stops, strict=True)
-        answers = tuple(Trajectory(i, n + 2, n, stop, version, version) for i, n, stop in pairs)
-        buffer.finish(Group(ticket.group_id, step * 10, answers, (0.0, 1.0)))
-    batch = buffer.next_batch(step)
-    assert batch is not None
-    return batch
+    return log
 
 
 def evaluate(log: RunLog, version: int, right: int) -> None:
     evaluation = Evaluation(HELDOUT, first_cell=0, step=version)
     for place in range(len(HELDOUT)):
         evaluation.answered(Trajectory(place, 5, 3, StopReason.STOP, version, version))
-        evaluation.texts[EVAL_IDS + place] = f"as version {version} says: <4>"
+        evaluation.texts[EVAL_IDS + place] = f"as version {version} says: 4"
         evaluation.graded(EVAL_IDS + place, float(place < right))
     log.evaluated(evaluation)
 
 
-def log_of(path: Path, step: int = 0, every: int = 0, evaluating: int | None = None) -> RunLog:
-    config = make_config()
-    config = replace(config, eval=replace(config.eval, every=every))
-    return RunLog(config, path, Fleet(path, 1), Notes(), step, evaluating=evaluating)
+def train(log: RunLog, step: int) -> None:
+    """A step of two groups of two answers, of 3 and 4 tokens."""
+    version, groups = step - 1, []
+    for group_id in (2 * step, 2 * step + 1):
+        both = ((0, 3, StopReason.STOP), (1, 4, StopReason.LENGTH))
+        answers = [Trajectory(n, 2 + num, num, stop, version, version) for n, num, stop in both]
+        groups.append(Group(group_id, step, tuple(answers), (1.0, 0.0)))
+        log.keep_texts(group_id, HELDOUT[0], ("4", "5"))
+    values: dict[str, float | None] = {"train/tokens": 50.0, "buffer/staleness_max": 0.0}
+    shown = AnswerTokens([" 4", "."], [0, version], [None, 1e-7])
+    trained = Trained(step, values, samples=(shown,))
+    log.trained(step, Batch(step, version, tuple(groups)), trained, Buffer(2, 0), [])
+
+
+def write_run(path: Path, steps: int = 4) -> Path:
+    log = log_of(path)
+    evaluate(log, version=0, right=1)
+    for step in range(1, steps + 1):
+        train(log, step)
+        if step % 2 == 0:
+            evaluate(log, version=step, right=3)
+    log.summarise(True, {"seed": 3})
+    log.close()
+    return path
 
 
 def steps_of(path: Path) -> list[int]:
@@ -108,21 +93,14 @@ def steps_of(path: Path) -> list[int]:
 # Lines ----------------------------------------------------------------------------------------
 
 
-def test_a_line_is_in_the_file_at_once_and_no_file_is_no_lines(tmp_path: Path) -> None:
-    assert read_lines(tmp_path / "a.jsonl") == []
-    file = JsonLines(tmp_path / "a.jsonl")
-    file.write({"step": 1, "text": "ü"})
-    assert read_lines(file.path) == [{"step": 1, "text": "ü"}]
-    file.close()
-
-
 def test_torn_and_foreign_lines_are_left_out_and_the_next_begins_anew(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
+    assert read_lines(path) == []
     path.write_bytes(b'{"step": 1}\n[2]\nnull\n{"step": "2"}\n\xff\xfe\n{"step": 2, "tex')
     file = JsonLines(path)
-    file.write({"step": 3})
+    file.write({"step": 3, "text": "ü"})
+    assert read_lines(path) == [{"step": 1}, {"step": 3, "text": "ü"}], "at once"
     file.close()
-    assert read_lines(path) == [{"step": 1}, {"step": 3}]
 
 
 def test_a_rollback_cancels_what_was_written_before_it(tmp_path: Path) -> None:
@@ -156,37 +134,33 @@ def test_lines_wait_for_a_full_disk_and_come_whole_and_in_order(tmp_path: Path) 
 
 
 def test_every_file_of_a_run(tmp_path: Path) -> None:
-    config = make_config(steps=4)
-    run = RunDir(write_run(tmp_path / "run", config))
+    run = RunDir(write_run(tmp_path))
     assert [line["step"] for line in run.metrics] == [1, 2, 3, 4]
     assert [(line["step"], line["version"]) for line in run.evals] == [(0, 0), (2, 2), (4, 4)]
     last = run.evals[-1]
-    assert last["low"] <= last["accuracy"] == run.accuracy == 0.75 <= last["high"]
+    assert last["low"] <= last["accuracy"] == 0.75 <= last["high"]
     assert (last["count"], last["failures"], last["length_mean"]) == (4, 0, 3.0)
-    assert last["answers"][0]["answer"] == "as version 4 says: <4>"
-    assert len(last["answers"]) == config.log.samples
+    assert last["answers"][0]["answer"] == "as version 4 says: 4"
+    assert len(last["answers"]) == CONFIG.log.samples
     assert [line["version"] for line in run.batches] == [0, 1, 2, 3]
-    for line, metrics in zip(run.batches, run.metrics, strict=True):
-        lengths = [n for group in line["groups"] for n in group["lengths"]]
-        assert sum(lengths) / len(lengths) == metrics["rollout/length_mean"]
-        for group in line["groups"]:
-            assert len(group["rewards"]) == len(group["versions"]) == len(group["stops"]) == 2
-            assert group["prompt_tokens"] == 2 and set(group["stops"]) <= {"stop", "length"}
+    group = {"id": 2, "prompt": 1, "prompt_tokens": 2, "rewards": [1.0, 0.0], "lengths": [3, 4]}
+    group |= {"versions": [[0, 0], [0, 0]], "stops": ["stop", "length"]}
+    assert run.batches[0]["groups"][0] == group
+    assert run.metrics[0]["rollout/length_mean"] == 3.5 and run.metrics[0]["reward/mean"] == 0.5
     shown, plain = run.samples[:2]
-    assert shown["token_versions"] == [0, 0, 0] and shown["token_gaps"] == [None, 1e-7, 0.02]
-    assert plain["group"] == run.batches[0]["groups"][1]["id"] and "tokens" not in plain
+    assert shown["token_versions"] == [0, 0] and shown["token_gaps"] == [None, 1e-7]
+    assert plain["group"] == 3 and "tokens" not in plain
     assert run.summary["accuracies"] == [[0, 0.25], [2, 0.75], [4, 0.75]]
     assert (run.summary["accuracy_before"], run.summary["accuracy_after"]) == (0.25, 0.75)
-    assert run.summary["trained_tokens"] == 200 and run.summary["finished"]
+    assert run.summary["trained_tokens"] == 200 and run.summary["seed"] == 3
 
 
 def test_resume_and_rollback_cancel_steps_and_evaluations_after_the_checkpoint(
     tmp_path: Path,
 ) -> None:
-    run = write_run(tmp_path / "run", make_config(steps=4))
-    log = log_of(run, step=3)
-    assert [line["step"] for line in log.metrics] == [1, 2, 3] == steps_of(run / "metrics.jsonl")
-    assert log.accuracies == [(0, 0.25), (2, 0.75)]
+    log = log_of(write_run(tmp_path), step=3)
+    metrics = tmp_path / "metrics.jsonl"
+    assert [line["step"] for line in log.metrics] == [1, 2, 3] == steps_of(metrics)
     evaluate(log, version=3, right=4)
     log.totals.steps_redone = 2
     log.roll_back(2, {"totals": {"trained_tokens": 7, "seconds": 1.0}})
@@ -194,8 +168,8 @@ def test_resume_and_rollback_cancel_steps_and_evaluations_after_the_checkpoint(
     assert log.accuracies == [(0, 0.25), (2, 0.75)]
     log.close()
     for name in ("metrics.jsonl", "batches.jsonl", "samples.jsonl"):
-        assert set(steps_of(run / name)) == {1, 2}
-    assert steps_of(run / "evals.jsonl") == [0, 2]
+        assert set(steps_of(tmp_path / name)) == {1, 2}
+    assert steps_of(tmp_path / "evals.jsonl") == [0, 2]
     assert RunTotals.of({"totals": [1]}) == RunTotals.of(None) == RunTotals()
 
 
@@ -220,16 +194,16 @@ def test_an_evaluation_that_had_not_ended_is_done_again(
     assert log.is_evaluated(step) is (step in ended)
 
 
-def test_a_full_disk_is_told_once_and_what_is_missing_at_the_end_is_named(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once_and_what_is_missing_at_the_end_is_named(
+    tmp_path: Path,
+) -> None:
     log = log_of(tmp_path)
-    assert isinstance(log.view, Notes)
     with files_up_to(100):
         for version in range(3):
             evaluate(log, version, right=2)
     evaluate(log, 3, right=2)
-    assert log.view.texts == [
-        "evals.jsonl cannot be written (File too large): its lines wait in memory",
-        "evals.jsonl is written again, with all that had waited",
+    assert isinstance(log.view, Notes) and log.view.texts == [
+        "evals.jsonl cannot be written (File too large): its lines wait in memory"
     ]
     assert steps_of(tmp_path / "evals.jsonl") == [0, 1, 2, 3]
     with files_up_to(100):
@@ -244,39 +218,24 @@ def test_a_full_disk_is_told_once_and_what_is_missing_at_the_end_is_named(tmp_pa
 
 def test_a_limit_that_is_broken_warns_or_ends_the_run_in_one_line(tmp_path: Path) -> None:
     log, batch = log_of(tmp_path), Batch(7, 6, ())
-    assert isinstance(log.view, Notes)
     log.check(7, batch, Trained(7), [Breach("low"), Breach("low again", count=2)])
     log.check(8, batch, Trained(8, problem="the loss was not finite"), [])
-    assert log.view.texts == [
+    assert isinstance(log.view, Notes) and log.view.texts == [
         "warning: step 7: low",
         "step 8: the loss was not finite: the weights stay as they were",
     ]
     fatal = [Breach("no update in 3 steps", is_fatal=True)]
     with pytest.raises(MinirlError, match=r"step 9: no update .*; there is no checkpoint yet"):
         log.check(9, batch, Trained(9), fatal)
-    assert len(log.view.texts) == 2
-
-
-@pytest.mark.parametrize("every", [0, 2])
-def test_an_evaluation_under_way_at_the_checkpoint_is_done_again_though_it_ended_later(
-    every: int, tmp_path: Path
-) -> None:
-    text = "".join(json.dumps({"step": n, "version": n, "accuracy": 0.5}) + "\n" for n in (0, 2, 5))
-    (tmp_path / "evals.jsonl").write_text(text)
-    log = log_of(tmp_path, 5, every, evaluating=5)
-    assert log.wants_evaluation and not log.is_evaluated(5)
-    assert steps_of(tmp_path / "evals.jsonl") == [0, 2] == [line["step"] for line in log.evals]
-
-
-# The directory --------------------------------------------------------------------------------
 
 
 def test_a_directory_takes_one_run_at_a_time_and_shows_that_it_lives(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"holds none of recipe\.toml"):
+        open_run(tmp_path)
     (tmp_path / "metrics.jsonl").touch()
     lock = hold(tmp_path)
     assert open_run(tmp_path).state is RunState.RUNNING
-    with pytest.raises(RecipeError, match="a run is going on in it"):
+    with pytest.raises(RecipeError, match="a run is using it"):
         hold(tmp_path)
     lock.close()
     assert open_run(tmp_path).state is RunState.FAILED
-    hold(tmp_path).close()

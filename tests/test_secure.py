@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -14,25 +15,10 @@ from minirl.launch import _make_run_dir
 from minirl.workers import SECRET, _environment
 
 ROOT = Path(minirl.__file__).parent
-FORBIDDEN_CALLS = {
-    "eval",
-    "exec",
-    "compile",
-    "__import__",
-    "os.system",
-    "os.popen",
-    "pickle.load",
-    "pickle.loads",
-    "pickle.Unpickler",
-    "torch.load",
-    "yaml.load",
-    "marshal.loads",
-    "shelve.open",
-    "joblib.load",
-    "np.load",
-    "numpy.load",
-    "subprocess.getoutput",
-}
+FORBIDDEN_CALLS = re.compile(
+    r"eval|exec|compile|__import__|os\.(system|popen)|subprocess\.getoutput|"
+    r"(pickle|torch|yaml|marshal|joblib|np|numpy)\.loads?|pickle\.Unpickler|shelve\.open"
+)
 FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "yaml"}
 
 
@@ -45,7 +31,7 @@ def dangers(source: str) -> list[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            if name in FORBIDDEN_CALLS:
+            if FORBIDDEN_CALLS.fullmatch(name):
                 found.append(f"line {node.lineno}: {name}")
             words = {k.arg: ast.unparse(k.value) for k in node.keywords}
             if words.get("shell", "False") != "False":
@@ -86,6 +72,7 @@ def test_nobody_else_may_write_into_a_run(umask: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
         run = tmp_path / "run"
+        run.mkdir(0o777)
         _make_run_dir(Config(), run, "cpu")
         (run / "new").mkdir()
         (run / "new" / "file").write_text("")
@@ -93,18 +80,6 @@ def test_nobody_else_may_write_into_a_run(umask: int, tmp_path: Path) -> None:
         os.umask(before)
     for path in [run, *run.rglob("*")]:
         assert not stat.S_IMODE(path.stat().st_mode) & 0o022, path
-
-
-def test_a_directory_that_all_may_write_to_is_closed(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    run.chmod(0o777)
-    before = os.umask(0o022)
-    try:
-        _make_run_dir(Config(), run, "cpu")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(run.stat().st_mode) == 0o755
 
 
 def test_a_directory_that_cannot_be_written_is_one_line() -> None:

@@ -75,7 +75,7 @@ def collecting(
     """With engines that are up, and verifiers unless nothing is to be graded."""
     check_room(config, num_cells)
     kind, available = find_devices(config.devices.kind)
-    places = devices.place_engines(config, kind, available)
+    places = devices.place(config, kind, available, ranks=False)[0]
     log_dir.mkdir(parents=True, exist_ok=True)
     temp = Path(tempfile.mkdtemp(prefix="minirl-"))
     fleet = Fleet(log_dir, len(places) + config.tasks.verifiers)

@@ -46,7 +46,7 @@ def sft(config: Config, run_dir: Path) -> int:
         source = model_folder(config, run_dir / "logs", bar)
         check_model(config, read_model_config(config, source))
         controller = SftController(as_training(config), run_dir, fleet, bar)
-        places = devices.place_ranks(config, kind, available)
+        places = devices.place(config, kind, available, engines=False)[1]
         args = (str(source), 0, len(places), str(rendezvous), places[0])
         spawn_ranks(fleet, Role.SFT, SftSetup(controller.config, *args), places)
         with graceful(controller.stop) as came:
