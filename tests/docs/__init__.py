@@ -1,7 +1,7 @@
 """What prints the generated pages under docs/, and draws their plots: `python -m tests.docs.NAME`.
 
-results.py fills docs/results.md, weight.py counts lines for it, reference.py prints docs/recipe.md,
-metrics.py prints docs/metrics.md, plan.py holds the planner against the paper and real runs.
+results.py fills docs/results.md, reference.py prints docs/recipe.md, metrics.py docs/metrics.md,
+plan.py holds the planner against the paper, lines.py counts lines and files by room.
 """
 
 from pathlib import Path

@@ -1,45 +1,28 @@
-"""The planner's simulator against the AReaL paper (arXiv 2505.24298) and against real runs.
+"""The planner's simulator against the AReaL paper (arXiv 2505.24298): table 7 and figure 4.
 
-    python -m tests.docs.plan                          table 7 and figure 4, and docs/planning.svg
-    python -m tests.docs.plan FIRST_RUN OTHER_RUN...   runs: measured against simulated tokens/s
+    python -m tests.docs.plan        prints both, and draws docs/planning.svg
 
 The paper gives tokens per second; what it does not give is taken as follows, the same for all rows:
 R1-Distill-Qwen-1.5B on H800, three GPUs in four for rollout, 4 minibatches, answers lognormal with
 a mean of 4,000 tokens where the context is 8k and 6,500 where it is 16k. Two constants of the
 roofline (TRAIN, STEP_S) were fitted on table 7's first two rows.
-
-For a run, the simulator takes how fast its engines and its trainer were while they worked, and
-predicts how many tokens per second it trained, waits included: once with the first run's speeds,
-and once with the run's own, which leaves out how much the machine changed in between.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import nan
 from pathlib import Path
-from statistics import median
 
 from minirl.config import Config
-from minirl.launch import make_buffer
-from minirl.recipe import load
-from minirl.run_dir import read_lines
 from minirl.tools.plan import GPUS, Plan
-from minirl.tools.simulate import Costs, Setup, Simulation, of_run, with_mean
+from minirl.tools.simulate import with_mean
 from tests.docs import save
 
 PLOT = Path(__file__).parents[2] / "docs" / "planning.svg"
 TABLE_7 = {0: 27_100, 1: 47_800, 4: 49_000, 16: 52_000}  # tokens/s by η
 SCALING = (32, 64, 128, 256)  # GPUs of figure 4
 PROMPT = 200
-METRICS = "metrics.jsonl"
-NUM_WARM = 3  # steps of a real run that do not count
-FIXED_SEQS = 17  # an engine step costs this much before its first sequence, counted in sequences:
-# on a CPU with the tiny model 5.2 ms with 32 and 28.8 ms with 256
 Rows = Iterator[tuple[str, ...]]
-
-
-# -- the paper
 
 
 def recipe(eta: int, batch_size: int, context: int) -> Config:
@@ -138,75 +121,8 @@ def plot(rows: Sequence[Row], scales: Sequence[Scale], path: Path) -> None:
     save(figure, path)
 
 
-# -- real runs
-
-
-def costs_of(run_dir: Path) -> Costs:
-    """The medians of its steps."""
-    config, lines = load(run_dir / "recipe.toml").config, read_lines(run_dir / METRICS)[NUM_WARM:]
-    num_engines = config.devices.rollout // config.devices.tensor_parallel
-    each = median(  # seconds of an engine step, in sequences
-        num_engines
-        * max(1e-3, 1 - line["rollout/idle_frac"])
-        * line["rollout/batch_mean"]
-        / line["rollout/tokens_per_s"]
-        / (FIXED_SEQS + line["rollout/batch_mean"])
-        for line in lines
-        if "rollout/batch_mean" in line  # else no engine stepped in it
-    )
-    return Costs(
-        step_s=FIXED_SEQS * each,
-        step_per_seq_s=each,
-        reload_s=median(line.get("weights/reload_pause_s", 0.0) for line in lines),
-        train_per_token_s=1 / median(line["train/tokens_per_s"] for line in lines),
-        train_fixed_s=median(line["weights/publish_s"] for line in lines),
-    )
-
-
-def predict(run_dir: Path, costs: Costs) -> float:
-    config = load(run_dir / "recipe.toml").config
-    setup = Setup(
-        costs=costs,
-        lengths=of_run(run_dir),
-        num_engines=config.devices.rollout // config.devices.tensor_parallel,
-        max_running=config.rollout.max_num_seqs,
-        group_size=config.rollout.group_size,
-        num_steps=max(config.train.steps, NUM_WARM + 5),
-        num_warm=NUM_WARM,
-        recomputes=False,  # what it costs is part of the measured speed
-    )
-    return Simulation(setup, make_buffer(config)).run().tokens_per_s
-
-
-def measure(run_dir: Path) -> float:
-    """Written tokens of trained trajectories per second, after the first steps."""
-    config, lines = load(run_dir / "recipe.toml").config, read_lines(run_dir / METRICS)
-    num = config.train.batch_size * config.rollout.group_size
-    tokens = sum(line["rollout/length_mean"] * num for line in lines[NUM_WARM:])
-    return tokens / (lines[-1]["seconds"] - lines[NUM_WARM - 1]["seconds"])
-
-
-def run_rows(run_dirs: Sequence[Path]) -> Rows:
-    yield "run", "measured tokens/s", "by its own speeds", "", "by the first run's", ""
-    first = costs_of(run_dirs[0])
-    for run_dir in run_dirs:
-        measured, cells = measure(run_dir), []
-        for costs in (costs_of(run_dir), first):
-            guess = predict(run_dir, costs)
-            cells += [f"{guess:,.0f}", f"{guess / measured - 1:+.1%}"]
-        yield run_dir.name, f"{measured:,.0f}", *cells
-
-
-def main(words: Sequence[str]) -> None:
-    if words:
-        rows = run_rows([Path(word) for word in words])
-    else:
-        table, scales = table_7(), figure_4()
-        plot(table, scales, PLOT)
-        rows = paper_rows(table, scales)
-    for row in rows:
-        print(f"| {' | '.join(row)} |")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    table, scales = table_7(), figure_4()
+    plot(table, scales, PLOT)
+    for row in paper_rows(table, scales):
+        print(f"| {' | '.join(row)} |")

@@ -3,14 +3,13 @@
     python -m tests.docs.results            fills the blocks of docs/results.md anew
 
 A block stands between `<!-- KIND FILE … -->` and `<!-- end -->`; FILE, beside the page, is what
-`--json`, a sweep (its table.json) or `python -m tests.docs.weight` wrote. Kinds:
+`--json` or a sweep (its table.json) wrote. Kinds:
 
     async FILE            `python -m tests.bench async`, one row per η
     bench FILE NAME …     some figures of any bench
     sweep FILE COLUMN …   one row per combination, some columns of the sweep
     curves FILE           held-out accuracy by step, one plot per value of the last varied key
     answers FILE          `minirl eval --compare`'s compare.json: both sides, and some answers
-    weight FILE           lines, dependencies and recipe keys, beside those of others
 
 Each says with which command it was made, and on what.
 """
@@ -30,13 +29,6 @@ BLOCK = re.compile(r"(<!-- (\w+) (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end -->)", re
 ALONE = "accuracy"  # the title of a plot where no key is varied
 Table = list[tuple[str, ...]]
 Curves = dict[str, list[tuple[int, float]]]  # (version, accuracy) by label
-PEERS = (  # at a commit: lines, dependencies with vLLM, values in a whole recipe
-    ("AReaL", "4aef98d8d", 106_910, 82, 136),
-    ("TRL", "f2cd57710", 62_224, 11, None),
-    ("prime-rl", "559b44772", 42_008, 40, None),
-    ("OpenRLHF", "3c3be623", 11_928, 29, None),
-    ("nano-aha-moment", "6cd0306", 1_682, 13, None),
-)
 ETA_HEAD = (
     *("η", "trained tokens/s", "to η = 0", "engine idle", "trainer idle"),
     *("mean staleness", "seconds to 80 %", "accuracy at the end"),
@@ -120,20 +112,6 @@ def varied(data: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
     return {k: v for k, v in row["settings"].items() if len({other[k] for other in rows}) > 1}
 
 
-def weight(data: dict[str, Any], _: Sequence[str]) -> str:
-    head = ("", "lines of Python", "dependencies, vLLM's too", "values in a GSM8K recipe")
-    ours = (f"{data['lines']:,}", str(data["dependencies_with_vllm"]), str(data["recipe_keys"]))
-    table: Table = [head, ("minirl", *ours)]
-    for name, commit, lines, count, recipe in PEERS:
-        values = "" if recipe is None else str(recipe)
-        table.append((f"{name} at {commit}", f"{lines:,}", str(count), values))
-    return (
-        f"`python -m tests.docs.weight`: {data['core_lines']:,} of the lines are the loop with its "
-        f"workers, {data['dependencies']} of the dependencies are needed without vLLM, "
-        f"{data['all_keys']} keys could be set:\n\n"
-    ) + markdown(table)
-
-
 def answers(data: dict[str, Any], _: Sequence[str]) -> str:
     before, after = (
         f"{100 * mean:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
@@ -154,7 +132,6 @@ KINDS: dict[str, Callable[[dict[str, Any], Sequence[str]], str]] = {
     "bench": bench,
     "sweep": sweep,
     "answers": answers,
-    "weight": weight,
 }
 
 
