@@ -11,14 +11,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def by_room() -> dict[str, list[Path]]:
-    rooms: dict[str, list[Path]] = {}
-    everything = sorted((ROOT / "minirl").rglob("*.py"))
-    for path in everything:
-        room, *rest = path.relative_to(ROOT / "minirl").parts
-        rooms.setdefault(f"minirl/{room}/" if rest else "minirl/*.py", []).append(path)
+    package = ROOT / "minirl"
+    rooms = {"minirl/*.py": list(package.glob("*.py"))}
+    for init in sorted(package.glob("*/__init__.py")):
+        rooms[f"minirl/{init.parent.name}/"] = list(init.parent.rglob("*.py"))
     outside = {ROOT / "tests" / name for name in ("bench", "soak")}
     tests = [path for path in (ROOT / "tests").rglob("*.py") if not outside & {*path.parents}]
-    return {**rooms, "minirl/": everything, "tests/": tests}
+    return {**rooms, "minirl/": list(package.rglob("*.py")), "tests/": tests}
 
 
 def count(paths: Iterable[Path]) -> int:
