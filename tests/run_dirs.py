@@ -3,7 +3,6 @@ filled with made-up answers. The trace is written by the real tracer.
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,23 +14,18 @@ from minirl.shm.tracer import TraceFile, Tracer
 QUESTION = 'Is <b>2 & 2</b> "4"?\nSay so.'  # must come out as text
 MACHINE = {"device_kind": "cpu", "cpu": "a CPU", "cores": 2, "packages": {"torch": "2.13.0"}}
 VALUES = {
-    **{"reward/std": 0.4, "rollout/length_mean": 10.0, "rollout/truncated_frac": 0.0},
-    **{"rollout/tokens_per_s": 500.0, "rollout/idle_frac": 0.1, "buffer/staleness_mean": 0.5},
-    **{"buffer/staleness_max": 1.0, "buffer/groups_dropped": 0, "train/tokens": 50.0},
-    **{"train/entropy": 0.5, "train/clip_frac": 0.01, "train/capped_frac": 0.0},
-    **{"train/logprob_gap": 1e-6, "train/grad_norm": 1.0, "train/tokens_per_s": 1000.0},
-    **{"train/idle_frac": 0.2},
+    **dict.fromkeys(("rollout/length_mean", "rollout/tokens_per_s", "train/tokens_per_s"), 10.0),
+    **dict.fromkeys(("rollout/idle_frac", "train/idle_frac", "train/entropy"), 0.1),
+    **dict.fromkeys(("buffer/staleness_mean", "buffer/staleness_max", "train/grad_norm"), 1.0),
+    **dict.fromkeys(("rollout/truncated_frac", "train/clip_frac", "train/capped_frac"), 0.0),
+    **{"train/logprob_gap": 1e-6, "buffer/groups_dropped": 0},
 }
 
 
 def make_config(seed: int = 0, steps: int = 6, eta: int = 2, lr: float = 1e-6) -> Config:
     base = Config(seed=seed)
-    return replace(
-        base,
-        train=replace(base.train, steps=steps, batch_size=2, lr=lr),
-        buffer=replace(base.buffer, max_staleness=eta),
-        log=replace(base.log, trace=True),
-    )
+    train = replace(base.train, steps=steps, batch_size=2, lr=lr)
+    return replace(base, train=train, buffer=replace(base.buffer, max_staleness=eta))
 
 
 def write_run(path: Path, config: Config, is_whole: bool = True) -> Path:
@@ -41,18 +35,14 @@ def write_run(path: Path, config: Config, is_whole: bool = True) -> Path:
     (path / "machine.json").write_text(json.dumps(MACHINE))
     last = config.train.steps
     for name, line in (("metrics", metrics), ("batches", batch), ("samples", sample)):
-        write_lines(path / f"{name}.jsonl", line, range(1, last + 1), config.seed)
-    write_lines(path / "evals.jsonl", evaluation, (0, last // 2, last), config.seed)
+        lines = [line(step, config.seed) for step in range(1, last + 1)]
+        (path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    evals = [evaluation(step) for step in (0, last // 2, last)]
+    (path / "evals.jsonl").write_text("\n".join(map(json.dumps, evals)) + "\n")
     write_trace(path / "trace.json", last)
     if is_whole:
         (path / "summary.json").write_text(json.dumps({"finished": True, "balance": "even"}))
     return path
-
-
-def write_lines(
-    path: Path, line: Callable[[int, int], dict[str, Any]], steps: Any, seed: int
-) -> None:
-    path.write_text("".join(json.dumps(line(step, seed)) + "\n" for step in steps))
 
 
 def metrics(step: int, seed: int) -> dict[str, Any]:
@@ -76,7 +66,7 @@ def sample(step: int, seed: int) -> dict[str, Any]:
     return {"step": step, "group": 2 * step, **answer, **tokens, **gaps}
 
 
-def evaluation(step: int, seed: int) -> dict[str, Any]:
+def evaluation(step: int) -> dict[str, Any]:
     text = f"as version {step} says: <4>"
     answer = {"prompt": QUESTION, "reference": "4", "answer": text, "reward": 1.0}
     middle = 0.25 + 0.5 * (step > 0)
