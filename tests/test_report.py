@@ -1,10 +1,8 @@
-"""`minirl report`: from run directories, whole or damaged, to a page that a real browser shows."""
+"""`minirl report`: from run directories, whole or damaged, to one page and its figures."""
 
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,6 @@ from minirl.run_dir import RunDir
 from minirl.view import report
 from minirl.view.charts import CHARTS, families
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 BY_NAME = {chart.name: chart for chart in CHARTS}
 
 
@@ -70,14 +67,9 @@ def test_seeds_are_one_curve_with_a_band_and_one_run_has_its_interval(
     assert (last.x, last.low, last.high) == (6, 6 / 9, 6 / 7) and last.low < last.y < last.high
     (point, *_) = BY_NAME["accuracy_time"].curve(families([runs["sync"]])[0], "accuracy")
     assert point == (0.0, 0.25, pytest.approx(0.05), 0.45)
-    kinds = {
-        "generating: prefill after a reload": "prefill",
-        "waiting for prompts": "",
-        "training: prox forward": "forward",
-        "training: forward and backward": "training",
-        "training: optimizer step": "optimizer",
-    }
-    assert {name: report.kind_of(name) for name in kinds} == kinds
+    phases = ("prefill after a reload", "prox forward", "forward and backward", "optimizer step")
+    kinds = [report.kind_of(f"training: {phase}") for phase in phases]
+    assert kinds == ["prefill", "forward", "training", "optimizer"]
 
 
 def test_damaged_empty_and_foreign_runs_are_shown_as_far_as_they_go(
@@ -116,22 +108,8 @@ def test_what_it_cannot_do_is_one_line(
     for path in (tmp_path / "nowhere", tmp_path, tmp_path / "file"):
         with pytest.raises(RecipeError, match=r"RUN = .*; name a run directory"):
             CliRunner().invoke(app, ["report", str(path)], catch_exceptions=False)
-    words = [sys.executable, "-m", "minirl.cli", "report", str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("minirl: RUN = ")
     with pytest.raises(RecipeError, match=r"--out .*cannot be written"):
         report.write([runs["sync"]], tmp_path / "file" / "in")
     monkeypatch.setattr(report, "find_spec", lambda name: None)
     with pytest.raises(MinirlError, match=r"jinja2 and matplotlib: pip install \"minirl\[report\]"):
         report.write([runs["sync"]], tmp_path)
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
-def test_a_browser_shows_it_without_a_word_on_the_console(page: Path, tmp_path: Path) -> None:
-    words = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    words += ["--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
-    assert "CONSOLE" not in done.stderr
-    assert done.stdout.count("<figure>") >= 12
-    assert done.stdout.count("<svg") == done.stdout.count("<figure>") + 1
