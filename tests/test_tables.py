@@ -3,7 +3,6 @@
 import fcntl
 import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -14,40 +13,32 @@ from minirl.cli import app
 from minirl.config import KEYS, SECTIONS
 from minirl.errors import RecipeError
 from minirl.metrics import NAMES
-from minirl.run_dir import LOCK, RunDir, RunState, open_run
-from minirl.view.runs import age, list_runs, run_rows
+from minirl.run_dir import LOCK, RunDir, RunState
 from tests.docs import reference
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "recipe.md"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
-    for eta in (0, 2):
-        write_run(folder / f"eta-{eta}", make_config(eta=eta, seed=eta))
-    (folder / "no-run").mkdir()
-    return folder
-
-
-def ran(*words: object) -> str:
+def ran(*words: object) -> list[str]:
     done = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    return done.output
+    return done.output.splitlines()
 
 
-def test_runs_are_listed_with_what_they_came_to(folder: Path) -> None:
-    rows = [line.split() for line in ran("runs", folder).splitlines()]
-    assert rows[0] == ["RUN", "STATE", "STEP", "REWARD", "ACCURACY", "AGE"]
-    assert [row[:3] for row in rows[1:]] == [
-        ["eta-0", "finished", "6/6"],
-        ["eta-2", "finished", "6/6"],
-    ]
-    assert rows[1][4] == "75.0%"
-    assert ran("runs", folder / "eta-0").splitlines()[1].split()[0] == "eta-0"
-    assert ran("runs", folder / "no-run") == f"no runs in {folder / 'no-run'}\n"
-    ages = [age(seconds) for seconds in (3, 90, 7200, 200_000, -5)]
-    assert ages == ["3 s", "2 min", "2 h", "2 d", "0 s"]
+def test_runs_are_listed_with_what_they_came_to(tmp_path: Path) -> None:
+    assert ran("runs", tmp_path) == [f"no runs in {tmp_path}"]
+    write_run(tmp_path / "eta-0", make_config(eta=0))
+    nested = tmp_path / "smoke" / "lr=1e-3" / "seed-0"  # of a sweep
+    for folder in (nested, nested / "eval"):  # and an evaluation in it, which is no run
+        folder.mkdir(parents=True)
+        (folder / "recipe.toml").write_text("seed = 0\n[train]\nste")
+    os.utime(nested / "recipe.toml", (0, 0))
+    rows = [re.split(r"  +", line) for line in ran("runs", tmp_path)]
+    assert rows[0] == ["RUN", "STATE", "STEP", "REWARD", "ACCURACY", "CHANGED"]
+    assert rows[1][:5] == ["eta-0", "finished", "6/6", "0.857", "75.0%"]
+    assert rows[2][:5] == ["smoke/lr=1e-3/seed-0", "failed", "0/?", "—", "—"] and len(rows) == 3
+    with pytest.raises(RecipeError, match=r"DIR = .*is no directory"):
+        ran("runs", tmp_path / "nowhere")
 
 
 def test_every_state_is_told_apart(tmp_path: Path) -> None:
@@ -58,78 +49,40 @@ def test_every_state_is_told_apart(tmp_path: Path) -> None:
         assert run.state is RunState.RUNNING
     (run.path / "stall.txt").write_text("{}")
     assert run.state is RunState.STALLED
-    (run.path / "summary.json").write_text('{"finished": false}')
-    assert RunDir(run.path).state is RunState.STOPPED
-    (run.path / "summary.json").write_text('{"finished": true}')
-    assert RunDir(run.path).state is RunState.FINISHED
-    # Resumed, and then killed: its summary is of before.
-    old = os.stat(run.path / "metrics.jsonl").st_mtime - 60
-    for name in ("summary.json", "stall.txt"):
-        os.utime(run.path / name, (old, old))
+    for finished, state in (("false", RunState.STOPPED), ("true", RunState.FINISHED)):
+        (run.path / "summary.json").write_text(f'{{"finished": {finished}}}')
+        assert RunDir(run.path).state is state
+    for name in ("summary.json", "stall.txt"):  # resumed, and then killed
+        os.utime(run.path / name, (0, 0))
     assert RunDir(run.path).state is RunState.FAILED
 
 
-def test_torn_recipes_are_listed_and_runs_of_a_sweep_by_what_tells_them_apart(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "torn").mkdir()
-    (tmp_path / "torn" / "recipe.toml").write_text("seed = 0\n[train]\nste")
-    assert run_rows(list_runs(tmp_path))[1][:5] == ("torn", "failed", "0", "—", "—")
-    shutil.rmtree(tmp_path / "torn")
-    for lr in ("1e-4", "1e-3"):
-        run = tmp_path / "smoke" / f"lr={lr}" / "seed-0"
-        run.mkdir(parents=True)
-        (run / "recipe.toml").write_text(f"[train]\nlr = {lr}\n")
-    names = [row[0] for row in run_rows(list_runs(tmp_path))[1:]]
-    assert sorted(names) == ["lr=1e-3/seed-0", "lr=1e-4/seed-0"]
-
-
-def test_inspect_prints_every_trajectory_of_a_step(folder: Path, tmp_path: Path) -> None:
-    line = open_run(folder / "eta-2").batches[3]
-    lines = ran("inspect", folder / "eta-2", "--step", 4).splitlines()
-    assert lines[0] == "step 4, from version 3"
-    lengths = [group["lengths"][0] for group in line["groups"]]
+def test_inspect_prints_every_trajectory_of_a_step(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", make_config())
+    lines = ran("inspect", run, "--step", 4)
+    assert lines[0] == "step 4, from version 3" and "  answer: <i>4</i>" in lines
     assert [row.split() for row in lines[1:6]] == [
         ["GROUP", "PLACE", "REWARD", "VERSIONS", "TOKENS", "STOP"],
-        ["8", "0", "1", "3", str(lengths[0]), "stop"],
+        ["8", "0", "1", "3", "4", "stop"],
         ["8", "1", "0", "2–3", "32", "length"],
-        ["9", "0", "1", "3", str(lengths[1]), "stop"],
+        ["9", "0", "1", "3", "4", "stop"],
         ["9", "1", "0", "2–3", "32", "length"],
     ]
-    assert "  answer: <i>4</i>" in lines
-    only = ran("inspect", folder / "eta-2", "--step", 4, "--group", 9).splitlines()
-    assert [row.split()[0] for row in only[2:]] == ["9", "9"]
-    assert ran("inspect", folder / "eta-2").startswith("step 6"), "the last by default"
-    # Where a run has no more than its samples, these are shown.
-    for name in ("samples.jsonl", "recipe.toml"):
-        (tmp_path / name).write_text((folder / "eta-2" / name).read_text())
-    out = ran("inspect", tmp_path, "--step", 2)
-    assert out.startswith("step 2\n") and "reward" in out
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["--step", "99"], "--step = 99: eta-2 has no such step; it has 1 to 6"),
-        (["--step", "2", "--group", "99"], "--group = 99: step 2 has no such group; it trained"),
-    ],
-)
-def test_what_a_run_does_not_have_is_named(folder: Path, words: list[str], line: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        CliRunner().invoke(app, ["inspect", str(folder / "eta-2"), *words], catch_exceptions=False)
-    assert str(caught.value).startswith(line)
+    assert ran("inspect", run)[0].startswith("step 6"), "the last by default"
+    with pytest.raises(RecipeError, match=r"--step = 99: run has no such step; it has 1 to 6"):
+        ran("inspect", run, "--step", 99)
+    (run / "batches.jsonl").unlink()
+    with pytest.raises(RecipeError, match="let it train a step"):
+        ran("inspect", run)
 
 
 @pytest.mark.parametrize("name", ["architecture.md", "troubleshooting.md"])
 def test_documents_name_only_metrics_keys_and_files_that_there_are(name: str) -> None:
     root = DOCUMENT.parent.parent
     words = re.findall(r"`([^`\n]+)`", (DOCUMENT.parent / name).read_text())
-    metrics = {
-        w for w in words if re.fullmatch(r"(reward|eval|rollout|buffer|weights|train)/\w+", w)
-    }
-    assert metrics <= NAMES and (metrics or name == "architecture.md")
-    sections = "|".join(SECTIONS)
-    keys = [re.fullmatch(rf"((?:{sections})\.\w+)(?: = .*)?", word) for word in words]
+    rooms = r"(reward|eval|rollout|buffer|weights|train)/\w+"
+    assert {word for word in words if re.fullmatch(rooms, word)} <= NAMES
+    keys = [re.fullmatch(rf"((?:{'|'.join(SECTIONS)})\.\w+)(?: = .*)?", word) for word in words]
     found = {match[1] for match in keys if match and not match[1].endswith((".py", ".jsonl"))}
     assert found and found <= KEYS.keys()
     files = {w.partition(":")[0] for w in words if re.fullmatch(r"[\w/]+\.py(:\w+)?", w)}
@@ -139,6 +92,3 @@ def test_documents_name_only_metrics_keys_and_files_that_there_are(name: str) ->
 
 def test_the_reference_is_printed_from_the_config_classes() -> None:
     assert DOCUMENT.read_text() == reference.document()
-    rows = [line for line in reference.document().splitlines() if line.startswith("| `")]
-    keys = [row.split("`")[1] for row in rows]
-    assert [key for key in keys if key in KEYS] == list(KEYS)

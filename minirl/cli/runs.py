@@ -12,7 +12,7 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 
 
 @app.command(
-    help="""List runs: state, step, reward, held-out accuracy, and how long ago they last wrote.
+    help="""List runs: state, step, reward, held-out accuracy, and when they last wrote.
 
 \b
 States:
@@ -46,9 +46,8 @@ def runs(
 Below them the answers that were kept readable (log.samples per step).
 
 \b
-Examples:
+Example:
   minirl inspect runs/smoke-20260101-120000 --step 12
-  minirl inspect runs/smoke-20260101-120000 --step 12 --group 371
 """
 )
 def inspect(
@@ -56,7 +55,6 @@ def inspect(
     step: Annotated[
         int | None, typer.Option(metavar="N", help="Which step. Default: the last.")
     ] = None,
-    group: Annotated[int | None, typer.Option(metavar="ID", help="Only this group.")] = None,
 ) -> None:
     from minirl.run_dir import open_run
     from minirl.view.runs import find_step, sample_texts, trajectory_rows
@@ -65,7 +63,6 @@ def inspect(
     line = find_step(opened, step)
     start = f", from version {line['version']}" if "version" in line else ""
     typer.echo(f"step {line['step']}{start}")
-    if line.get("groups"):
-        show_columns(trajectory_rows(line, group))
-    for text in sample_texts(opened, line["step"], group):
+    show_columns(trajectory_rows(line))
+    for text in sample_texts(opened, line["step"]):
         typer.echo(f"\n{text}")

@@ -120,14 +120,12 @@ class Request:
     versions: "array[int]" = field(default_factory=lambda: array("i"))
     num_turns: int = 0
     num_replied: int = 0
-    turn_start: int = 0  # in `tokens`
 
     def append_reply(self, tokens: tuple[int, ...]) -> None:
         self.tokens.extend(tokens)
         self.logprobs.extend([0.0] * len(tokens))
         self.versions.extend([NOTHING] * len(tokens))
         self.num_replied += len(tokens)
-        self.turn_start = len(self.tokens)
 
 
 class RolloutWorker:
@@ -277,8 +275,7 @@ class RolloutWorker:
         self.num_running_eval -= group.is_eval
         self.recomputing.discard(key)
         if self.board.tracer is not None:
-            cell = group.cells[request.index]
-            self.board.tracer.end_sequence(key, group.group_id, cell, facts_of(request))
+            self.board.tracer.end_sequence(key, group.group_id, facts_of(request))
         self.num_running[group.group_id] -= 1
         if not self.num_running[group.group_id]:
             del self.num_running[group.group_id]
@@ -304,8 +301,6 @@ class RolloutWorker:
         version = self.engine.version
         for chunk in self.engine.step():
             request = self.running[chunk.key]
-            if self.board.tracer is not None and len(request.tokens) == request.turn_start:
-                self.board.tracer.first_token(chunk.key)
             request.tokens.extend(chunk.tokens)
             request.logprobs.extend(chunk.logprobs)
             request.versions.extend([version] * len(chunk.tokens))

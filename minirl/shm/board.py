@@ -129,8 +129,6 @@ class BoardWriter:
     def serving(self, version: int, running: int) -> None:
         self._row[VERSION] = version
         self._row[RUNNING] = running
-        if self.tracer is not None and version >= 0:
-            self.tracer.running(running, version)
 
     def add(self, column: Total, amount: float) -> None:
         self._row[TOTALS + column] += amount

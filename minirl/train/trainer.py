@@ -109,11 +109,7 @@ class Trainer:
 
     def train(self, batch: Batch) -> dict[str, float | None]:
         started = time.perf_counter()
-        if self.board.tracer is not None:
-            groups = () if self.setup.rank else batch.groups  # rank 0 ends the arrows
-            trained = [(group.id, t.cell) for group in groups for t in group.trajectories]
-            self.board.tracer.step(batch.step, batch.version, trained)
-        self.board.enter(State.TRAINING, phase="pack")
+        self.board.enter(State.TRAINING, phase=f"pack step {batch.step}", version=batch.version)
         lr, *_ = [replica.begin_step(batch.step - 1) for replica in self.replicas]
         prepared = self.preparer.prepare(batch)
         self.problem, self.bad_gradients = "", []

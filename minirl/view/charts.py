@@ -1,96 +1,78 @@
-"""Which curves a report has. Takes runs, gives charts: points, bands and words.
+"""Which curves a report has, and how they are drawn. Takes runs, gives matplotlib figures.
 
-Runs whose recipes differ only in what cannot change what is learned except by chance (the seed) are
-one family: one curve with a band. Leaves out how a chart is drawn (report.py).
+Runs whose recipes differ in their seed alone are one family: its curve is their mean, with a band
+from the lowest to the highest. A single run's accuracy has its 95 % interval as a band. Text and
+grid are of one grey that can be read on white and on black.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
-from minirl.run_dir import RunDir
-from minirl.view.runs import Line
+from minirl.run_dir import Line, RunDir
+from minirl.view.runs import short_names
 
-NOT_COMPARED = ("seed", "log.", "checkpoint.", "tasks.verifiers")
-MAX_KEYS = 3  # in a label
-NUM_COLOURS = 6
-
-
-# -- runs that belong together
+GREY = "#7b8494"
+COLOURS = ("#2f7fc4", "#d2622f", "#329a66", "#9a5fc0", "#b8920c", "#d0458c")
 
 
-@dataclass(frozen=True)
-class Point:
+class Family(NamedTuple):
+    name: str  # of its first run
+    runs: list[RunDir]
+
+    @property
+    def label(self) -> str:
+        return self.name + (f", {len(self.runs)} seeds" if len(self.runs) > 1 else "")
+
+
+def families(runs: Sequence[RunDir]) -> list[Family]:
+    """Runs without a recipe are families of their own."""
+    found: dict[str, Family] = {}
+    for name, run in zip(short_names(runs), runs, strict=True):
+        recipe = sorted((key, str(v)) for key, v in run.recipe.items() if key != "seed")
+        found.setdefault(str(recipe or run.path), Family(name, [])).runs.append(run)
+    return list(found.values())
+
+
+class Point(NamedTuple):
     x: float
     y: float
     low: float
     high: float
 
 
-Points = tuple[Point, ...]
-Values = Callable[[RunDir], Points]
-
-
 @dataclass(frozen=True)
-class Family:
-    label: str
-    runs: tuple[RunDir, ...]
+class Chart:
+    """`series`: word in the legend to the name of a value."""
 
-    def points(self, of: Values) -> Points:
-        """One run: its own points and band. Several: mean, lowest and highest where x is shared."""
-        if len(self.runs) == 1:
-            return of(self.runs[0])
-        at: dict[float, list[float]] = defaultdict(list)
-        for point in (point for run in self.runs for point in of(run)):
-            at[point.x].append(point.y)
-        return tuple(Point(x, fmean(ys), min(ys), max(ys)) for x, ys in sorted(at.items()))
+    name: str  # of its file
+    title: str
+    about: str
+    series: dict[str, str]
+    is_share: bool = False
+    x: str = "step"  # else it shows evaluations
 
+    def points(self, run: RunDir, name: str) -> dict[int, Point]:
+        """By step: an evaluation's time differs from run to run."""
+        found = {}
+        for line in run.metrics if self.x == "step" else run.evals:
+            x, y = number(line, self.x), number(line, name)
+            if x is not None and y is not None:
+                low, high = number(line, "low"), number(line, "high")
+                found[line["step"]] = Point(x, y, y if low is None else low, high or y)
+        return found
 
-def families(runs: Sequence[RunDir]) -> list[Family]:
-    found: dict[str, list[RunDir]] = defaultdict(list)
-    for run in runs:
-        kept = sorted((k, shown(v)) for k, v in run.recipe.items() if not _is_ignored(k))
-        found[str(kept or run.path)].append(run)  # without a recipe: a family of its own
-    firsts = [group[0] for group in found.values()]
-    keys = [key for key in differing(firsts) if not _is_ignored(key)]
-    labels = [_label(group, keys if len(firsts) > 1 else []) for group in found.values()]
-    return [
-        Family(label if labels.count(label) == 1 else f"{label} ({group[0].name})", tuple(group))
-        for label, group in zip(labels, found.values(), strict=True)
-    ]
-
-
-def _is_ignored(key: str) -> bool:
-    return key.startswith(NOT_COMPARED)
-
-
-def _label(group: list[RunDir], keys: list[str]) -> str:
-    recipe = group[0].recipe
-    parts = [f"{key} = {shown(recipe[key])}" for key in keys[:MAX_KEYS] if key in recipe]
-    more = ", …" if len(keys) > MAX_KEYS else ""
-    seeds = f", {len(group)} seeds" if len(group) > 1 else ""
-    return (", ".join(parts) + more if parts else group[0].name) + seeds
-
-
-def differing(runs: Sequence[RunDir]) -> list[str]:
-    """Recipe keys that do not have one value in all runs."""
-    keys = dict.fromkeys(key for run in runs for key in run.recipe)
-    return [key for key in keys if len({shown(run.recipe.get(key)) for run in runs}) > 1]
-
-
-def shown(value: object) -> str:
-    if value is None:
-        return "—"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-# -- which curves there are
+    def curve(self, family: Family, name: str) -> list[Point]:
+        each = [self.points(run, name) for run in family.runs]
+        if len(each) == 1:
+            return list(each[0].values())
+        found = []
+        for step in sorted({step for points in each for step in points}):
+            xs, ys, *_ = zip(*(points[step] for points in each if step in points), strict=True)
+            found.append(Point(fmean(xs), fmean(ys), min(ys), max(ys)))
+        return found
 
 
 def number(line: Line, name: str) -> float | None:
@@ -98,176 +80,76 @@ def number(line: Line, name: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
-def _points(lines: Iterable[Line], x: str, y: str, band: Callable[..., Any]) -> Points:
-    """`band` gives (low, high) of a line and its y."""
-    pairs = ((line, number(line, x), number(line, y)) for line in lines)
-    return tuple(Point(a, b, *band(line, b)) for line, a, b in pairs if None not in (a, b))  # type: ignore[arg-type]
-
-
-def metric_points(run: RunDir, name: str) -> Points:
-    return _points(run.metrics, "step", name, lambda line, y: (y, y))
-
-
-def reward_points(run: RunDir) -> Points:
-    """The band: two standard errors, counted by prompts, whose answers are not independent."""
-    num_prompts = number(run.recipe, "train.batch_size") or 1
-
-    def band(line: Line, mean: float) -> tuple[float, float]:
-        error = 2 * (number(line, "reward/std") or 0.0) / math.sqrt(num_prompts)
-        return mean - error, mean + error
-
-    return _points(run.metrics, "step", "reward/mean", band)
-
-
-def accuracy_points(run: RunDir, x: str = "version") -> Points:
-    def band(line: Line, mean: float) -> tuple[float, float]:
-        low, high = number(line, "low"), number(line, "high")
-        return mean if low is None else low, mean if high is None else high
-
-    return _points(run.evals, x, "accuracy", band)
-
-
-def length_points(run: RunDir) -> Points:
-    """The band: the middle 80 % of a step's answers."""
-    written = {
-        line["step"]: sorted(
-            n for group in line.get("groups", []) for n in group.get("lengths", [])
-        )
-        for line in run.batches
-    }
-
-    def band(line: Line, mean: float) -> tuple[float, float]:
-        lengths = written.get(line["step"]) or [mean]
-        return lengths[len(lengths) // 10], lengths[-1 - len(lengths) // 10]
-
-    return _points(run.metrics, "step", "rollout/length_mean", band)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One chart. `series`: word in the legend to a metric, or to the values of a run."""
-
-    name: str  # of its file
-    title: str
-    about: str
-    series: dict[str, str | Values]
-    is_share: bool = False  # from 0 to 1, shown in %
-    is_log: bool = False
-    x_label: str = "step"
-
-
-KINDS = (
-    Kind("reward", "Reward", "mean of each step's answers", {"": reward_points}),
-    Kind(
-        "accuracy",
-        "Held-out accuracy",
-        "mean reward on held-out prompts",
-        {"": accuracy_points},
-        x_label="version",
-    ),
-    Kind(
-        "accuracy_time",
-        "Held-out accuracy by time",
-        "mean reward on held-out prompts, by wall time",
-        {"": partial(accuracy_points, x="seconds")},
-        x_label="seconds",
-    ),
-    Kind(
-        "staleness",
-        "Staleness and its bound",
-        "of trained tokens; no token is ever above the bound η (buffer.max_staleness)",
-        {"mean": "buffer/staleness_mean", "max": "buffer/staleness_max"},
-    ),
-    Kind("lengths", "Length of answers", "tokens that the model wrote", {"": length_points}),
-    Kind(
-        "truncated",
-        "Cut at the limit",
-        "share of answers that ran into rollout.max_new_tokens",
-        {"": "rollout/truncated_frac"},
-        is_share=True,
-    ),
-    Kind(
-        "entropy",
-        "Entropy",
-        "of the policy at trained tokens, in nats; a fall to 0 ends exploration",
-        {"": "train/entropy"},
-    ),
-    Kind("kl", "KL to the first model", "in nats", {"": "train/kl"}),
-    Kind(
-        "clip",
-        "Clipped and capped",
-        "share of trained tokens whose ratio was clipped, and whose w = prox / behaviour was above "
-        "train.behav_cap",
-        {"clipped": "train/clip_frac", "capped": "train/capped_frac"},
-        is_share=True,
-    ),
-    Kind(
-        "gap",
-        "Logprob gap",
-        "mean |vLLM's logprob − the trainer's| at tokens of the same version: it should stay flat",
-        {"all": "train/logprob_gap", "after tokens of an older version": "train/spliced_gap"},
-        is_log=True,
-    ),
-    Kind("grad_norm", "Gradient norm", "before clipping", {"": "train/grad_norm"}),
-    Kind(
-        "throughput",
-        "Throughput",
-        "tokens per second: sampled by all engines, trained by the ranks while they train",
-        {"sampled": "rollout/tokens_per_s", "trained": "train/tokens_per_s"},
-    ),
-    Kind(
-        "idle",
-        "Idle",
-        "share of each step in which engines had nothing to sample, and rank 0 no batch",
-        {"engines": "rollout/idle_frac", "trainers": "train/idle_frac"},
-        is_share=True,
-    ),
+GAPS = {"all": "train/logprob_gap", "after tokens of an older version": "train/spliced_gap"}
+STALENESS = {"mean": "buffer/staleness_mean", "max": "buffer/staleness_max"}
+CLIPPED = {"clipped": "train/clip_frac", "capped": "train/capped_frac"}
+SPEEDS = {"sampled": "rollout/tokens_per_s", "trained": "train/tokens_per_s"}
+IDLE = {"engines": "rollout/idle_frac", "trainers": "train/idle_frac"}
+ACCURACY = {"": "accuracy"}
+CHARTS = (
+    Chart("accuracy", "Held-out accuracy", "by version", ACCURACY, True, "version"),
+    Chart("accuracy_time", "Held-out accuracy", "by wall time", ACCURACY, True, "seconds"),
+    Chart("reward", "Reward", "mean of each step's answers", {"": "reward/mean"}),
+    Chart("staleness", "Staleness", "of trained tokens; never above the bound η", STALENESS),
+    Chart("lengths", "Length of answers", "mean tokens written", {"": "rollout/length_mean"}),
+    Chart("truncated", "Cut", "at max_new_tokens", {"": "rollout/truncated_frac"}, is_share=True),
+    Chart("entropy", "Entropy", "in nats; at 0 exploration has ended", {"": "train/entropy"}),
+    Chart("kl", "KL to the first model", "in nats", {"": "train/kl"}),
+    Chart("clip", "Clipped and capped", "share of trained tokens", CLIPPED, is_share=True),
+    Chart("gap", "Logprob gap", "engine to trainer: should stay flat", GAPS),
+    Chart("grad_norm", "Gradient norm", "before clipping", {"": "train/grad_norm"}),
+    Chart("throughput", "Throughput", "tokens per second", SPEEDS),
+    Chart("idle", "Idle", "share of each step", IDLE, is_share=True),
 )
 
 
-@dataclass(frozen=True)
-class Curve:
-    label: str
-    points: Points
-    colour: str
-    is_dashed: bool = False
+def draw_charts(found: Sequence[Family]) -> Iterator[tuple[Chart, Any]]:
+    """A figure for each chart that has a point."""
+    several = len(found) > 1  # then colour distinguishes families
+    for chart in CHARTS:
+        figure, (axes,) = new_figure(4.8, 3.0)
+        for n, family in enumerate(found):
+            for place, (word, name) in enumerate(chart.series.items()):
+                if points := chart.curve(family, name):
+                    colour = COLOURS[(n if several else place) % len(COLOURS)]
+                    label = " · ".join([family.label] * several + [word] * bool(word))
+                    _plot(axes, points, colour, "--" if several and place else "-", label)
+        if axes.lines:
+            _finish(axes, chart, found)
+            yield chart, figure
 
 
-@dataclass(frozen=True)
-class Chart:
-    kind: Kind
-    curves: tuple[Curve, ...]
-    bounds: tuple[float, ...] = ()  # η
+def new_figure(width: float, height: float, rows: int = 1, **options: Any) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
 
-    @property
-    def legend(self) -> list[Curve]:
-        named = [curve for curve in self.curves if curve.label]
-        return named if len(named) > 1 else []
-
-
-def charts(found: Sequence[Family]) -> list[Chart]:
-    """Those that have a point."""
-    etas = {number(run.recipe, "buffer.max_staleness") for f in found for run in f.runs}
-    bounds = tuple(sorted(eta for eta in etas if eta is not None))
-    drawn = [
-        Chart(kind, tuple(_curves(kind, found)), bounds if kind.name == "staleness" else ())
-        for kind in KINDS
-    ]
-    return [chart for chart in drawn if chart.curves]
+    figure = Figure((width, height), layout="constrained")
+    panels = figure.subplots(rows, 1, squeeze=False, **options)[:, 0]
+    for axes in panels:
+        axes.spines[:].set_visible(False)
+        axes.tick_params(which="both", colors=GREY, length=0)
+        axes.xaxis.label.set_color(GREY)
+        axes.grid(axis="y", color=GREY, alpha=0.25)
+    return figure, panels
 
 
-def _curves(kind: Kind, found: Sequence[Family]) -> Iterable[Curve]:
-    """Colour distinguishes families where there are several, else the series."""
-    for n, family in enumerate(found):
-        for place, (word, source) in enumerate(kind.series.items()):
-            of = partial(metric_points, name=source) if isinstance(source, str) else source
-            is_alone = len(found) == 1
-            parts = [word] if is_alone and word else [family.label, word]
-            label = " · ".join(part for part in parts if part)
-            colour = f"c{(place if is_alone else n) % NUM_COLOURS}"
-            curve = Curve(label, family.points(of), colour, place > 0 and not is_alone)
-            if kind.x_label == "seconds" and len(family.runs) > 1:  # no x is shared
-                singles = [tuple(Point(p.x, p.y, p.y, p.y) for p in of(r)) for r in family.runs]
-                yield from (Curve("" if i else label, p, colour) for i, p in enumerate(singles))
-            elif curve.points:
-                yield curve
+def _plot(axes: Any, points: Sequence[Point], colour: str, style: str, label: str) -> None:
+    xs, ys, lows, highs = zip(*points, strict=True)
+    marker = "o" if len(xs) < 12 else None
+    axes.plot(xs, ys, style, color=colour, marker=marker, markersize=4, label=label or "_")
+    if lows != highs:
+        axes.fill_between(xs, lows, highs, color=colour, alpha=0.2, linewidth=0)
+
+
+def _finish(axes: Any, chart: Chart, found: Sequence[Family]) -> None:
+    if chart.name == "staleness":
+        for eta in {number(run.recipe, "buffer.max_staleness") for f in found for run in f.runs}:
+            axes.axhline(eta or 0, color=GREY, linestyle=":", label=f"η = {eta or 0:g}")
+    if axes.get_ylim()[0] < 0.5 * axes.get_ylim()[1]:
+        axes.set_ylim(bottom=min(0.0, axes.dataLim.y0))
+    if chart.is_share:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
+    axes.set_xlabel(chart.x)
+    axes.set_title(chart.title, loc="left", fontsize=11, fontweight="bold", color=GREY)
+    if axes.get_legend_handles_labels()[1]:
+        place = {"loc": "outside lower left", "ncols": 2, "fontsize": 9}
+        axes.figure.legend(frameon=False, labelcolor=GREY, **place)

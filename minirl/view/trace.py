@@ -1,75 +1,54 @@
 """The timeline of a run (log.trace), read for the report.
 
 Takes RUN/trace.json, which the workers wrote (minirl/shm/tracer.py), gives what each worker did
-during a few steps near the end. Leaves out sequences, counters and arrows: Perfetto shows those.
+during a few steps near the end. Leaves out sequences: Perfetto shows those.
 """
 
 import json
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from minirl.shm.tracer import STATES, STEPS
+from minirl.shm.tracer import STATES
 
-TRACE = "trace.json"
-WAITING = "waiting for "
+STEP = "training: pack "  # the slice with which a step begins
 NUM_STEPS = 5  # shown: the slices of a whole run would be too thin to see
 
 
-@dataclass(frozen=True)
-class Slice:
-    """A stretch of time of one worker, in seconds."""
-
+class Slice(NamedTuple):
     name: str
-    start: float
+    start: float  # seconds
     end: float
 
-    @property
-    def is_wait(self) -> bool:
-        return self.name.startswith(WAITING)
 
-
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """A stretch of one run. Times are seconds since its start."""
 
     seconds: float
-    steps: tuple[tuple[str, float], ...]  # name, begin
-    rows: tuple[tuple[str, tuple[Slice, ...]], ...]  # worker, what it did
+    steps: dict[str, float]  # when each began
+    rows: dict[str, tuple[Slice, ...]]  # by worker
 
 
 def read_window(run_dir: Path) -> Window | None:
     """The last steps before the last one, which an evaluation follows. None: no trace."""
     names: dict[int, str] = {}
-    tracks: dict[tuple[int, int], list[Slice]] = defaultdict(list)
-    for event in _events(run_dir / TRACE):
-        try:
-            key = (event["pid"], event["tid"])
-            if event["name"] == "process_name":
-                names[event["pid"]] = event["args"]["name"]
-            elif event["ph"] == "X":
-                start = event["ts"] / 1e6
-                tracks[key].append(Slice(event["name"], start, start + event["dur"] / 1e6))
-        except (KeyError, TypeError):
-            continue
-    rank = next((pid for pid, name in names.items() if name == "train-0"), -1)
-    steps = tracks.get((rank, STEPS), [])
-    if not steps:
+    tracks: dict[str, list[Slice]] = defaultdict(list)
+    for event in _events(run_dir / "trace.json"):
+        if event["name"] == "process_name":
+            names[event["pid"]] = event["args"]["name"]
+        elif event["ph"] == "X":
+            start, worker = event["ts"] / 1e6, names.get(event["pid"], "")
+            tracks[worker].append(Slice(event["name"], start, start + event["dur"] / 1e6))
+    steps = [slice for slice in tracks["train-0"] if slice.name.startswith(STEP)]
+    if len(steps) < 2:
         return None
-    # After a resume or a rollback, steps on both sides of it would stand far apart.
-    restart = max((s.end for s in tracks[rank, STATES] if s.name == "starting"), default=0.0)
-    steps = [step for step in steps if step.start >= restart] or steps
-    begin = steps[max(0, len(steps) - 1 - NUM_STEPS)].start
-    end = steps[-1].start if len(steps) > 1 else steps[-1].end
-    rows = [
-        (names[pid], tuple(_cut(tracks[pid, STATES], begin, end)))
-        for pid in sorted(names)
-        if (pid, STATES) in tracks
-    ]
-    inside = [(s.name, s.start - begin) for s in steps if begin <= s.start < end]
-    return Window(max(end - begin, 1e-6), tuple(inside), tuple(rows))
+    begin, end = steps[max(0, len(steps) - 1 - NUM_STEPS)].start, steps[-1].start
+    workers = [names[pid] for pid in sorted(names)]
+    rows = {worker: tuple(_cut(tracks[worker], begin, end)) for worker in workers}
+    starts = {s.name.removeprefix(STEP): s.start for s in _cut(steps, begin, end)}
+    return Window(max(end - begin, 1e-6), starts, rows)
 
 
 def _cut(slices: list[Slice], begin: float, end: float) -> Iterator[Slice]:
@@ -79,20 +58,9 @@ def _cut(slices: list[Slice], begin: float, end: float) -> Iterator[Slice]:
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
-    """States, steps and names; a torn line is dropped. The file may be long, so other lines are
-    not parsed."""
-    wanted = (f'"tid":{STATES},', f'"tid":{STEPS},')
-    try:
-        file = path.open(errors="replace")
-    except OSError:
-        return
-    with file:
+    """States and names; the many lines of sequences are not parsed, torn ones dropped."""
+    with suppress(OSError), path.open(errors="replace") as file:
         for text in file:
-            if not any(mark in text for mark in wanted):
-                continue
-            try:
-                event = json.loads(text.strip().removesuffix(","))
-            except ValueError:
-                continue
-            if isinstance(event, dict):
-                yield event
+            if f'"tid":{STATES},' in text:
+                with suppress(ValueError):
+                    yield json.loads(text.strip().removesuffix(","))

@@ -1,57 +1,37 @@
-"""The planner's simulator against the AReaL paper (arXiv 2505.24298) and against real runs.
+"""The planner's simulator against the AReaL paper (arXiv 2505.24298): table 7 and figure 4.
 
-    python -m tests.docs.plan                          table 7 and figure 4, and docs/planning.svg
-    python -m tests.docs.plan FIRST_RUN OTHER_RUN...   runs: measured against simulated tokens/s
+    python -m tests.docs.plan
 
 The paper gives tokens per second; what it does not give is taken as follows, the same for all rows:
 R1-Distill-Qwen-1.5B on H800, three GPUs in four for rollout, 4 minibatches, answers lognormal with
 a mean of 4,000 tokens where the context is 8k and 6,500 where it is 16k. Two constants of the
 roofline (TRAIN, STEP_S) were fitted on table 7's first two rows.
-
-For a run, the simulator takes how fast its engines and its trainer were while they worked, and
-predicts how many tokens per second it trained, waits included: once with the first run's speeds,
-and once with the run's own, which leaves out how much the machine changed in between.
 """
 
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from math import nan
-from pathlib import Path
-from statistics import median
+from typing import NamedTuple
 
 from minirl.config import Config
-from minirl.launch import make_buffer
-from minirl.recipe import load
-from minirl.run_dir import read_lines
 from minirl.tools.plan import GPUS, Plan
-from minirl.tools.simulate import Costs, Setup, Simulation, of_run, with_mean
-from tests.docs import save
+from minirl.tools.simulate import with_mean
 
-PLOT = Path(__file__).parents[2] / "docs" / "planning.svg"
 TABLE_7 = {0: 27_100, 1: 47_800, 4: 49_000, 16: 52_000}  # tokens/s by η
 SCALING = (32, 64, 128, 256)  # GPUs of figure 4
 PROMPT = 200
-METRICS = "metrics.jsonl"
-NUM_WARM = 3  # steps of a real run that do not count
-FIXED_SEQS = 17  # an engine step costs this much before its first sequence, counted in sequences:
-# on a CPU with the tiny model 5.2 ms with 32 and 28.8 ms with 256
-Rows = Iterator[tuple[str, ...]]
-
-
-# -- the paper
 
 
 def recipe(eta: int, batch_size: int, context: int) -> Config:
     """As the paper admits: up to η at once, nothing held back."""
-    base, prompt, size = Config(), 1024, batch_size
+    base, prompt = Config(), 1024
     return replace(
         base,
         model=replace(base.model, path="DeepSeek-R1-Distill-Qwen-1.5B", dtype="bfloat16"),
         tasks=replace(base.tasks, max_prompt_tokens=prompt),
         rollout=replace(base.rollout, group_size=16, max_new_tokens=context - prompt),
         buffer=replace(base.buffer, max_staleness=eta, target_staleness=float(eta)),
-        train=replace(base.train, batch_size=size, num_minibatches=4, max_tokens=32_768),
+        train=replace(base.train, batch_size=batch_size, num_minibatches=4, max_tokens=32_768),
     )
 
 
@@ -60,29 +40,25 @@ def tokens_per_s(config: Config, mean: float, rollout: int, train: int) -> float
     return Plan(config, GPUS["H800"], lengths).simulate(rollout, train).tokens_per_s
 
 
-@dataclass(frozen=True)
-class Row:
-    """Tokens/s at one η, and to those at η = 0."""
+class Row(NamedTuple):
+    """Tokens/s at one η; the error is that of the ratio to η = 0."""
 
     eta: int
     paper: float
     simulated: float
-    paper_ratio: float
-    simulated_ratio: float
-
-    @property
-    def error(self) -> float:
-        return self.simulated_ratio / self.paper_ratio - 1
+    error: float
 
 
 def table_7(etas: Sequence[int] = tuple(TABLE_7)) -> list[Row]:
     found = {eta: tokens_per_s(recipe(eta, 64, 8192), 4000, 6, 2) for eta in etas}
-    rows = [(eta, TABLE_7.get(eta, nan), simulated) for eta, simulated in found.items()]
-    return [Row(*row, row[1] / TABLE_7[0], row[2] / found[0]) for row in rows]
+    rows = []
+    for eta, simulated in found.items():
+        paper = TABLE_7.get(eta, nan)
+        rows.append(Row(eta, paper, simulated, simulated / found[0] * TABLE_7[0] / paper - 1))
+    return rows
 
 
-@dataclass(frozen=True)
-class Scale:
+class Scale(NamedTuple):
     """Tokens/s of a number of GPUs, 512 prompts × 16, 16k context."""
 
     num_gpus: int
@@ -91,11 +67,7 @@ class Scale:
     colocated: float  # η = 0, every GPU generates, then every GPU trains; changing is free
 
     def over(self, first: "Scale") -> tuple[float, ...]:
-        return tuple(own / other for own, other in zip(self.speeds, first.speeds, strict=True))
-
-    @property
-    def speeds(self) -> tuple[float, ...]:
-        return self.asynchronous, self.synchronous, self.colocated
+        return tuple(own / other for own, other in zip(self[1:], first[1:], strict=True))
 
 
 def figure_4() -> list[Scale]:
@@ -108,105 +80,5 @@ def figure_4() -> list[Scale]:
     return found
 
 
-def paper_rows(rows: Sequence[Row], scales: Sequence[Scale]) -> Rows:
-    yield "η", "paper, tokens/s", "simulated", "paper, to η = 0", "simulated", "error"
-    for row in rows:
-        speeds = f"{row.paper:,.0f}", f"{row.simulated:,.0f}"
-        ratios = f"{row.paper_ratio:.2f}", f"{row.simulated_ratio:.2f}"
-        yield str(row.eta), *speeds, *ratios, f"{row.error:+.1%}"
-    yield "GPUs", "η = 8", "η = 0", "colocated", "η = 8 over η = 0", "over colocated"
-    for scale in scales:
-        gains = [f"× {gain:.2f}" for gain in scale.over(scales[0])]
-        over = scale.asynchronous / scale.synchronous, scale.asynchronous / scale.colocated
-        yield str(scale.num_gpus), *gains, *(f"{ratio:.2f}" for ratio in over)
-
-
-def plot(rows: Sequence[Row], scales: Sequence[Scale], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure((9, 3.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    labels, gpus = [f"η = {row.eta}" for row in rows], [str(scale.num_gpus) for scale in scales]
-    left.plot(labels, [row.paper / 1000 for row in rows], "o-", color="gray", label="paper")
-    left.plot(labels, [row.simulated / 1000 for row in rows], "o-", label="simulated")
-    left.set(title="thousand tokens/s by η: 1.5B, 8 GPUs, 8k", ylim=(0, 60))
-    right.plot(gpus, [num / SCALING[0] for num in SCALING], "o-", color="gray", label="linear")
-    gains = zip(*(scale.over(scales[0]) for scale in scales), strict=True)
-    for name, speeds in zip(("η = 8", "η = 0", "colocated"), gains, strict=True):
-        right.plot(gpus, speeds, "o-", label=f"{name}, simulated")
-    right.set(title="speed-up by GPUs: 1.5B, 16k, 512 × 16", ylim=(0, 8.5))
-    save(figure, path)
-
-
-# -- real runs
-
-
-def costs_of(run_dir: Path) -> Costs:
-    """The medians of its steps."""
-    config, lines = load(run_dir / "recipe.toml").config, read_lines(run_dir / METRICS)[NUM_WARM:]
-    num_engines = config.devices.rollout // config.devices.tensor_parallel
-    each = median(  # seconds of an engine step, in sequences
-        num_engines
-        * max(1e-3, 1 - line["rollout/idle_frac"])
-        * line["rollout/batch_mean"]
-        / line["rollout/tokens_per_s"]
-        / (FIXED_SEQS + line["rollout/batch_mean"])
-        for line in lines
-        if "rollout/batch_mean" in line  # else no engine stepped in it
-    )
-    return Costs(
-        step_s=FIXED_SEQS * each,
-        step_per_seq_s=each,
-        reload_s=median(line.get("weights/reload_pause_s", 0.0) for line in lines),
-        train_per_token_s=1 / median(line["train/tokens_per_s"] for line in lines),
-        train_fixed_s=median(line["weights/publish_s"] for line in lines),
-    )
-
-
-def predict(run_dir: Path, costs: Costs) -> float:
-    config = load(run_dir / "recipe.toml").config
-    setup = Setup(
-        costs=costs,
-        lengths=of_run(run_dir),
-        num_engines=config.devices.rollout // config.devices.tensor_parallel,
-        max_running=config.rollout.max_num_seqs,
-        group_size=config.rollout.group_size,
-        num_steps=max(config.train.steps, NUM_WARM + 5),
-        num_warm=NUM_WARM,
-        recomputes=False,  # what it costs is part of the measured speed
-    )
-    return Simulation(setup, make_buffer(config)).run().tokens_per_s
-
-
-def measure(run_dir: Path) -> float:
-    """Written tokens of trained trajectories per second, after the first steps."""
-    config, lines = load(run_dir / "recipe.toml").config, read_lines(run_dir / METRICS)
-    num = config.train.batch_size * config.rollout.group_size
-    tokens = sum(line["rollout/length_mean"] * num for line in lines[NUM_WARM:])
-    return tokens / (lines[-1]["seconds"] - lines[NUM_WARM - 1]["seconds"])
-
-
-def run_rows(run_dirs: Sequence[Path]) -> Rows:
-    yield "run", "measured tokens/s", "by its own speeds", "", "by the first run's", ""
-    first = costs_of(run_dirs[0])
-    for run_dir in run_dirs:
-        measured, cells = measure(run_dir), []
-        for costs in (costs_of(run_dir), first):
-            guess = predict(run_dir, costs)
-            cells += [f"{guess:,.0f}", f"{guess / measured - 1:+.1%}"]
-        yield run_dir.name, f"{measured:,.0f}", *cells
-
-
-def main(words: Sequence[str]) -> None:
-    if words:
-        rows = run_rows([Path(word) for word in words])
-    else:
-        table, scales = table_7(), figure_4()
-        plot(table, scales, PLOT)
-        rows = paper_rows(table, scales)
-    for row in rows:
-        print(f"| {' | '.join(row)} |")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    print(*table_7(), *figure_4(), sep="\n")

@@ -16,23 +16,18 @@ A recipe is a TOML file; `minirl config RECIPE` prints all its values and where 
 `--set section.key=value` changes one. A recipe may say `extends = "base.toml"`: what it leaves out
 comes from there, then from the defaults below. This page is printed from the config classes by
 `python -m tests.docs.reference`; a test keeps it true. A wrong key or value is one line
-that names the key, the value, the rule and the remedy, and exit code 2.
+that names the key, the value, the rule and the remedy, and exit code 2. How staleness is bounded:
+[staleness](staleness.md); the formulas of training: [algorithms](algorithms.md).
 
 """
-ABOUT = {
-    "": "At the top of the file",
-    "model": "What is trained",
-    "tasks": "What is asked, and what is right",
-    "devices": "Who runs where",
-    "rollout": "How answers are sampled",
-    "buffer": "What may be trained: staleness and filters ([how](staleness.md))",
-    "train": "How it is trained ([the formulas](algorithms.md))",
-    "eval": "Held-out accuracy",
-    "sft": "Supervised learning on worked answers (`minirl sft`)",
-    "checkpoint": "What is saved",
-    "log": "What is told",
-    "guard": "When a run warns, and when it stops",
-}
+PRESETS = """## Algorithms
+
+What `train.algorithm` sets otherwise than by default, where a recipe does not write the
+key itself.
+
+| algorithm | sets |
+|---|---|
+"""
 
 
 def document() -> str:
@@ -45,10 +40,9 @@ def _section(section: str) -> str:
         for key, info in KEYS.items()
         if key.rpartition(".")[0] == section
     ]
-    head = [f"## `[{section}]`" if section else "## Top level", "", f"{ABOUT[section]}.", ""]
-    return "\n".join(
-        [*head, "| key | values | default | meaning |", "|---|---|---|---|", *rows, ""]
-    )
+    head = [f"## `[{section}]`" if section else "## Top level", ""]
+    head += ["| key | values | default | meaning |", "|---|---|---|---|"]
+    return "\n".join([*head, *rows, ""])
 
 
 def _values(field: FieldInfo) -> str:
@@ -76,12 +70,7 @@ def _presets() -> str:
     for name, values in ALGORITHMS.items():
         shown = ", ".join(f"`{key} = {_value(value)}`" for key, value in values.items())
         rows.append(f"| `{name}` | {shown or 'the defaults'} |")
-    about = (
-        "What `train.algorithm` sets otherwise than by default, where a recipe does not write the\n"
-        "key itself."
-    )
-    table = ["| algorithm | sets |", "|---|---|", *rows]
-    return "\n".join(["## Algorithms", "", about, "", *table]) + "\n"
+    return PRESETS + "\n".join(rows) + "\n"
 
 
 def _value(value: Any) -> str:

@@ -3,47 +3,32 @@
     python -m tests.docs.results            fills the blocks of docs/results.md anew
 
 A block stands between `<!-- KIND FILE … -->` and `<!-- end -->`; FILE, beside the page, is what
-`--json`, a sweep (its table.json) or `python -m tests.docs.weight` wrote. Kinds:
+`--json` or a sweep (its table.json) wrote. Kinds:
 
     async FILE            `python -m tests.bench async`, one row per η
     bench FILE NAME …     some figures of any bench
     sweep FILE COLUMN …   one row per combination, some columns of the sweep
     curves FILE           held-out accuracy by step, one plot per value of the last varied key
     answers FILE          `minirl eval --compare`'s compare.json: both sides, and some answers
-    weight FILE           lines, dependencies and recipe keys, beside those of others
 
 Each says with which command it was made, and on what.
 """
 
 import json
 import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from minirl.tools.sweep import COLUMNS, Estimate, cell_text, markdown
-from tests.docs import save
 
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 BLOCK = re.compile(r"(<!-- (\w+) (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-ALONE = "accuracy"  # the title of a plot where no key is varied
 Table = list[tuple[str, ...]]
 Curves = dict[str, list[tuple[int, float]]]  # (version, accuracy) by label
-PEERS = (  # at a commit: lines, dependencies with vLLM, values in a whole recipe
-    ("AReaL", "4aef98d8d", 106_910, 82, 136),
-    ("TRL", "f2cd57710", 62_224, 11, None),
-    ("prime-rl", "559b44772", 42_008, 40, None),
-    ("OpenRLHF", "3c3be623", 11_928, 29, None),
-    ("nano-aha-moment", "6cd0306", 1_682, 13, None),
-)
 ETA_HEAD = (
     *("η", "trained tokens/s", "to η = 0", "engine idle", "trainer idle"),
     *("mean staleness", "seconds to 80 %", "accuracy at the end"),
-)
-GOALS = (
-    *("async_over_sync", "share_of_bound", "bound_over_sync", "sooner_by"),
-    *("accuracy_gap", "accuracy_gap_low", "accuracy_gap_high"),
 )
 
 
@@ -76,9 +61,6 @@ def made_by(command: str, machine: dict[str, Any]) -> str:
     return f"`{command}`; {facts}, torch {packages.get('torch')}, vLLM {vllm}:\n\n"
 
 
-# -- kinds
-
-
 def async_table(data: dict[str, Any], _: Sequence[str]) -> str:
     values = {figure["figure"]: figure["value"] for figure in data["figures"]}
     etas = sorted(int(name.split("_")[1]) for name in values if name.endswith("_tokens_per_s"))
@@ -90,7 +72,8 @@ def async_table(data: dict[str, Any], _: Sequence[str]) -> str:
         idle = f"{of['rollout_idle']:.1%}", f"{of['train_idle']:.1%}"
         learned = f"{of['staleness']:.2f}", reached, f"{of['accuracy']:.1%}"
         table.append((str(eta), *rates, *idle, *learned))
-    return bench(data, GOALS) + "\n" + markdown(table)
+    goals = [name for name in values if not name.startswith("eta_")]
+    return bench(data, goals) + "\n" + markdown(table)
 
 
 def bench(data: dict[str, Any], names: Sequence[str]) -> str:
@@ -120,25 +103,9 @@ def varied(data: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
     return {k: v for k, v in row["settings"].items() if len({other[k] for other in rows}) > 1}
 
 
-def weight(data: dict[str, Any], _: Sequence[str]) -> str:
-    head = ("", "lines of Python", "dependencies, vLLM's too", "values in a GSM8K recipe")
-    ours = (f"{data['lines']:,}", str(data["dependencies_with_vllm"]), str(data["recipe_keys"]))
-    table: Table = [head, ("minirl", *ours)]
-    for name, commit, lines, count, recipe in PEERS:
-        values = "" if recipe is None else str(recipe)
-        table.append((f"{name} at {commit}", f"{lines:,}", str(count), values))
-    return (
-        f"`python -m tests.docs.weight`: {data['core_lines']:,} of the lines are the loop with its "
-        f"workers, {data['dependencies']} of the dependencies are needed without vLLM, "
-        f"{data['all_keys']} keys could be set:\n\n"
-    ) + markdown(table)
-
-
 def answers(data: dict[str, Any], _: Sequence[str]) -> str:
-    before, after = (
-        f"{100 * mean:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
-        for mean, low, high in data["accuracies"]
-    )
+    shares = [[100 * share for share in side] for side in data["accuracies"]]
+    before, after = (f"{mean:.1f} % ({low:.1f} to {high:.1f})" for mean, low, high in shares)
     lines = [
         f"{before} before, {after} after, of {data['problems']} problems: {len(data['gained'])} "
         f"gained, {len(data['lost'])} lost; {data['test']}, p = {data['p']:.2g}."
@@ -149,32 +116,23 @@ def answers(data: dict[str, Any], _: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-KINDS: dict[str, Callable[[dict[str, Any], Sequence[str]], str]] = {
-    "async": async_table,
-    "bench": bench,
-    "sweep": sweep,
-    "answers": answers,
-    "weight": weight,
-}
-
-
-# -- plots
+KINDS = {"async": async_table, "bench": bench, "sweep": sweep, "answers": answers}
 
 
 def curves(data: dict[str, Any]) -> dict[str, Curves]:
-    """By value of the last key; one curve per value of the keys before it. A key that has the same
-    value everywhere is left out."""
+    """By value of the last varied key; one curve per value of the keys before it."""
     found: dict[str, Curves] = {}
     for row in data["rows"]:
-        *others, (key, value) = varied(data, row).items() or [("", ALONE)]
-        own = f"{key} = {value}" if key else ALONE
-        label = ", ".join(f"{k.rpartition('.')[2]} = {v}" for k, v in others) or own
+        *others, (_, value) = varied(data, row).items() or [("", "accuracy")]
+        label = ", ".join(f"{k.rpartition('.')[2]} = {v}" for k, v in others) or value
         points = [(point["version"], point["mean"]) for point in row["curve"]]
         found.setdefault(value, {})[label] = points
     return found
 
 
 def draw(path: Path, title: str, found: Curves) -> None:
+    """As SVG with text that is text; the same curves give the same file."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure((6, 3.2), layout="constrained")
@@ -182,16 +140,14 @@ def draw(path: Path, title: str, found: Curves) -> None:
     for label, points in found.items():
         axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=label)
     axes.set(title=f"{title}: held-out accuracy", xlabel="version", ylim=(0, 1))
-    save(figure, path)
-
-
-def main() -> None:
-    page = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
-    text, plots = render(page.read_text(), page.parent)
-    page.write_text(text)
-    for path, found in plots.items():
-        draw(path, path.stem.rpartition("-")[2], found)
+    axes.legend(frameon=False, fontsize="small")
+    axes.spines[["top", "right"]].set_visible(False)
+    with rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":
-    main()
+    text, plots = render(PAGE.read_text(), PAGE.parent)
+    PAGE.write_text(text)
+    for path, found in plots.items():
+        draw(path, path.stem.rpartition("-")[2], found)

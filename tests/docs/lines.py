@@ -1,0 +1,29 @@
+"""How much there is to read, for README's house section: `python -m tests.docs.lines`.
+
+Physical lines of Python and files, by room of minirl/, as `wc -l` counts; the files at its root are
+one room. The last rows are all of it, and the tests without tests/bench and tests/soak.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def by_room() -> dict[str, list[Path]]:
+    package = ROOT / "minirl"
+    rooms = {"minirl/*.py": list(package.glob("*.py"))}
+    for init in sorted(package.glob("*/__init__.py")):
+        rooms[f"minirl/{init.parent.name}/"] = list(init.parent.rglob("*.py"))
+    outside = {ROOT / "tests" / name for name in ("bench", "soak")}
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if not outside & {*path.parents}]
+    return {**rooms, "minirl/": list(package.rglob("*.py")), "tests/": tests}
+
+
+def count(paths: Iterable[Path]) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in paths)
+
+
+if __name__ == "__main__":
+    for name, paths in by_room().items():
+        print(f"{name:<16}{count(paths):>7,} lines{len(paths):>5} files")
