@@ -73,7 +73,6 @@ def test_the_tiny_models_view_of_rows_of_ones_own(recipe: Path) -> None:
         "1 prompts that came before",
         "1 of 2 held-out prompts are trained on, such as",
         "the model has none",
-        "tokens of a training prompt",
     ):
         assert line in shown, shown
     assert not is_loaded(done, "torch") and is_loaded(done, "tokenizers")
@@ -113,15 +112,13 @@ def test_a_model_without_a_template_gets_plain_text(tied_folder: Path) -> None:
     assert render(Example(several, ""), tokenizer) == "system: Brief.\nuser: 2?\nassistant:"
 
 
-def test_the_histogram_counts_every_prompt() -> None:
+def test_a_generated_task_is_looked_at_up_to_a_limit() -> None:
     from minirl.train.tiny import TinyTokenizer
 
     config = Config()
-    found = survey(config, make_task(config), TinyTokenizer(), limit=300)
-    lines = list(found.histogram())
-    assert sum(int(line.split()[-1]) for line in lines) == 300 and 5 <= len(lines) <= 10
-    assert len(found.test.examples) == config.eval.num_prompts
-    assert dict(found.rows())["in both"] == "0 of 256 held-out prompts are trained on"
+    rows = dict(survey(config, make_task(config), TinyTokenizer(), limit=300).rows())
+    assert rows["train"].endswith("examples, of which 300 are looked at")
+    assert rows["in both"] == "0 of 256 held-out prompts are trained on"
 
 
 def test_no_model_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

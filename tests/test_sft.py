@@ -16,9 +16,9 @@ from test_cli import ROOT, minirl
 
 from minirl.config import Config
 from minirl.errors import RecipeError
-from minirl.metrics import read
 from minirl.model import load_tokenizer
 from minirl.recipe import load
+from minirl.run_dir import read_lines
 from minirl.tasks.arithmetic import Arithmetic
 from minirl.tools.sft_run import as_training
 from minirl.train.messages import SftSetup
@@ -115,7 +115,7 @@ def test_two_ranks_give_the_update_of_one(config: Config, tied_folder: Path, run
     heldout = data.heldout(5)
     before = rank.loss(heldout)
     values = [step(rank, data, SIZE, i) for i in range(STEPS)]
-    lines = read(run_dir / "metrics.jsonl")
+    lines = read_lines(run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3]
     for line, own in zip(lines, values, strict=True):
         for name in ("sft/loss", "train/grad_norm", "train/lr", "train/tokens"):
@@ -152,7 +152,7 @@ def test_ctrl_c_saves_and_leaves_no_process(tied_folder: Path, tmp_path: Path) -
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    while not read(folder / "metrics.jsonl"):
+    while not read_lines(folder / "metrics.jsonl"):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
@@ -161,4 +161,4 @@ def test_ctrl_c_saves_and_leaves_no_process(tied_folder: Path, tmp_path: Path) -
     assert living(process.pid) == []
     summary = json.loads((folder / "summary.json").read_text())
     assert not summary["finished"] and (folder / "model" / "config.json").is_file()
-    assert summary["steps"] == len(read(folder / "metrics.jsonl"))
+    assert summary["steps"] == len(read_lines(folder / "metrics.jsonl"))

@@ -59,9 +59,7 @@ def evaluate(
     devices: Annotated[int | None, typer.Option(help="GPUs (on CPU: processes). Default: all.")] = (
         None
     ),
-    checkpoint: Annotated[
-        str, typer.Option(metavar="last|best|STEP", help="Of a run directory.")
-    ] = "",
+    checkpoint: Annotated[str, typer.Option(metavar="last|best", help="Of a run directory.")] = "",
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where results go; must be empty.")
     ] = None,

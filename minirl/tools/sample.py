@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from minirl import model
-from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.launch import model_folder
 from minirl.recipe import check_model, read_model_config
 from minirl.records import Example, Prompt, Trajectory
 from minirl.shm.ring import TrajectoryRing
-from minirl.tasks.prompts import encode
+from minirl.tasks.prompts import encode, has_template
 from minirl.tools.collect import collecting
 from minirl.tools.evaluate import Target, with_devices
 from minirl.view.console import Bar
@@ -43,7 +42,9 @@ def sample(target: Target, text: str, count: int, is_raw: bool) -> Iterator[Samp
         source = target.folder or model_folder(config, logs, bar)
         tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
         prompt = render(text, tokenizer, is_raw)
-        config = fitting(config, len(prompt.tokens), source)
+        tasks = replace(config.tasks, max_prompt_tokens=len(prompt.tokens))
+        config = replace(config, tasks=tasks)
+        check_model(config, read_model_config(config, source))
         with collecting(config, source, tokenizer, count, logs, bar.note, is_graded=False) as there:
             for answer in there.answers([prompt] * count):
                 if answer.trajectory is None:
@@ -53,20 +54,12 @@ def sample(target: Target, text: str, count: int, is_raw: bool) -> Iterator[Samp
 
 
 def render(text: str, tokenizer: Any, is_raw: bool) -> Prompt:
-    example = Example(text, "")
-    if not is_raw and getattr(tokenizer, "chat_template", None):
-        example = Example(({"role": "user", "content": text},), "")
-    return Prompt(0, example, encode(example, tokenizer))
-
-
-def fitting(config: Config, num_tokens: int, source: Path) -> Config:
-    """A ring for this prompt."""
-    if not num_tokens:
+    is_chat = not is_raw and has_template(tokenizer)
+    example = Example(({"role": "user", "content": text},) if is_chat else text, "")
+    tokens = encode(example, tokenizer)
+    if not tokens:
         raise RecipeError("PROMPT", "", "has no token", "write something")
-    tasks = replace(config.tasks, max_prompt_tokens=num_tokens)
-    config = replace(config, tasks=tasks)
-    check_model(config, read_model_config(config, source))
-    return config
+    return Prompt(0, example, tokens)
 
 
 def read(ring: TrajectoryRing, place: int, trajectory: Trajectory, tokenizer: Any) -> Sampled:
