@@ -12,8 +12,8 @@ from minirl.cli import main
 from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.recipe import to_toml
+from minirl.tools.collect import Attempt
 from minirl.tools.evaluate import (
-    Attempt,
     Options,
     Result,
     as_overrides,

@@ -141,21 +141,6 @@ def test_a_slow_trainer_finds_data_as_old_as_allowed_unless_it_has_a_target() ->
     assert paced.tokens_per_s > 0.97 * free.tokens_per_s
 
 
-@pytest.mark.parametrize("train_s", [20.0, 100.0, 140.0, 200.0])
-def test_the_pace_costs_no_throughput_wherever_the_bottleneck_is(train_s: float) -> None:
-    setup = replace(
-        ALIKE,
-        costs=Costs(step_s=1.0, train_fixed_s=train_s, reload_s=1.0),
-        lengths=long_tailed(80, 800, 10),
-        max_running=16,
-        num_steps=120,
-        num_warm=30,
-    )
-    free, paced = simulated(setup, eta=8), simulated(setup, eta=8, target=-1.0)
-    assert paced.tokens_per_s > 0.97 * free.tokens_per_s
-    assert paced.staleness_mean < free.staleness_mean + 0.2
-
-
 def test_the_same_seed_gives_the_same_run() -> None:
     setup = replace(ALIKE, lengths=long_tailed(80, 300, 10))
     assert simulated(setup, 3) == simulated(setup, 3)

@@ -47,17 +47,18 @@ from minirl.workers import LISTEN_S, Died, Fleet, Role, Worker, signals
 
 START_LIMIT_S = 1800.0  # loading a large model and capturing graphs takes its time
 MAX_STARTS = 3
+REFUSED = "refused"
 
 
 @dataclass(frozen=True)
-class Collected:
-    """The answer to one prompt of those that were asked."""
+class Attempt:
+    """An answer to one prompt."""
 
-    place: int  # among these
-    trajectory: Trajectory | None  # None: the engine refused the prompt, as `error` says
-    text: str = ""
-    reward: float | None = None
-    error: str = ""  # where there is no reward
+    text: str
+    reward: float | None  # None: it failed, as `error` says
+    length: int  # written tokens
+    stop: str  # REFUSED: the engine did not take the prompt
+    error: str = ""
 
 
 @contextmanager
@@ -118,18 +119,19 @@ class Collector:
         self.free = list(range(self.ring.num_cells))
         self.cells: dict[int, int] = {}  # by group, while it is asked or graded
         self.is_seeded: set[int] = set()
-        self.done: list[Collected] = []
+        self.done: dict[int, Attempt] = {}
 
-    def answers(self, prompts: Sequence[Prompt]) -> Iterator[Collected]:
-        """In the order in which they are done. A cell is used again when its answer was taken."""
+    def answers(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, Attempt]]:
+        """By place, in the order in which they are done. A cell is used again when its answer was
+        taken."""
         self.prompts, self.to_ask = prompts, list(range(len(prompts)))[::-1]
         num_left = len(prompts)
         while num_left:
             self.feed()
             self.collect()
-            for answer in self.done:
-                yield answer
-                self.free.append(self.cells.pop(answer.place))
+            for place, attempt in self.done.items():
+                yield place, attempt
+                self.free.append(self.cells.pop(place))
             num_left -= len(self.done)
             self.done.clear()
 
@@ -174,7 +176,7 @@ class Collector:
             case Gone():
                 self.dispatcher.forget(message.group_id)
                 self.conversations.forget(message.group_id)
-                self.done.append(Collected(message.group_id, None, error=message.why))
+                self.done[message.group_id] = Attempt("", None, 0, REFUSED, message.why)
             case Graded():
                 self.on_graded(self.grading.done(worker.name), message)
             case Replied():
@@ -218,7 +220,8 @@ class Collector:
     ) -> None:
         view = self.ring.read(trajectory.cell, group_id)
         text = readable(texts_of(view, self.tokenizer, self.dialogue))
-        self.done.append(Collected(group_id, trajectory, text, reward, error))
+        length, stop = trajectory.num_written, trajectory.stop.name.lower()
+        self.done[group_id] = Attempt(text, reward, length, stop, error)
 
     def on_death(self, worker: Worker, death: Died) -> None:
         if death.is_final or (worker.role is Role.ROLLOUT and worker.num_starts >= MAX_STARTS):

@@ -16,7 +16,6 @@ Leaves out: how answers are collected (collect.py), how figures are computed (st
 
 import json
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -40,13 +39,12 @@ from minirl.recipe import (
     read_model_config,
     to_toml,
 )
-from minirl.records import Prompt
 from minirl.run_dir import RunDir, read_lines, write_text
 from minirl.shm.ring import TrajectoryRing
 from minirl.tasks import Task
 from minirl.tasks.registry import make_task, self_check
 from minirl.tasks.turns import dialogue_of
-from minirl.tools.collect import Collected, collecting
+from minirl.tools.collect import Attempt, collecting
 from minirl.tools.statistics import bootstrap, interval_of, mcnemar, pass_at, usual_ks
 from minirl.train import checkpoint
 from minirl.view.console import Bar
@@ -156,15 +154,6 @@ def with_devices(config: Config, num_devices: int | None) -> Config:
 
 
 # Results ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Attempt:
-    text: str
-    reward: float | None  # None: it failed, as `error` says
-    length: int  # written tokens
-    stop: str
-    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -280,40 +269,29 @@ def _ask(
     dialogue = dialogue_of(task, config.tasks.kind, tokenizer)
     num_cells, logs = k * num_at_once(config, len(prompts), k), folder / "logs"
     kept: list[Result] = []
-    done: dict[int, list[Collected]] = defaultdict(list)  # by place among the prompts
+    done: dict[int, Attempt] = {}  # by place: k for each prompt
     with (
         (folder / RESULTS).open("w", buffering=1, encoding="utf-8") as file,
         collecting(config, source, tokenizer, num_cells, logs, bar.note, dialogue) as there,
     ):
         bar.total(len(prompts))
         began = time.monotonic()
-        for answer in there.answers([prompt for prompt in prompts for _ in range(k)]):
-            place = answer.place // k
-            done[place].append(answer)
-            if len(done[place]) == k and answer.trajectory is None:
-                bar.note(f"the engine refused problem {place}: {answer.error}")
-            elif len(done[place]) == k:
-                kept.append(_result(prompts[place], done[place]))
+        for place, attempt in there.answers([prompt for prompt in prompts for _ in range(k)]):
+            done[place] = attempt
+            own = range(place // k * k, place // k * k + k)
+            if all(i in done for i in own):
+                prompt, attempts = prompts[place // k], tuple(done.pop(i) for i in own)
+                example = prompt.example
+                kept.append(Result(prompt.index, example.prompt, example.reference, attempts))
                 file.write(kept[-1].line)
                 so_far = _mean([reward for result in kept for reward in result.rewards])
                 bar.at(len(kept), f"mean reward so far {so_far or 0:.1%}")
     seconds = time.monotonic() - began
     return sorted(kept, key=lambda result: result.problem), {
         "prompts_too_long": len(task.heldout(config.eval.num_prompts)) - len(prompts),
-        "prompts_refused": len(prompts) - len(kept),
         "seconds": round(seconds, 3),
         "tokens_per_s": sum(a.length for r in kept for a in r.answers) / max(seconds, 1e-9),
     }
-
-
-def _result(prompt: Prompt, answers: list[Collected]) -> Result:
-    attempts = []
-    for answer in sorted(answers, key=lambda answer: answer.place):
-        assert answer.trajectory is not None
-        length, stop = answer.trajectory.num_written, answer.trajectory.stop.name.lower()
-        attempts.append(Attempt(answer.text, answer.reward, length, stop, answer.error))
-    example = prompt.example
-    return Result(prompt.index, example.prompt, example.reference, tuple(attempts))
 
 
 def num_at_once(config: Config, num_problems: int, k: int) -> int:

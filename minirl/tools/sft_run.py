@@ -14,6 +14,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from minirl import devices
 from minirl.config import Config
@@ -62,17 +63,10 @@ def sft(config: Config, run_dir: Path) -> int:
 
 def as_training(config: Config) -> Config:
     """[train] with the values of [sft]: what an optimizer reads."""
-    own = config.sft
-    train = replace(
-        config.train,
-        steps=own.steps,
-        batch_size=own.batch_size,
-        lr=own.lr,
-        warmup_steps=WARMUP_STEPS,
-        schedule="linear",
-        num_minibatches=1,
-    )
-    return replace(config, train=train)
+    own = {"steps": config.sft.steps, "batch_size": config.sft.batch_size, "lr": config.sft.lr}
+    fixed = {"warmup_steps": WARMUP_STEPS, "schedule": "linear", "num_minibatches": 1}
+    values: dict[str, Any] = {**own, **fixed}
+    return replace(config, train=replace(config.train, **values))
 
 
 class SftController:
