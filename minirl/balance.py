@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Any
 
 BALANCED = 0.05  # a pool that idles less than this is busy
-WORTH_A_MOVE = 1.02  # the throughput of another split, relative to this one
 
 
 @dataclass(frozen=True)
@@ -21,19 +20,12 @@ class Balance:
     rollout_idle: float
     train_idle: float
 
-    def throughput(self, rollout: int, train: int) -> float:
-        """Of another split, relative to this one."""
-        generation, training = (
-            1 / max(1e-3, 1 - idle) for idle in (self.rollout_idle, self.train_idle)
-        )
+    def gain(self, rollout: int, train: int) -> float:
+        """The throughput of another split, relative to this one, minus 1."""
+        generation = 1 / max(1e-3, 1 - self.rollout_idle)
+        training = 1 / max(1e-3, 1 - self.train_idle)
         other = min(generation * rollout / self.rollout, training * train / self.train)
-        return other / min(generation, training)
-
-    def best(self) -> tuple[int, int]:
-        """The best split of the same devices; this one in a tie."""
-        total = self.rollout + self.train
-        pairs = [(self.rollout, self.train), *((n, total - n) for n in range(1, total))]
-        return max(pairs, key=lambda pair: round(self.throughput(*pair), 3))
+        return other / min(generation, training) - 1
 
     def sentence(self, word: str = "GPU", is_synchronous: bool = False) -> str:
         shares = f"engines idle {self.rollout_idle:.0%}, trainers {self.train_idle:.0%}"
@@ -42,25 +34,18 @@ class Balance:
         if max(self.rollout_idle, self.train_idle) < BALANCED:
             return f"balanced: {shares}"
         if self.train_idle > self.rollout_idle:
-            text = f"generation-bound: trainers idle {self.train_idle:.0%}, one {word} more for "
-            text += f"rollout would give {self.throughput(self.rollout + 1, self.train) - 1:+.0%}"
+            gain = self.gain(self.rollout + 1, self.train)
+            text, pool = f"generation-bound: trainers idle {self.train_idle:.0%}", "rollout"
         else:
-            text = f"training-bound: engines idle {self.rollout_idle:.0%}, one {word} more for "
-            text += f"training would give {self.throughput(self.rollout, self.train + 1) - 1:+.0%}"
-        best = self.best()
-        if (gain := self.throughput(*best)) > WORTH_A_MOVE:
-            text += f"; of these, {best[0]} + {best[1]} would give {gain - 1:+.0%}"
-        return text
+            gain = self.gain(self.rollout, self.train + 1)
+            text, pool = f"training-bound: engines idle {self.rollout_idle:.0%}", "training"
+        return f"{text}, one {word} more for {pool} would give {gain:+.0%}"
 
 
 def balance(lines: Sequence[dict[str, Any]], rollout: int, train: int) -> Balance | None:
     """Of the steps with these devices; None where there are too few. Steps weigh by their time."""
-    now = (rollout, train)
-    own = [
-        line
-        for line in lines
-        if (line.get("rollout/devices", rollout), line.get("train/devices", train)) == now
-    ]
+    devices = {"rollout/devices": rollout, "train/devices": train}
+    own = [line for line in lines if all(line.get(k, n) == n for k, n in devices.items())]
     if len(own) < 2:
         return None
     total = max(1e-9, own[-1]["seconds"] - own[0]["seconds"])

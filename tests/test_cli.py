@@ -197,7 +197,7 @@ def test_doctor() -> None:
     done = minirl("doctor")
     assert done.returncode in (0, 1)
     assert done.stderr == ""
-    for name in ("python", "torch", "vllm", "transformers", "/dev/shm", "memfd", "disk here"):
+    for name in ("python", "torch", "vllm", "transformers", "/dev/shm", "disk here"):
         assert name in done.stdout
     assert ("NOT OK" in done.stdout) == (done.returncode == 1)
     assert done.stdout.count("remedy: ") == done.stdout.count("NOT OK")
@@ -231,9 +231,8 @@ def test_plan_needs_no_gpu_and_names_the_split_to_take() -> None:
     ("args", "line"),
     [
         (["recipes/gsm8k.toml", "--gpu", "T4"], '--gpu = "T4": is not in the table; one of H100, '),
-        (["recipes/gsm8k.toml", "--gpus", "8"], '--gpus = "8": is not a range from 2 to 4096; '),
         (["recipes/gsm8k.toml", "--num", "1"], "--num = 1: 1 cannot be split into engines of 1 "),
-        (["recipes/gsm8k.toml", "--run", "no"], '--run = "no": has no batches.jsonl; '),
+        (["recipes/gsm8k.toml", "--run", "no"], '--run = "no": has no step in its batches.jsonl; '),
     ],
 )
 def test_plan_refuses_in_one_line(args: list[str], line: str) -> None:

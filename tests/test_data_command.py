@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from minirl.config import Config
-from minirl.errors import RecipeError
 from minirl.model import load_tokenizer, load_tokenizer_alone
 from minirl.records import Example
 from minirl.tasks.prompts import encode, render
@@ -73,7 +72,6 @@ def test_the_tiny_models_view_of_rows_of_ones_own(recipe: Path) -> None:
         "1 prompts that came before",
         "1 of 2 held-out prompts are trained on, such as",
         "the model has none",
-        "tokens of a training prompt",
     ):
         assert line in shown, shown
     assert not is_loaded(done, "torch") and is_loaded(done, "tokenizers")
@@ -113,20 +111,10 @@ def test_a_model_without_a_template_gets_plain_text(tied_folder: Path) -> None:
     assert render(Example(several, ""), tokenizer) == "system: Brief.\nuser: 2?\nassistant:"
 
 
-def test_the_histogram_counts_every_prompt() -> None:
+def test_a_generated_task_is_looked_at_up_to_a_limit() -> None:
     from minirl.train.tiny import TinyTokenizer
 
     config = Config()
-    found = survey(config, make_task(config), TinyTokenizer(), limit=300)
-    lines = list(found.histogram())
-    assert sum(int(line.split()[-1]) for line in lines) == 300 and 5 <= len(lines) <= 10
-    assert len(found.test.examples) == config.eval.num_prompts
-    assert dict(found.rows())["in both"] == "0 of 256 held-out prompts are trained on"
-
-
-def test_no_model_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    base = Config()
-    config = replace(base, model=replace(base.model, path="nobody/no-such-model-here"))
-    with pytest.raises(RecipeError, match="cannot be had from the hub"):
-        load_tokenizer_alone(config)
+    rows = dict(survey(config, make_task(config), TinyTokenizer(), limit=300).rows())
+    assert rows["train"].endswith("examples, of which 300 are looked at")
+    assert rows["in both"] == "0 of 256 held-out prompts are trained on"

@@ -12,8 +12,8 @@ from minirl.cli import main
 from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.recipe import to_toml
+from minirl.tools.collect import Attempt
 from minirl.tools.evaluate import (
-    Attempt,
     Options,
     Result,
     as_overrides,
@@ -37,8 +37,7 @@ def result(problem: int, *rewards: float | None) -> Result:
 def test_a_failed_reward_counts_nowhere_and_is_counted() -> None:
     found = summarise([result(0, 1.0, None), result(1, 0.0, 0.0), result(2, None, None)])
     assert found["accuracy"] == 0.5  # of two problems, not of three
-    assert (found["answers_graded"], found["answers_failed"]) == (3, 3)
-    assert found["failures"] == ["?"]
+    assert (found["answers_failed"], found["failures"]) == (3, ["?"])
     assert found["pass_at"] == {"1": 0.5, "2": 0.0}  # problem 0 has one graded answer only
     assert found["interval_95"][0] < 0.5 < found["interval_95"][1]
     assert summarise([result(0, None)])["accuracy"] is None
@@ -67,12 +66,12 @@ def test_one_answer_each_is_compared_by_mcnemar() -> None:
     assert rewards == [(0.0, 1.0), (0.0, 1.0), (1.0, 0.0)], "two gained, and the one that was lost"
 
 
-def test_several_answers_are_compared_by_permutation() -> None:
+def test_several_answers_are_compared_by_their_mean() -> None:
     a = [result(i, 0.0, 1.0, 0.0, None) for i in range(12)]
-    b = [result(i, 1.0, 1.0, 0.0, 1.0) for i in range(12)]
+    b = [result(i, None, 1.0, 0.0, 1.0) for i in range(12)]
     found = compare(a, b)
-    assert found["difference"] == pytest.approx(0.75 - 1 / 3)
-    assert found["p"] < 0.01 and "permutation" in found["test"]
+    assert found["difference"] == pytest.approx(1 / 3)
+    assert found["p"] == pytest.approx(2 / 2**12), "all 12 were gained"
     shown = found["shown"][0]
     assert (shown["a_reward"], shown["b_reward"]) == (0.0, 1.0), "a failed reward is not shown"
     assert compare(a, a)["p"] == 1.0
@@ -98,9 +97,9 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_a_run_gives_its_recipe_and_a_checkpoint(run_dir: Path) -> None:
-    steps = [find_checkpoint(run_dir, w).name for w in ("", "last", "best", "10", "step-000010")]
-    assert steps == [f"step-{n:06d}" for n in (30, 30, 20, 10, 10)]
-    with pytest.raises(RecipeError, match="10, 20, 30"):
+    steps = [find_checkpoint(run_dir, w).name for w in ("", "last", "best")]
+    assert steps == [f"step-{n:06d}" for n in (30, 30, 20)]
+    with pytest.raises(RecipeError, match='"last" or "best"'):
         find_checkpoint(run_dir, "15")
     checkpoint = run_dir / "checkpoints" / "step-000010"
     assert resolve(str(checkpoint), Options()).folder == checkpoint
@@ -116,19 +115,14 @@ def test_several_answers_are_sampled_and_one_is_as_the_recipe_says(run_dir: Path
     assert temperature(1) == 0.0
     assert temperature(4) == 1.0  # rollout.temperature
     assert temperature(4, "eval.temperature=0.6") == 0.6
-    with pytest.raises(RecipeError, match="all 4 answers would be alike"):
-        temperature(4, "eval.temperature=0")
+    assert temperature(4, "eval.temperature=0") == 1.0  # greedy answers would be alike
 
 
-def test_a_model_needs_a_task_and_fits_its_positions(tied_folder: Path) -> None:
+def test_a_model_needs_a_task(tied_folder: Path) -> None:
     with pytest.raises(RecipeError, match="comes with no task"):
         resolve(str(tied_folder), Options())
-    task = ("tasks.kind=arithmetic",)
-    config = resolve(str(tied_folder), Options(overrides=task)).config
+    config = resolve(str(tied_folder), Options(overrides=("tasks.kind=arithmetic",))).config
     assert config.model.path == str(tied_folder)
-    assert (config.tasks.max_prompt_tokens, config.rollout.max_new_tokens) == (256, 256)  # of 512
-    with pytest.raises(RecipeError, match="is no run"):
-        resolve(str(tied_folder), Options(overrides=task, checkpoint="best"))
 
 
 def test_problems_are_asked_in_turns_where_memory_is_short() -> None:

@@ -1,6 +1,7 @@
 """The simulator: engines that cost what they should, and runs whose numbers can be worked out."""
 
 import json
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,7 @@ def sequences(*lengths: int, prompt: int = 0) -> list[Sequence]:
 def ends(engine: Engine) -> list[tuple[float, int]]:
     """When each sequence is done, in order: (time, group)."""
     found = []
-    while (at := engine.next_end_s) is not None:
+    while (at := engine.next_end_s) < math.inf:
         found += [(round(at, 6), s.group_id) for s in engine.take_done(at)]
     return found
 
@@ -74,15 +75,7 @@ def test_new_weights_stop_the_engine_and_are_seen_in_the_versions() -> None:
     assert at == pytest.approx(10 + 3 + 2)
     (done,) = engine.take_done(at)
     assert (done.head_version, done.tail_version) == (0, 1)
-    assert done.mean_version == pytest.approx(0.6)
-
-
-def test_an_aborted_group_leaves_nothing() -> None:
-    engine = Engine(SECOND_A_TOKEN, max_running=2)
-    engine.submit(sequences(10, 20, 5, prompt=7), now=0.0)
-    engine.abort(0, now=4.0)
-    assert ends(engine) == [(9.0, 2), (20.0, 1)]
-    assert engine._context == pytest.approx(0.0)
+    assert done.versions == pytest.approx(6.0)  # of 10 tokens, 6 are of version 1
 
 
 def test_long_tailed_lengths_have_their_mean_and_their_limit() -> None:
@@ -93,15 +86,13 @@ def test_long_tailed_lengths_have_their_mean_and_their_limit() -> None:
 
 
 def test_lengths_of_a_run_are_drawn_again(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"no batches\.jsonl"):
-        of_run(tmp_path)
     groups = [{"prompt_tokens": 10, "lengths": [3, 5]}, {"prompt_tokens": 20, "lengths": [7, 9]}]
     lines = [{"step": i, "groups": [group]} for i, group in enumerate(groups, 1)]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "batches.jsonl").write_text(text + text[:9])  # the last line is torn
     assert of_run(tmp_path) == Lengths((3, 5, 7, 9), 15)
     (tmp_path / "batches.jsonl").write_text(text[:9])
-    with pytest.raises(RecipeError, match="no trained step"):
+    with pytest.raises(RecipeError, match=r"no step in its batches\.jsonl"):
         of_run(tmp_path)
 
 
@@ -148,21 +139,6 @@ def test_a_slow_trainer_finds_data_as_old_as_allowed_unless_it_has_a_target() ->
     assert free.staleness_mean > 7
     assert paced.staleness_mean <= 2 and paced.trainer_idle < 0.02
     assert paced.tokens_per_s > 0.97 * free.tokens_per_s
-
-
-@pytest.mark.parametrize("train_s", [20.0, 100.0, 140.0, 200.0])
-def test_the_pace_costs_no_throughput_wherever_the_bottleneck_is(train_s: float) -> None:
-    setup = replace(
-        ALIKE,
-        costs=Costs(step_s=1.0, train_fixed_s=train_s, reload_s=1.0),
-        lengths=long_tailed(80, 800, 10),
-        max_running=16,
-        num_steps=120,
-        num_warm=30,
-    )
-    free, paced = simulated(setup, eta=8), simulated(setup, eta=8, target=-1.0)
-    assert paced.tokens_per_s > 0.97 * free.tokens_per_s
-    assert paced.staleness_mean < free.staleness_mean + 0.2
 
 
 def test_the_same_seed_gives_the_same_run() -> None:

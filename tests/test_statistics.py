@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from minirl.tools.statistics import interval_of, mcnemar, pass_at, sign_flips, usual_ks, wilson
+from minirl.tools.statistics import interval_of, mcnemar, pass_at, usual_ks, wilson
 
 
 def test_wilson_s_interval_has_known_values() -> None:
@@ -28,9 +28,8 @@ def test_answers_to_one_problem_are_not_independent() -> None:
     """100 problems of which each is always or never right: eight answers tell no more than one."""
     copied = interval_of([(float(i < 30),) * 8 for i in range(100)])
     single = interval_of([(float(i < 30),) for i in range(100)])
-    assert copied is not None and single is not None
-    assert copied.mean == single.mean == 0.3
-    assert copied.high - copied.low == pytest.approx(single.high - single.low, rel=0.1)
+    assert copied is not None and copied.mean == 0.3
+    assert copied == single
 
 
 def test_the_bootstrap_covers_as_often_as_it_says() -> None:
@@ -66,12 +65,3 @@ def test_mcnemar_is_the_exact_coin() -> None:
     assert mcnemar(5, 0) == mcnemar(0, 5) == pytest.approx(2 / 32)
     assert mcnemar(8, 2) == pytest.approx(2 * (1 + 10 + 45) / 1024)
     assert 0 < mcnemar(700, 400) < 1e-18
-
-
-def test_sign_flips_agrees_with_all_flips() -> None:
-    differences = [0.5, 0.25, -0.25, 0.75, 0.0, 0.5, 0.25]
-    flips = itertools.product((1, -1), repeat=len(differences))
-    sums = [abs(sum(s * d for s, d in zip(signs, differences, strict=True))) for signs in flips]
-    assert sign_flips(differences) == pytest.approx(fmean(s >= sum(differences) for s in sums))
-    assert sign_flips([0.0, 0.0]) == sign_flips([0.5]) == 1.0
-    assert sign_flips([0.5] * 50) < 0.001

@@ -47,7 +47,6 @@ def data(
     source = config.tasks.data or getattr(task, "data", "") or "its own"
     show([("task", config.tasks.kind), ("data", source), ("self-check", str(checked))])
     show(list(found.rows()))
-    typer.echo("\ntokens of a training prompt\n" + "\n".join(found.histogram()))
 
 
 def tokenizer_of(config: "Config") -> Any:

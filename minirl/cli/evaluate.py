@@ -59,9 +59,7 @@ def evaluate(
     devices: Annotated[int | None, typer.Option(help="GPUs (on CPU: processes). Default: all.")] = (
         None
     ),
-    checkpoint: Annotated[
-        str, typer.Option(metavar="last|best|STEP", help="Of a run directory.")
-    ] = "",
+    checkpoint: Annotated[str, typer.Option(metavar="last|best", help="Of a run directory.")] = "",
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where results go; must be empty.")
     ] = None,
@@ -111,10 +109,9 @@ def rows(found: dict[str, Any], folder: Path) -> Iterator[tuple[str, str]]:
         yield "length", f"{found['length_mean']:.1f} tokens, {cut}"
     if found["answers_failed"]:
         why = "; ".join(found["failures"])
-        yield "rewards that failed", f"{found['answers_failed']}, left out ({why})"
-    for name in ("prompts_too_long", "prompts_refused"):
-        if found[name]:
-            yield name.replace("_", " "), f"{found[name]}, left out"
+        yield "answers that failed", f"{found['answers_failed']}, left out ({why})"
+    if found["prompts_too_long"]:
+        yield "prompts too long", f"{found['prompts_too_long']}, left out"
     yield "speed", f"{found['tokens_per_s']:,.0f} tokens/s, {found['seconds']:.0f} s"
     yield "results", str(folder)
 

@@ -9,7 +9,7 @@ from minirl.cli.app import Overrides, Recipe, app, show
 
 
 @app.command(
-    help="""What a recipe needs and would do, on GPUs that need not be here: memory, splits, scale.
+    help="""What a recipe needs and would do, on GPUs that need not be here: memory and splits.
 
 Prints the memory bill of a rollout and of a training GPU, with the number to change if it is too
 big; then throughput, idle shares and staleness of every split of the GPUs, from a simulation with
@@ -19,7 +19,6 @@ the real buffer and dispatcher, and the split to take. docs/planning.md says how
 Examples:
   minirl plan recipes/gsm8k.toml
   minirl plan recipes/gsm8k.toml --gpu 4090 --num 4 --mean 300
-  minirl plan recipes/gsm8k.toml --gpus 8..512
   minirl plan recipes/gsm8k.toml --run runs/gsm8k-…   with the lengths of that run's answers
 """
 )
@@ -32,9 +31,6 @@ def plan(
     num: Annotated[
         int, typer.Option(help="GPUs in all. Default: the recipe's rollout + train.")
     ] = 0,
-    gpus: Annotated[
-        str, typer.Option(metavar="FIRST..LAST", help="How it would scale, by doubling.")
-    ] = "",
     mean: Annotated[
         float, typer.Option(help="Mean tokens of an answer. Default: 0.4 of the limit.")
     ] = 0.0,
@@ -43,7 +39,7 @@ def plan(
     ] = None,
 ) -> None:
     from minirl.recipe import load
-    from minirl.tools.plan import Plan, gpu_named, parse_range, usual_lengths
+    from minirl.tools.plan import Plan, gpu_named, usual_lengths
     from minirl.tools.simulate import of_run
 
     config = load(recipe, overrides or []).config
@@ -51,4 +47,4 @@ def plan(
     lengths = of_run(run) if run else usual_lengths(config, mean or None)
     planned = Plan(config, gpu_named(gpu), lengths)
     show(list(planned.memory_rows(total)))
-    show(list(planned.scale_rows(*parse_range(gpus)) if gpus else planned.split_rows(total)))
+    show(list(planned.split_rows(total)))

@@ -36,9 +36,7 @@ def sample(
         bool, typer.Option("--tokens", help="Each token, coloured by its logprob.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
-    checkpoint: Annotated[
-        str, typer.Option(metavar="last|best|STEP", help="Of a run directory.")
-    ] = "",
+    checkpoint: Annotated[str, typer.Option(metavar="last|best", help="Of a run directory.")] = "",
     overrides: Overrides = None,
 ) -> None:
     from minirl.tools.evaluate import Options, as_overrides, resolve, run_of

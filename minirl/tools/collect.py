@@ -25,8 +25,7 @@ from typing import Any
 from minirl import devices
 from minirl.config import Config
 from minirl.conversations import Conversations
-from minirl.devices import find_devices, free_memory_bytes
-from minirl.errors import RecipeError, Stalled
+from minirl.errors import Stalled
 from minirl.launch import spawn_engines, spawn_verifiers
 from minirl.records import Prompt, Trajectory
 from minirl.rollout.dispatch import Dispatcher
@@ -48,17 +47,18 @@ from minirl.workers import LISTEN_S, Died, Fleet, Role, Worker, signals
 
 START_LIMIT_S = 1800.0  # loading a large model and capturing graphs takes its time
 MAX_STARTS = 3
+REFUSED = "refused"
 
 
 @dataclass(frozen=True)
-class Collected:
-    """The answer to one prompt of those that were asked."""
+class Attempt:
+    """An answer to one prompt."""
 
-    place: int  # among these
-    trajectory: Trajectory | None  # None: the engine refused the prompt, as `error` says
-    text: str = ""
-    reward: float | None = None
-    error: str = ""  # where there is no reward
+    text: str
+    reward: float | None  # None: it failed, as `error` says
+    length: int  # written tokens
+    stop: str  # REFUSED: the engine did not take the prompt
+    error: str = ""
 
 
 @contextmanager
@@ -73,8 +73,7 @@ def collecting(
     is_graded: bool = True,
 ) -> Iterator["Collector"]:
     """With engines that are up, and verifiers unless nothing is to be graded."""
-    check_room(config, num_cells)
-    kind, available = find_devices(config.devices.kind)
+    kind, available = devices.find_devices(config.devices.kind)
     places = devices.place(config, kind, available, ranks=False)[0]
     log_dir.mkdir(parents=True, exist_ok=True)
     temp = Path(tempfile.mkdtemp(prefix="minirl-"))
@@ -87,71 +86,63 @@ def collecting(
             spawn_engines(fleet, first, places, temp)
             if is_graded:
                 spawn_verifiers(fleet, VerifierSetup(config, source, ring, dialogue))
-            collector = Collector(config, fleet, ring, tokenizer, note, dialogue)
             note(f"starting {len(places)} engine{'s'[: len(places) != 1]}")
             for _ in places:
                 fleet.wait_for(Started, START_LIMIT_S)
-            yield collector
+            yield Collector(config, fleet, ring, tokenizer, note, dialogue)
         finally:
             with signals(signal.SIG_IGN):
                 fleet.kill()
                 devices.sweep_temp(temp)
 
 
+@dataclass
 class Collector:
     """Group ids are places in `prompts`. A prompt that stands there k times has k answers."""
 
-    def __init__(
-        self,
-        config: Config,
-        fleet: Fleet,
-        ring: TrajectoryRing,
-        tokenizer: Any,
-        note: Callable[[str], None],
-        dialogue: Dialogue | None,
-    ):
-        self.config, self.fleet, self.ring = config, fleet, ring
-        self.tokenizer, self.note, self.dialogue = tokenizer, note, dialogue
-        self.engines = fleet.of(Role.ROLLOUT)
-        self.verifiers = {worker.name: worker for worker in fleet.of(Role.VERIFY)}
-        self.dispatcher = Dispatcher(len(self.engines), config.rollout.max_new_tokens)
+    config: Config
+    fleet: Fleet
+    ring: TrajectoryRing
+    tokenizer: Any
+    note: Callable[[str], None]
+    dialogue: Dialogue | None
+
+    def __post_init__(self) -> None:
+        self.engines = self.fleet.of(Role.ROLLOUT)
+        self.verifiers = {worker.name: worker for worker in self.fleet.of(Role.VERIFY)}
+        self.dispatcher = Dispatcher(len(self.engines), self.config.rollout.max_new_tokens)
         self.grading = GradingQueue()
-        self.conversations = Conversations(config, self.dispatcher, self.grading, in_step=False)
+        queues = self.dispatcher, self.grading
+        self.conversations = Conversations(self.config, *queues, in_step=False)
         self.prompts: Sequence[Prompt] = ()
         self.to_ask: list[int] = []  # the next is the last
-        self.free = list(range(ring.num_cells))
+        self.free = list(range(self.ring.num_cells))
         self.cells: dict[int, int] = {}  # by group, while it is asked or graded
-        self.errors: dict[int, str] = {}  # by group: its reply failed
         self.is_seeded: set[int] = set()
-        self.done: list[Collected] = []
+        self.done: dict[int, Attempt] = {}
 
-    def answers(self, prompts: Sequence[Prompt]) -> Iterator[Collected]:
-        """In the order in which they are done. A cell is used again when its answer was taken."""
+    def answers(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, Attempt]]:
+        """By place, in the order in which they are done. A cell is used again when its answer was
+        taken."""
         self.prompts, self.to_ask = prompts, list(range(len(prompts)))[::-1]
         num_left = len(prompts)
         while num_left:
             self.feed()
             self.collect()
-            for answer in self.done:
-                yield answer
-                self.free.append(self.cells.pop(answer.place))
+            for place, attempt in self.done.items():
+                yield place, attempt
+                self.free.append(self.cells.pop(place))
             num_left -= len(self.done)
             self.done.clear()
-
-    # -- feed
 
     def feed(self) -> None:
         requests: dict[int, list[GroupRequest]] = defaultdict(list)
         while self.to_ask and self.free:
             group_id = self.to_ask.pop()
             self.cells[group_id] = self.free.pop()
-            prompt = self.prompts[group_id]
-            # Answers to one problem share their prompt's KV, where they are sent to one engine.
-            is_next = group_id > 0 and self.prompts[group_id - 1] is prompt
-            last = self.dispatcher.worker_of(group_id - 1) if is_next else None
-            engine = self.dispatcher.assign(group_id, 1, None if last is None else (last,))
-            request = GroupRequest(group_id, prompt.tokens, (self.cells[group_id],), is_eval=True)
-            requests[engine].append(request)
+            cells, tokens = (self.cells[group_id],), self.prompts[group_id].tokens
+            engine = self.dispatcher.assign(group_id, 1)
+            requests[engine].append(GroupRequest(group_id, tokens, cells, is_eval=True))
         for engine, groups in requests.items():
             self.engines[engine].send(Submit(tuple(groups), self.seed(engine)))
 
@@ -162,8 +153,6 @@ class Collector:
             return None
         self.is_seeded.add(engine)
         return random.Random(f"{self.config.seed}/exam/{engine}").getrandbits(31)
-
-    # -- collect
 
     def collect(self) -> None:
         for worker, message in self.fleet.hear(LISTEN_S):
@@ -187,85 +176,78 @@ class Collector:
             case Gone():
                 self.dispatcher.forget(message.group_id)
                 self.conversations.forget(message.group_id)
-                self.done.append(Collected(message.group_id, None, error=message.why))
+                self.done[message.group_id] = Attempt("", None, 0, REFUSED, message.why)
             case Graded():
-                request = self.grading.done(worker.name)
-                assert isinstance(request, Grade)
-                reward, text = message.rewards[0], message.texts[0]
-                error = message.error if reward is None else ""
-                self.finish(request.group_id, request.trajectories[0], reward, error, text)
+                self.on_graded(self.grading.done(worker.name), message)
             case Replied():
-                request = self.grading.done(worker.name)
-                assert isinstance(request, Ask)
-                if message.error:
-                    self.fail(request, message.error)
-                else:
-                    self.reply(request, message.tokens)
+                self.on_reply(self.grading.done(worker.name), message)
             case Died():
                 self.on_death(worker, message)
 
     def on_answer(self, group_id: int, trajectory: Trajectory) -> None:
         self.dispatcher.trajectory_done(group_id, trajectory.num_written)
-        if group_id in self.errors or not self.verifiers:
-            self.finish(group_id, trajectory, None, self.errors.get(group_id, ""))
-        else:
+        if self.verifiers:
             example = self.prompts[group_id].example
             self.grading.add(Grade(group_id, example, (trajectory,), max_failures=1))
+        else:
+            self.finish(group_id, trajectory)
 
-    def reply(self, request: Ask, tokens: tuple[int, ...]) -> None:
-        if self.conversations.is_awaited(request):
-            ended = self.conversations.reply(request, tokens)
+    def on_graded(self, request: Grade | Ask | None, message: Graded) -> None:
+        assert isinstance(request, Grade)
+        reward, trajectory = message.rewards[0], request.trajectories[0]
+        self.finish(request.group_id, trajectory, reward, message.error if reward is None else "")
+
+    def on_reply(self, request: Grade | Ask | None, message: Replied) -> None:
+        assert isinstance(request, Ask)
+        if message.error:
+            self.fail(request, message.error)
+        elif self.conversations.is_awaited(request):
+            ended = self.conversations.reply(request, message.tokens)
             if ended is not None:
                 self.on_answer(request.group_id, ended)
-
-    def finish(
-        self,
-        group_id: int,
-        trajectory: Trajectory,
-        reward: float | None,
-        error: str,
-        text: str = "",
-    ) -> None:
-        if not text:
-            view = self.ring.read(trajectory.cell, group_id)
-            text = readable(texts_of(view, self.tokenizer, self.dialogue))
-        self.done.append(Collected(group_id, trajectory, text, reward, error))
-
-    # -- faults
 
     def fail(self, request: Grade | Ask, why: str) -> None:
         """An answer whose reply failed ends there, and is not graded."""
         if isinstance(request, Grade):
             self.finish(request.group_id, request.trajectories[0], None, why)
         elif self.conversations.is_awaited(request):
-            self.errors[request.group_id] = why
-            self.reply(request, ())
+            self.conversations.reply(request, ())
+            self.dispatcher.forget(request.group_id)
+            self.finish(request.group_id, request.trajectory, None, why)
+
+    def finish(
+        self, group_id: int, trajectory: Trajectory, reward: float | None = None, error: str = ""
+    ) -> None:
+        view = self.ring.read(trajectory.cell, group_id)
+        text = readable(texts_of(view, self.tokenizer, self.dialogue))
+        length, stop = trajectory.num_written, trajectory.stop.name.lower()
+        self.done[group_id] = Attempt(text, reward, length, stop, error)
 
     def on_death(self, worker: Worker, death: Died) -> None:
         if death.is_final or (worker.role is Role.ROLLOUT and worker.num_starts >= MAX_STARTS):
             raise self.fleet.exit_error(worker, death)
         self.note(f"{worker.name} {death.how}: replaced")
-        self.fleet.replace(worker)
         if worker.role is Role.VERIFY:
-            request = self.grading.done(worker.name)
-            if request is not None:
-                self.fail(request, f"its verifier {death.how}")
+            self.replace_verifier(worker, f"its verifier {death.how}")
             return
+        self.fleet.replace(worker)
         self.conversations.lost(worker.rank)
         for group_id in self.dispatcher.lost(worker.rank):
             self.free.append(self.cells.pop(group_id))
-            self.errors.pop(group_id, None)
             self.to_ask.append(group_id)
+
+    def replace_verifier(self, verifier: Worker, why: str) -> None:
+        self.fleet.replace(verifier)
+        request = self.grading.done(verifier.name)
+        if request is not None:
+            self.fail(request, why)
 
     def end_slow_rewards(self) -> None:
         limit_s = self.config.tasks.timeout_s
         for name, verifier in self.verifiers.items():
             row = self.fleet.board.row(verifier.row)
             if row.state is State.GRADING and row.since_s > limit_s and self.grading.is_busy(name):
-                request = self.grading.done(name)
-                assert request is not None
-                self.fleet.replace(verifier)
-                self.fail(request, f"took longer than tasks.timeout_s = {limit_s:g}")
+                self.replace_verifier(verifier, f"took longer than tasks.timeout_s = {limit_s:g}")
 
     def check_heartbeats(self) -> None:
         """Rule 8: an engine that hangs ends it."""
@@ -275,13 +257,3 @@ class Collector:
             if row.beat_s > limit_s and row.state is not State.WAITING_FOR_PROMPTS:
                 silent = f"{worker.name} gave no sign of life for {row.beat_s:.0f} s"
                 raise Stalled(f"{silent}; stacks:\n{self.fleet.stacks()}")
-
-
-def check_room(config: Config, num_cells: int) -> None:
-    needed = TrajectoryRing.bytes_needed(num_cells, config.max_tokens_per_trajectory)
-    free = free_memory_bytes()
-    if free is not None and needed > free:
-        gib = [f"{n / 2**30:.1f} GiB" for n in (needed, free)]
-        rule = f"{num_cells} answers in flight would take {gib[0]} of the {gib[1]} that are free"
-        remedy = "lower it, rollout.max_num_seqs or --k"
-        raise RecipeError("rollout.max_new_tokens", config.rollout.max_new_tokens, rule, remedy)

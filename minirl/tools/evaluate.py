@@ -16,7 +16,6 @@ Leaves out: how answers are collected (collect.py), how figures are computed (st
 
 import json
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -40,25 +39,21 @@ from minirl.recipe import (
     read_model_config,
     to_toml,
 )
-from minirl.records import Prompt
-from minirl.run_dir import read_lines, write_text
+from minirl.run_dir import RunDir, read_lines, write_text
 from minirl.shm.ring import TrajectoryRing
 from minirl.tasks import Task
 from minirl.tasks.registry import make_task, self_check
 from minirl.tasks.turns import dialogue_of
-from minirl.tools.collect import Collected, collecting
-from minirl.tools.statistics import bootstrap, interval_of, mcnemar, pass_at, sign_flips, usual_ks
+from minirl.tools.collect import Attempt, collecting
+from minirl.tools.statistics import bootstrap, interval_of, mcnemar, pass_at, usual_ks
 from minirl.train import checkpoint
 from minirl.view.console import Bar
 
 RESULTS, SUMMARY = "results.jsonl", "summary.json"
 EVALS = Path("evals")
-PLAIN_PROMPT, PLAIN_ANSWER = 1024, 1024  # without a recipe, where the model has the positions
 NO_LIMIT = "train.max_tokens=100000000"  # nothing is trained
 RING_BYTES = 2**30  # what answers in flight may take before problems are asked in turns
-
-
-# What is evaluated --------------------------------------------------------------------------------
+TEST = "McNemar, exact"  # where a problem has several answers: of its mean reward, a sign test
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,7 @@ class Options:
     """What may be given beside the target."""
 
     recipe: Path | None = None
-    checkpoint: str = ""  # of a run: "last" (or ""), "best" by its own evaluations, or a step
+    checkpoint: str = ""  # of a run: "last" (or ""), or "best" by its own evaluations
     k: int = 1
     overrides: tuple[str, ...] = ()  # as of --set
 
@@ -103,83 +98,41 @@ def resolve(name: str, options: Options) -> Target:
     """Checks all that needs no machine. Raises RecipeError with what is missing."""
     if not 1 <= options.k <= 1024:
         raise RecipeError("--k", options.k, "must be 1 to 1024", "8 is usual")
-    if is_results(name):
-        remedy = "name a model or a run; --compare puts two results side by side"
-        raise RecipeError("MODEL_OR_RUN", name, "is a file of results already", remedy)
-    run, folder = run_of(name), None
+    run = run_of(name)
+    folder, recipe, values = None, options.recipe, [*options.overrides, NO_LIMIT]
     if run is not None:
         folder = find_checkpoint(run, options.checkpoint) if run == Path(name) else Path(name)
-        recipe = options.recipe or run / "recipe.toml"
-        config = load(recipe, [*options.overrides, NO_LIMIT]).config
+        recipe = recipe or run / "recipe.toml"
+    elif recipe is None and not options.names("tasks.kind"):
+        remedy = "name a recipe with --recipe, or set tasks.kind"
+        raise RecipeError("MODEL_OR_RUN", name, "is a model, which comes with no task", remedy)
     else:
-        config = _of_model(name, options)
+        values = [*as_overrides({"model.path": name}), *values]
+    config = load(recipe, values).config
     check_task(config)
-    return Target(name, _sampling(config, options), folder, run)
-
-
-def _of_model(name: str, options: Options) -> Config:
-    if options.checkpoint:
-        remedy = "leave it out, or name a run directory"
-        raise RecipeError("--checkpoint", options.checkpoint, f"{name} is no run", remedy)
-    defaults = as_overrides({"model.path": name})
-    if options.recipe is None:
-        if not options.names("tasks.kind"):
-            remedy = "say which with --task, such as --task gsm8k, or with --recipe"
-            raise RecipeError("--task", "", f"{name} is a model, which comes with no task", remedy)
-        defaults += _plain_limits(name)
-    return load(options.recipe, [*defaults, *options.overrides, NO_LIMIT]).config
-
-
-def _plain_limits(name: str) -> tuple[str, ...]:
-    """Without a recipe: what the model's own config.json allows."""
-    plain = replace(Config(), model=replace(Config().model, path=name))
-    folder = find_model(plain)
-    found = read_model_config(plain, folder) if folder else {}
-    found = found.get("text_config", found)
-    limit = 512 if name == TINY else int(found.get("max_position_embeddings") or 2**20)
-    prompt = min(PLAIN_PROMPT, limit // 2)
-    is_half = (found.get("dtype") or found.get("torch_dtype")) in ("bfloat16", "float16")
-    return as_overrides(
-        {
-            "tasks.max_prompt_tokens": prompt,
-            "rollout.max_new_tokens": min(PLAIN_ANSWER, limit - prompt),
-            "model.dtype": "bfloat16" if is_half else None,
-        }
-    )
-
-
-def _sampling(config: Config, options: Options) -> Config:
-    """eval.temperature; for several answers, where that is greedy, rollout.temperature."""
-    if options.k == 1 or config.eval.temperature > 0:
-        return config
-    if options.names("eval.temperature"):
-        remedy = "raise it, or leave --k out"
-        raise RecipeError("--temperature", 0, f"all {options.k} answers would be alike", remedy)
-    return replace(config, eval=replace(config.eval, temperature=config.rollout.temperature))
+    if run is None and config.model.path != TINY:
+        find_model(config)  # raises where the path leads nowhere
+    if options.k > 1 and config.eval.temperature == 0:  # else all answers would be alike
+        sampled = replace(config.eval, temperature=config.rollout.temperature)
+        config = replace(config, eval=sampled)
+    return Target(name, config, folder, run)
 
 
 def find_checkpoint(run_dir: Path, which: str) -> Path:
     whole = [p for p in checkpoint.found(run_dir) if (p / "trainer" / "state.json").is_file()]
-    if not whole and not which and (run_dir / "model" / "config.json").is_file():
+    if not whole and (run_dir / "model" / "config.json").is_file():
         return run_dir / "model"  # of `minirl sft`
     if not whole:
         remedy = "wait for its first checkpoint, or name a model folder"
         raise RecipeError("run", str(run_dir), "has no checkpoint yet", remedy)
-    if which in ("", "last"):
-        return whole[-1]
-    if which == "best":
-        return _best(run_dir, whole)
-    steps = {int(path.name.removeprefix("step-")): path for path in whole}
-    number = which.removeprefix("step-")
-    if not number.isdecimal() or int(number) not in steps:
-        rule = f"is none of this run's steps {', '.join(map(str, steps))}"
-        raise RecipeError("--checkpoint", which, rule, 'name one of these, "last" or "best"')
-    return steps[int(number)]
+    if which not in ("", "last", "best"):
+        remedy = f"or name one of {run_dir / 'checkpoints'} in the run's place"
+        raise RecipeError("--checkpoint", which, 'must be "last" or "best"', remedy)
+    return _best(run_dir, whole) if which == "best" else whole[-1]
 
 
 def _best(run_dir: Path, whole: Sequence[Path]) -> Path:
-    lines = [line for line in read_lines(run_dir / "evals.jsonl") if "accuracy" in line]
-    scores = {line["version"]: line["accuracy"] for line in lines}
+    scores = {line["version"]: line.get("accuracy") for line in RunDir(run_dir).evals}
     versions = {checkpoint.read_state(path)["history"]["version"]: path for path in whole}
     known = [version for version in versions if scores.get(version) is not None]
     if not known:
@@ -195,20 +148,12 @@ def with_devices(config: Config, num_devices: int | None) -> Config:
     width = config.devices.tensor_parallel
     everything = available // width * width if kind == "cuda" else width
     own = replace(config.devices, rollout=num_devices or everything)
-    check_devices(replace(config, devices=replace(own, train=0)), kind, available)
-    return replace(config, devices=own)
+    config = replace(config, devices=own)
+    check_devices(config, kind, available, own.rollout - own.train)  # nothing is trained
+    return config
 
 
 # Results ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Attempt:
-    text: str
-    reward: float | None  # None: it failed, as `error` says
-    length: int  # written tokens
-    stop: str
-    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -224,19 +169,10 @@ class Result:
     def rewards(self) -> list[float]:
         return [a.reward for a in self.answers if a.reward is not None]
 
-    @property
-    def mean(self) -> float | None:
-        return _mean(self.rewards)
-
     def pass_at(self, k: int) -> float | None:
         """None: fewer than k of its answers could be graded."""
         num_right = sum(reward >= 1.0 for reward in self.rewards)
         return pass_at(k, len(self.rewards), num_right) if len(self.rewards) >= k else None
-
-    @property
-    def question(self) -> str:
-        """The prompt as a person reads it: of a chat, what was said last."""
-        return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
 
     @property
     def line(self) -> str:
@@ -258,7 +194,6 @@ def summarise(results: Sequence[Result]) -> dict[str, Any]:
     return {
         "problems": len(results),
         "answers_each": most,
-        "answers_graded": len(answers) - len(failed),
         "answers_failed": len(failed),
         "failures": sorted({answer.error for answer in failed})[:5],
         "accuracy": found.mean if found else None,
@@ -275,7 +210,7 @@ def read(path: Path) -> list[Result]:
     try:
         answers = [tuple(Attempt(**answer) for answer in row["answers"]) for row in rows]
         found = [Result(**{**row, "answers": a}) for row, a in zip(rows, answers, strict=True)]
-    except (ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         found = []
     if not found:
         remedy = f"name a {RESULTS} as `minirl eval` wrote it"
@@ -302,32 +237,27 @@ def evaluate(target: Target, options: Options, out: Path | None) -> Evaluated:
     folder = choose_folder(target, out)
     bar = Bar("problems")
     try:
-        bar.note(f"{target.folder or target.name} on {config.tasks.kind}")
+        bar.note(f"{target.folder or target.name} on {config.tasks.kind}; results in {folder}")
         source = target.folder or model_folder(config, folder / "logs", bar)
         check_model(config, read_model_config(config, source))
         (folder / "recipe.toml").write_text(to_toml(config))
-        kept, figures = _ask(config, task, source, folder, options.k, bar)
-    except KeyboardInterrupt:
-        bar.note(f"interrupted: what was done is in {folder}")
-        raise
+        results, figures = _ask(config, task, source, folder, options.k, bar)
     finally:
         bar.close()
     setting = {
         "target": target.name,
         "model": str(source),
         "task": config.tasks.kind,
-        "data": config.tasks.data,
         "seed": config.seed,
         "k": options.k,
         "temperature": config.eval.temperature,
         "max_new_tokens": config.rollout.max_new_tokens,
-        "dtype": config.model.dtype,
         "engines": config.devices.rollout // config.devices.tensor_parallel,
     }
-    summary = {**setting, **summarise(kept), **figures}
-    write_text(folder / RESULTS, "".join(result.line for result in kept))  # now in order
+    summary = {**setting, **summarise(results), **figures}
+    write_text(folder / RESULTS, "".join(result.line for result in results))  # now in order
     write_text(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
-    return Evaluated(folder, kept, summary)
+    return Evaluated(folder, results, summary)
 
 
 def _ask(
@@ -339,41 +269,29 @@ def _ask(
     dialogue = dialogue_of(task, config.tasks.kind, tokenizer)
     num_cells, logs = k * num_at_once(config, len(prompts), k), folder / "logs"
     kept: list[Result] = []
-    done: dict[int, list[Collected]] = defaultdict(list)  # by place among the prompts
-    started = time.monotonic()
+    done: dict[int, Attempt] = {}  # by place: k for each prompt
     with (
         (folder / RESULTS).open("w", buffering=1, encoding="utf-8") as file,
         collecting(config, source, tokenizer, num_cells, logs, bar.note, dialogue) as there,
     ):
         bar.total(len(prompts))
         began = time.monotonic()
-        for answer in there.answers([prompt for prompt in prompts for _ in range(k)]):
-            place = answer.place // k
-            done[place].append(answer)
-            if len(done[place]) == k and answer.trajectory is None:
-                bar.note(f"the engine refused problem {place}: {answer.error}")
-            elif len(done[place]) == k:
-                kept.append(_result(prompts[place], done[place]))
+        for place, attempt in there.answers([prompt for prompt in prompts for _ in range(k)]):
+            done[place] = attempt
+            own = range(place // k * k, place // k * k + k)
+            if all(i in done for i in own):
+                prompt, attempts = prompts[place // k], tuple(done.pop(i) for i in own)
+                example = prompt.example
+                kept.append(Result(prompt.index, example.prompt, example.reference, attempts))
                 file.write(kept[-1].line)
-                bar.at(len(kept), f"accuracy so far {_mean([r.mean for r in kept]) or 0:.1%}")
+                so_far = _mean([reward for result in kept for reward in result.rewards])
+                bar.at(len(kept), f"mean reward so far {so_far or 0:.1%}")
     seconds = time.monotonic() - began
     return sorted(kept, key=lambda result: result.problem), {
         "prompts_too_long": len(task.heldout(config.eval.num_prompts)) - len(prompts),
-        "prompts_refused": len(prompts) - len(kept),
         "seconds": round(seconds, 3),
-        "start_seconds": round(began - started, 3),
         "tokens_per_s": sum(a.length for r in kept for a in r.answers) / max(seconds, 1e-9),
     }
-
-
-def _result(prompt: Prompt, answers: list[Collected]) -> Result:
-    attempts = []
-    for answer in sorted(answers, key=lambda answer: answer.place):
-        assert answer.trajectory is not None
-        length, stop = answer.trajectory.num_written, answer.trajectory.stop.name.lower()
-        attempts.append(Attempt(answer.text, answer.reward, length, stop, answer.error))
-    example = prompt.example
-    return Result(prompt.index, example.prompt, example.reference, tuple(attempts))
 
 
 def num_at_once(config: Config, num_problems: int, k: int) -> int:
@@ -399,21 +317,14 @@ def choose_folder(target: Target, out: Path | None) -> Path:
 
 
 def compare(a: Sequence[Result], b: Sequence[Result], num_shown: int = 2) -> dict[str, Any]:
-    """Problems are matched by prompt and reference. One answer to each, each right or wrong:
-    McNemar's exact test on the problems that changed. Otherwise: a paired permutation test on each
-    problem's mean reward. The difference's interval is a bootstrap over problems in both cases."""
+    """Problems are matched by prompt and reference. The test asks whether among the problems whose
+    mean reward changed more were gained than lost; the difference's interval is a bootstrap."""
     left, right = _by_key(a), _by_key(b)
     pairs = [(left[key], right[key]) for key in left if key in right]
-    pairs = [pair for pair in pairs if pair[0].rewards and pair[1].rewards]
     if not pairs:
         remedy = "compare results of the same task, data, seed and number of problems"
         raise RecipeError("--compare", "A B", "have no problem in common", remedy)
     by = np.array([fmean(b.rewards) - fmean(a.rewards) for a, b in pairs])
-    is_single = all(len(result.answers) == 1 for pair in pairs for result in pair)
-    if is_single and {result.mean for pair in pairs for result in pair} <= {0.0, 1.0}:
-        p, test = mcnemar(int((by > 0).sum()), int((by < 0).sum())), "McNemar, exact"
-    else:
-        p, test = sign_flips(by.tolist()), "paired permutation of means by problem"
     order = np.argsort(by, kind="stable").tolist()  # the largest change first, in both
     gained, lost = [i for i in order[::-1] if by[i] > 0], [i for i in order if by[i] < 0]
     sides = [interval_of([result.rewards for result in side]) for side in zip(*pairs, strict=True)]
@@ -424,28 +335,23 @@ def compare(a: Sequence[Result], b: Sequence[Result], num_shown: int = 2) -> dic
         "unmatched": len(left.keys() | right.keys()) - len(pairs),
         "difference": change.mean,
         "interval_95": [change.low, change.high],
-        "p": p,
-        "test": test,
+        "p": mcnemar(len(gained), len(lost)),
+        "test": TEST,
         "gained": [pairs[i][0].problem for i in gained],
         "lost": [pairs[i][0].problem for i in lost],
-        "shown": [_shown(pairs[i], by[i] > 0) for i in gained[:num_shown] + lost[:num_shown]],
+        "shown": [_shown(*pairs[i]) for i in gained[:num_shown] + lost[:num_shown]],
     }
 
 
 def _by_key(results: Sequence[Result]) -> dict[tuple[str, str], Result]:
-    return {(json.dumps(result.prompt), result.reference): result for result in results}
+    return {(json.dumps(r.prompt), r.reference): r for r in results if r.rewards}
 
 
-def _shown(pair: tuple[Result, Result], is_gained: bool) -> dict[str, Any]:
-    """Of several answers those that show the change: A's worst where B is better, and so on."""
-    picks = (min, max) if is_gained else (max, min)
-    graded = [[a for a in result.answers if a.reward is not None] for result in pair]
-    a, b = (
-        pick(answers, key=lambda answer: answer.reward or 0.0)
-        for pick, answers in zip(picks, graded, strict=True)
-    )
-    asked = pair[0]
+def _shown(left: Result, right: Result) -> dict[str, Any]:
+    """The first answer of each that was graded."""
+    a, b = (next(x for x in r.answers if x.reward is not None) for r in (left, right))
+    question = left.prompt if isinstance(left.prompt, str) else left.prompt[-1]["content"]
     return {
-        **{"problem": asked.problem, "question": asked.question, "reference": asked.reference},
+        **{"problem": left.problem, "question": question, "reference": left.reference},
         **{"a": a.text, "a_reward": a.reward, "b": b.text, "b_reward": b.reward},
     }

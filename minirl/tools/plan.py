@@ -1,20 +1,20 @@
 """What a recipe needs and what it would do, on GPUs that need not be here: `minirl plan`.
 
 Takes a recipe, a kind of GPU and the lengths of answers; gives the memory bill of a rollout GPU and
-of a training GPU with the number to change, and every split of the GPUs, simulated, with the one to
-take. `devices.split = "auto"` takes that one when a run starts. docs/planning.md says how far to
+of a training GPU with the numbers to change, and every split of the GPUs, simulated, with the one
+to take. `devices.split = "auto"` takes that one when a run starts. docs/planning.md says how far to
 trust it. Memory is an estimate on the safe side: what the libraries keep is a round number.
 
-Leaves out: torch, and what a run's own steps say about its split (balance.py).
+Leaves out: torch.
 """
 
-import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from minirl.balance import Balance
 from minirl.buffer import Buffer, OnStale
 from minirl.config import TINY, Config
 from minirl.errors import RecipeError
@@ -40,7 +40,13 @@ BETWEEN_BOXES_GB_S = 40.0  # of one GPU, 8 to a box
 USUAL_SHARE = 0.4  # of max_new_tokens that an answer has, where nothing is known
 AS_GOOD = 0.98  # of the best throughput: then the freshest data wins
 MAX_STEPS = 60  # simulated
-MAX_SPLITS = 17  # of one number of GPUs
+MAX_SPLITS = 16  # of one number of GPUs
+# What makes room on a training GPU.
+CHEAPEST_FIRST: dict[str, Any] = {
+    "gradient_checkpointing": True,
+    "shard_optimizer": True,
+    "lora_rank": 32,
+}
 
 
 @dataclass(frozen=True)
@@ -53,13 +59,6 @@ class Gpu:
     fp32_tflops: float
     bandwidth_gb_s: float
     link_gb_s: float  # to the other GPUs of the box, one way
-
-    @property
-    def memory_bytes(self) -> float:
-        return self.memory_gib * GIB
-
-    def flops(self, dtype: str) -> float:
-        return 1e12 * (self.bf16_tflops if dtype == "bfloat16" else self.fp32_tflops)
 
 
 GPUS = {
@@ -74,22 +73,15 @@ GPUS = {
 
 
 def gpu_named(name: str) -> Gpu:
-    """By its name in the table, in any case."""
     if gpu := GPUS.get(name.upper()):
         return gpu
-    near = difflib.get_close_matches(name.upper(), GPUS, n=1)
-    remedy = f"did you mean {near[0]}?" if near else f"one of {', '.join(GPUS)}"
-    raise RecipeError("--gpu", name, "is not in the table", remedy)
+    raise RecipeError("--gpu", name, "is not in the table", f"one of {', '.join(GPUS)}")
 
 
 def recognise(device_name: str, memory_bytes: float) -> Gpu | None:
     """From what a driver calls it, such as "NVIDIA A100-SXM4-40GB"."""
-    for gpu in GPUS.values():
-        family = gpu.name.partition("-")[0]
-        is_near = abs(gpu.memory_bytes - memory_bytes) < 0.15 * gpu.memory_bytes
-        if family in device_name.replace("RTX ", "") and is_near:
-            return gpu
-    return None
+    near = [gpu for gpu in GPUS.values() if abs(gpu.memory_gib * GIB / memory_bytes - 1) < 0.15]
+    return next((gpu for gpu in near if gpu.name.partition("-")[0] in device_name), None)
 
 
 @dataclass(frozen=True)
@@ -124,59 +116,43 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(2, 128, 4, 2, 32, 256, 384, True),
+    TINY: Shape(2, 128, 4, 2, 32, 256, 384, True),
     "Qwen2.5-0.5B": Shape(24, 896, 14, 2, 64, 4864, 151936, True),
     "Qwen2.5-1.5B": Shape(28, 1536, 12, 2, 128, 8960, 151936, True),
-    "Qwen2.5-3B": Shape(36, 2048, 16, 2, 128, 11008, 151936, True),
     "Qwen2.5-7B": Shape(28, 3584, 28, 4, 128, 18944, 152064, False),
-    "Qwen2.5-14B": Shape(48, 5120, 40, 8, 128, 13824, 152064, False),
-    "Qwen2.5-32B": Shape(64, 5120, 40, 8, 128, 27648, 152064, False),
     "Qwen3-0.6B": Shape(28, 1024, 16, 8, 128, 3072, 151936, True),
     "Qwen3-1.7B": Shape(28, 2048, 16, 8, 128, 6144, 151936, True),
     "Qwen3-4B": Shape(36, 2560, 32, 8, 128, 9728, 151936, True),
     "Qwen3-8B": Shape(36, 4096, 32, 8, 128, 12288, 151936, False),
     "DeepSeek-R1-Distill-Qwen-1.5B": Shape(28, 1536, 12, 2, 128, 8960, 151936, False),
-    "DeepSeek-R1-Distill-Qwen-7B": Shape(28, 3584, 28, 4, 128, 18944, 152064, False),
-    "Llama-3.2-1B": Shape(16, 2048, 32, 8, 64, 8192, 128256, True),
-    "Llama-3.1-8B": Shape(32, 4096, 32, 8, 128, 14336, 128256, False),
-    "SmolLM2-135M": Shape(30, 576, 9, 3, 64, 1536, 49152, True),
 }
 
 
 def shape_of(config: Config) -> Shape:
     """Of the recipe's model: from its folder or the local cache if it is there."""
-    folder = find_model(config) if config.model.path != TINY else None
-    if folder is not None:
-        return _from_config_json(config, read_model_config(config, folder))
-    name = config.model.path.rpartition("/")[2]
-    # Qwen2.5-1.5B-Instruct and Qwen2.5-Math-1.5B have the shape of Qwen2.5-1.5B.
-    plain = name.replace("-Math", "").replace("-Coder", "")
-    for known in sorted(SHAPES, key=len, reverse=True):
-        if plain == known or plain.startswith(f"{known}-"):
-            return SHAPES[known]
+    path = config.model.path
+    if path != TINY and (folder := find_model(config)) is not None:
+        return _from_config_json(path, read_model_config(config, folder))
+    for name, shape in SHAPES.items():
+        # Qwen2.5-1.5B-Instruct has the shape of Qwen2.5-1.5B.
+        if f"{path.rpartition('/')[2]}-".startswith(f"{name}-"):
+            return shape
     rule = "is neither on this machine nor in the table of shapes"
-    remedy = "give a folder with its config.json, or one of " + ", ".join(list(SHAPES)[1:])
-    raise RecipeError("model.path", config.model.path, rule, remedy)
+    remedy = f"give a folder with its config.json, or one of {', '.join(SHAPES)}"
+    raise RecipeError("model.path", path, rule, remedy)
 
 
-def _from_config_json(config: Config, values: dict[str, Any]) -> Shape:
-    text = {**values, **values.get("text_config", {})}
+def _from_config_json(path: str, values: dict[str, Any]) -> Shape:
     try:
-        heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
-        return Shape(
-            layers=int(text["num_hidden_layers"]),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=int(text.get("num_key_value_heads") or heads),
-            head_dim=int(text.get("head_dim") or hidden // heads),
-            intermediate=int(text["intermediate_size"]),
-            vocab=int(text["vocab_size"]),
-            is_tied=bool(text.get("tie_word_embeddings", False)),
-        )
-    except (KeyError, TypeError, ValueError) as missing:
-        rule = f"its config.json has no usable sizes ({missing})"
-        remedy = "plan knows dense decoders of the Llama and Qwen kind"
-        raise RecipeError("model.path", config.model.path, rule, remedy) from None
+        heads, hidden = values["num_attention_heads"], values["hidden_size"]
+        kv_heads = values.get("num_key_value_heads") or heads
+        attention = (heads, kv_heads, values.get("head_dim") or hidden // heads)
+        mlp, vocab = values["intermediate_size"], values["vocab_size"]
+        is_tied = values.get("tie_word_embeddings", False)
+        return Shape(values["num_hidden_layers"], hidden, *attention, mlp, vocab, is_tied)
+    except (KeyError, TypeError):
+        rule, remedy = "its config.json has no usable sizes", "plan knows Llama's and Qwen's kind"
+        raise RecipeError("model.path", path, rule, remedy) from None
 
 
 @dataclass(frozen=True)
@@ -185,7 +161,7 @@ class Bill:
 
     items: dict[str, float]  # bytes
     available: float
-    remedy: str  # empty: it fits
+    remedy: str = ""  # empty: it fits
     kv_tokens: int = 0  # of one engine
 
     @property
@@ -203,27 +179,32 @@ def bytes_of(dtype: str) -> int:
 def rollout_bill(config: Config, gpu: Gpu, shape: Shape) -> Bill:
     """An engine has devices.tensor_parallel GPUs."""
     width, size = config.devices.tensor_parallel, bytes_of(config.model.dtype)
-    share = config.rollout.memory_fraction * gpu.memory_bytes
+    share = config.rollout.memory_fraction * gpu.memory_gib * GIB
     weights = shape.num_parameters * size / width
     kv = max(0.0, share - weights - ENGINE_WORK)
     tokens = int(kv * width / (shape.kv_values_per_token * size))
-    longest = config.max_tokens_per_trajectory
-    remedy = ""
+    longest, remedy = config.max_tokens_per_trajectory, ""
     if not kv:
-        wider = "raise devices.tensor_parallel"
-        remedy = wider + " or rollout.memory_fraction, or take a smaller model"
+        remedy = "raise devices.tensor_parallel or rollout.memory_fraction, or take a smaller model"
     elif tokens < longest:
         remedy = f"lower rollout.max_new_tokens: one answer needs {longest:,} tokens of KV"
     return Bill({"weights": weights, "engine": ENGINE_WORK, "KV cache": kv}, share, remedy, tokens)
 
 
 def train_bill(config: Config, gpu: Gpu, shape: Shape, num_ranks: int) -> Bill:
-    """float32 weights, gradients and AdamW on every rank (DDP); activations in model.dtype."""
+    activations = config.train.max_tokens * activation_bytes(config, shape)
+    items = {**fixed_items(config, shape, num_ranks), "activations": activations}
+    is_too_big = sum(items.values()) > gpu.memory_gib * GIB
+    remedy = _train_remedy(config, gpu, shape, num_ranks) if is_too_big else ""
+    return Bill(items, gpu.memory_gib * GIB, remedy)
+
+
+def fixed_items(config: Config, shape: Shape, num_ranks: int) -> dict[str, float]:
+    """All but activations: float32 weights, gradients and AdamW on every rank (DDP)."""
     num, train = shape.num_parameters, config.train
     trained = shape.num_adapted(train.lora_rank) if train.lora_rank else num
     shards = num_ranks if train.shard_optimizer else 1
     bucket = 4.0 if num_ranks > 1 else 0.0
-    logits = 3 * 4.0 * LOGITS_CHUNK * shape.vocab + 4.0 * shape.vocab * shape.hidden
     items = {
         "weights": 4.0 * num,
         "gradients": 4.0 * trained,
@@ -233,16 +214,10 @@ def train_bill(config: Config, gpu: Gpu, shape: Shape, num_ranks: int) -> Bill:
         "critic": num * (8.0 + 8.0 / shards + bucket) if train.estimator == "gae" else 0.0,
         "reference": 4.0 * num if train.kl_coef else 0.0,
         "bfloat16 copies": 2.0 * num if bytes_of(config.model.dtype) == 2 else 0.0,
-        "activations": train.max_tokens * activation_bytes(config, shape),
-        "logits chunk": logits,
+        "logits chunk": 3 * 4.0 * LOGITS_CHUNK * shape.vocab + 4.0 * shape.vocab * shape.hidden,
         "libraries": LIBRARIES,
     }
-    items = {name: size for name, size in items.items() if size}
-    too_much = sum(items.values()) - gpu.memory_bytes
-    remedy = ""
-    if too_much > 0:
-        remedy = _train_remedy(config, shape, items["activations"] - too_much, num_ranks)
-    return Bill(items, gpu.memory_bytes, remedy)
+    return {name: size for name, size in items.items() if size}
 
 
 def activation_bytes(config: Config, shape: Shape) -> float:
@@ -257,30 +232,29 @@ def activation_bytes(config: Config, shape: Shape) -> float:
     return layer * shape.layers
 
 
-def _train_remedy(config: Config, shape: Shape, free: float, num_ranks: int) -> str:
-    longest = config.max_tokens_per_trajectory
-    fit = int(free / activation_bytes(config, shape))
-    if fit >= longest:
-        return f"lower train.max_tokens to {max(longest, fit // 256 * 256):,}"
-    thrifty = replace(config, train=replace(config.train, gradient_checkpointing=True))
-    fit = int(free / activation_bytes(thrifty, shape))
-    if fit < longest and num_ranks > 1 and not config.train.shard_optimizer:
-        return "set train.shard_optimizer = true"
-    if fit < 1 and not config.train.lora_rank:
-        return "set train.lora_rank = 32, or take a smaller model: every training GPU holds it all"
-    if fit < 1:
-        return "take a smaller model: every training GPU holds all of it"
-    if fit < longest:
-        return f"shorten answers: at best {fit:,} tokens fit, and one needs {longest:,}"
-    size = min(config.train.max_tokens, max(longest, fit // 256 * 256))
-    return f"set train.gradient_checkpointing = true and train.max_tokens = {size:,}"
+def _train_remedy(config: Config, gpu: Gpu, shape: Shape, num_ranks: int) -> str:
+    """One set of changes that fits, with no more of them than it takes."""
+    longest, train = config.max_tokens_per_trajectory, config.train
+    possible = [(key, value) for key, value in CHEAPEST_FIRST.items() if not getattr(train, key)]
+    possible = [pair for pair in possible if num_ranks > 1 or pair[0] != "shard_optimizer"]
+    for num_changes in range(len(possible) + 1):
+        changes = dict(possible[:num_changes])
+        tried = replace(config, train=replace(train, **changes))
+        free = gpu.memory_gib * GIB - sum(fixed_items(tried, shape, num_ranks).values())
+        fit = int(free / activation_bytes(tried, shape))
+        if fit >= longest:
+            fit = max(longest, fit // 256 * 256)
+            texts = [f"set train.{key} = {str(value).lower()}" for key, value in changes.items()]
+            texts += [f"lower train.max_tokens to {fit:,}"] if fit < train.max_tokens else []
+            return ", ".join(texts)
+    return "take a smaller model or shorter answers: every training GPU holds all of it"
 
 
 def costs(config: Config, gpu: Gpu, shape: Shape, num_train: int, mean_tokens: float) -> Costs:
     """`mean_tokens`: of a whole trajectory, which its attention costs depend on."""
     width, size = config.devices.tensor_parallel, bytes_of(config.model.dtype)
-    num, flops = shape.num_parameters, gpu.flops(config.model.dtype)
-    bandwidth = gpu.bandwidth_gb_s * 1e9 * DECODE * width
+    num, rate = shape.num_parameters, gpu.bf16_tflops if size == 2 else gpu.fp32_tflops
+    flops, bandwidth = 1e12 * rate, gpu.bandwidth_gb_s * 1e9 * DECODE * width
     forward = 2.0 * num + 2.0 * shape.layers * shape.heads * shape.head_dim * mean_tokens
     link = gpu.link_gb_s if num_train <= 8 else BETWEEN_BOXES_GB_S
     gradients_s = 2 * 4.0 * num / (link * 1e9) if num_train > 1 else 0.0
@@ -316,15 +290,14 @@ class Split:
 
     @property
     def row(self) -> tuple[str, ...]:
-        o = self.outcome
-        per_gpu = o.tokens_per_s / (self.rollout + self.train)
+        o, pools = self.outcome, f"{self.rollout} + {self.train}"
         idle = f"{o.engines_idle:.0%}", f"{o.trainer_idle:.0%}"
-        speed = f"{o.tokens_per_s:,.0f}", f"{per_gpu:,.0f}"
-        staleness = f"{o.staleness_mean:.2f}", f"{o.staleness_max}"
-        return f"{self.rollout} + {self.train}", *speed, *idle, *staleness
+        return pools, f"{o.tokens_per_s:,.0f}", *idle, f"{o.staleness_mean:.2f}"
 
-
-HEADER = ("split", "tokens/s", "per GPU", "engines idle", "trainers idle", "staleness", "max", "")
+    @property
+    def balance(self) -> Balance:
+        o = self.outcome
+        return Balance(self.rollout, self.train, o.engines_idle, o.trainer_idle)
 
 
 def usual_lengths(config: Config, mean: float | None = None) -> Lengths:
@@ -378,25 +351,19 @@ class Plan:
         return Simulation(setup, buffer).run()
 
     def splits(self, num_gpus: int) -> list[Split]:
-        return [
-            Split(
-                rollout,
-                train,
-                self.simulate(rollout, train),
-                not train_bill(self.config, self.gpu, self.shape, train).remedy,
-            )
-            for rollout, train in possible(self.config, num_gpus)
-        ]
+        found = []
+        for rollout, train in possible(self.config, num_gpus):
+            fits = not train_bill(self.config, self.gpu, self.shape, train).remedy
+            found.append(Split(rollout, train, self.simulate(rollout, train), fits))
+        return found
 
     def memory_rows(self, num_gpus: int) -> Iterator[tuple[str, ...]]:
         config, bill = self.config, self.rollout_bill
         num_billions = self.shape.num_parameters / 1e9
         yield "model", f"{config.model.path}: {num_billions:.2f} B parameters", ""
         yield "rollout GPU", *bill.row
-        num_longest = bill.kv_tokens // config.max_tokens_per_trajectory
-        fit = f"{bill.kv_tokens:,} KV tokens: {num_longest:,} of the longest answers"
-        of_usual = f"{self.max_running:,} of the usual {self.mean_tokens:,.0f} tokens"
-        yield "", f"{fit}, {of_usual} (rollout.max_num_seqs {config.rollout.max_num_seqs})", ""
+        fit = f"{self.max_running:,} answers of the usual {self.mean_tokens:,.0f} tokens at once"
+        yield "", f"{bill.kv_tokens:,} KV tokens: {fit}", ""
         # As many as can train share an optimizer; split_rows says where it is too big for fewer.
         num_train = max(1, num_gpus - config.devices.tensor_parallel)
         yield "training GPU", *train_bill(config, self.gpu, self.shape, num_train).row
@@ -404,21 +371,14 @@ class Plan:
     def split_rows(self, num_gpus: int) -> Iterator[tuple[str, ...]]:
         found = self.splits(num_gpus)
         best = recommended(found)
-        yield HEADER
+        yield "split", "tokens/s", "engines idle", "trainers idle", "staleness", ""
         for split in found:
             advice = "" if split.fits else "too big"
             if split is best:
-                advice = "<- take this" if split.fits else "<- take this, once it fits"
+                is_synchronous = self.config.is_synchronous
+                sentence = split.balance.sentence(is_synchronous=is_synchronous)
+                advice = f"<- take this{'' if split.fits else ', once it fits'}; {sentence}"
             yield *split.row, advice
-
-    def scale_rows(self, first: int, last: int) -> Iterator[tuple[str, ...]]:
-        """The best split of each number of GPUs, by doubling, for the recipe's own batch."""
-        yield HEADER
-        number = first
-        while number < last:
-            yield *recommended(self.splits(number)).row, ""
-            number *= 2
-        yield *recommended(self.splits(last)).row, ""
 
 
 def possible(config: Config, num_gpus: int) -> list[tuple[int, int]]:
@@ -429,9 +389,7 @@ def possible(config: Config, num_gpus: int) -> list[tuple[int, int]]:
     if not pairs:
         rule = f"{num_gpus} cannot be split into engines of {width} and at least one to train"
         raise RecipeError("--num", num_gpus, rule, f"take {width + 1} or more")
-    if len(pairs) <= MAX_SPLITS:
-        return pairs
-    return [pairs[round(i * (len(pairs) - 1) / (MAX_SPLITS - 1))] for i in range(MAX_SPLITS)]
+    return pairs[:: -(-len(pairs) // MAX_SPLITS)]
 
 
 def recommended(found: Sequence[Split]) -> Split:
@@ -442,26 +400,15 @@ def recommended(found: Sequence[Split]) -> Split:
     return min(good, key=lambda split: (split.outcome.staleness_mean, split.train))
 
 
-def parse_range(text: str) -> tuple[int, int]:
-    first, dots, last = text.partition("..")
-    if dots and first.isdigit() and last.isdigit() and 2 <= int(first) <= int(last) <= 4096:
-        return int(first), int(last)
-    raise RecipeError("--gpus", text, "is not a range from 2 to 4096", "write it like 8..512")
-
-
 def with_auto_split(config: Config, gpu: Gpu | None, resumed: Path | None) -> Config:
     """devices.split = "auto": as planned for the GPU, and the recipe's own on a GPU that is not in
     the table. A run that is resumed on as many devices keeps the split in its recipe.toml."""
-    total = config.devices.rollout + config.devices.train
-    if resumed is not None:
-        before = load(resumed / "recipe.toml").config.devices
-        if before.rollout + before.train == total:
-            return _with_split(config, before.rollout, before.train)
-    if gpu is None:
-        return config
-    best = recommended(Plan(config, gpu, usual_lengths(config)).splits(total))
-    return _with_split(config, best.rollout, best.train)
-
-
-def _with_split(config: Config, rollout: int, train: int) -> Config:
-    return replace(config, devices=replace(config.devices, rollout=rollout, train=train))
+    own = config.devices
+    total = own.rollout + own.train
+    before = load(resumed / "recipe.toml").config.devices if resumed else own
+    if resumed and before.rollout + before.train == total:
+        own = replace(own, rollout=before.rollout, train=before.train)
+    elif gpu is not None:
+        best = recommended(Plan(config, gpu, usual_lengths(config)).splits(total))
+        own = replace(own, rollout=best.rollout, train=best.train)
+    return replace(config, devices=own)

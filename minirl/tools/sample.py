@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from minirl import model
-from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.launch import model_folder
 from minirl.recipe import check_model, read_model_config
-from minirl.records import Example, Prompt, Trajectory
-from minirl.shm.ring import TrajectoryRing
-from minirl.tasks.prompts import encode
-from minirl.tools.collect import collecting
+from minirl.records import Example, Prompt
+from minirl.tasks.prompts import encode, has_template
+from minirl.tools.collect import REFUSED, collecting
 from minirl.tools.evaluate import Target, with_devices
 from minirl.view.console import Bar
 
@@ -43,36 +41,26 @@ def sample(target: Target, text: str, count: int, is_raw: bool) -> Iterator[Samp
         source = target.folder or model_folder(config, logs, bar)
         tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
         prompt = render(text, tokenizer, is_raw)
-        config = fitting(config, len(prompt.tokens), source)
+        tasks = replace(config.tasks, max_prompt_tokens=len(prompt.tokens))
+        config = replace(config, tasks=tasks)
+        check_model(config, read_model_config(config, source))
         with collecting(config, source, tokenizer, count, logs, bar.note, is_graded=False) as there:
-            for answer in there.answers([prompt] * count):
-                if answer.trajectory is None:
+            for place, answer in there.answers([prompt] * count):
+                if answer.stop == REFUSED:
                     rule = f"vLLM refuses it ({answer.error})"
                     raise RecipeError("PROMPT", "…", rule, "shorten it")
-                yield read(there.ring, answer.place, answer.trajectory, tokenizer)
+                view = there.ring.read(there.cells[place], place)
+                written = view.mask == 1
+                pieces = [tokenizer.decode([int(token)]) for token in view.tokens[written]]
+                values = [float(value) for value in view.logprobs[written]]
+                tokens = tuple(zip(pieces, values, strict=True))
+                yield Sampled(answer.text, answer.stop, tokens)
 
 
 def render(text: str, tokenizer: Any, is_raw: bool) -> Prompt:
-    example = Example(text, "")
-    if not is_raw and getattr(tokenizer, "chat_template", None):
-        example = Example(({"role": "user", "content": text},), "")
-    return Prompt(0, example, encode(example, tokenizer))
-
-
-def fitting(config: Config, num_tokens: int, source: Path) -> Config:
-    """A ring for this prompt."""
-    if not num_tokens:
+    is_chat = not is_raw and has_template(tokenizer)
+    example = Example(({"role": "user", "content": text},) if is_chat else text, "")
+    tokens = encode(example, tokenizer)
+    if not tokens:
         raise RecipeError("PROMPT", "", "has no token", "write something")
-    tasks = replace(config.tasks, max_prompt_tokens=num_tokens)
-    config = replace(config, tasks=tasks)
-    check_model(config, read_model_config(config, source))
-    return config
-
-
-def read(ring: TrajectoryRing, place: int, trajectory: Trajectory, tokenizer: Any) -> Sampled:
-    view = ring.read(trajectory.cell, place)
-    ids = [int(token) for token in view.tokens[view.mask == 1]]
-    values = [float(value) for value in view.logprobs[view.mask == 1]]
-    pieces = tuple(zip([tokenizer.decode([i]) for i in ids], values, strict=True))
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    return Sampled(text, trajectory.stop.name.lower(), pieces)
+    return Prompt(0, example, tokens)

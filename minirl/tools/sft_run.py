@@ -14,6 +14,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from minirl import devices
 from minirl.config import Config
@@ -26,7 +27,7 @@ from minirl.run_dir import JsonLines, write_text
 from minirl.tasks.registry import make_task, self_check
 from minirl.train.messages import Learn, Learned, Saved, SaveModel, SftSetup
 from minirl.view.console import Bar
-from minirl.workers import Fleet, Role, graceful, signals
+from minirl.workers import Fleet, Message, Role, graceful, signals
 
 MODEL = "model"
 START_LIMIT_S = 1800.0
@@ -62,17 +63,10 @@ def sft(config: Config, run_dir: Path) -> int:
 
 def as_training(config: Config) -> Config:
     """[train] with the values of [sft]: what an optimizer reads."""
-    own = config.sft
-    train = replace(
-        config.train,
-        steps=own.steps,
-        batch_size=own.batch_size,
-        lr=own.lr,
-        warmup_steps=WARMUP_STEPS,
-        schedule="linear",
-        num_minibatches=1,
-    )
-    return replace(config, train=train)
+    own = {"steps": config.sft.steps, "batch_size": config.sft.batch_size, "lr": config.sft.lr}
+    fixed = {"warmup_steps": WARMUP_STEPS, "schedule": "linear", "num_minibatches": 1}
+    values: dict[str, Any] = {**own, **fixed}
+    return replace(config, train=replace(config.train, **values))
 
 
 class SftController:
@@ -87,35 +81,29 @@ class SftController:
 
     def run(self) -> None:
         learned = self.fleet.wait_for(Learned, START_LIMIT_S)
+        steps, every = self.config.train.steps, self.config.eval.every
         log = JsonLines(self.run_dir / "metrics.jsonl")
-        steps, every, stall_s = (
-            self.config.train.steps,
-            self.config.eval.every,
-            self.config.log.stall_s,
-        )
         began, done = time.monotonic(), 0
         self.bar.total(steps)
         self.note_loss(0, learned)
         while done < steps and not self.is_interrupted:
             is_evaluated = done + 1 == steps or bool(every and (done + 1) % every == 0)
-            self.send(Learn(done, is_evaluated))
-            learned = self.fleet.wait_for(Learned, stall_s)
+            learned = self.ask(Learn(done, is_evaluated), Learned)
             done += 1
             self.note_loss(done, learned)
             seconds = round(time.monotonic() - began, 3)
             log.write(metrics_line({"step": done, "seconds": seconds, **learned.values}))
-            heldout = f"  held-out {self.losses[-1][1]:.4f}" if self.losses else ""
-            self.bar.at(done, f"loss {learned.values['sft/loss']:.4f}{heldout}")
-        self.send(SaveModel(str(self.run_dir / MODEL)))
-        self.fleet.wait_for(Saved, stall_s)
+            self.bar.at(done, f"loss {learned.values['sft/loss']:.4f}")
         log.close()
-        self.write_summary(done, time.monotonic() - began, learned.num_too_long)
+        self.ask(SaveModel(str(self.run_dir / MODEL)), Saved)
+        self.write_summary(done, learned.num_too_long)
         self.fleet.stop(Stop())
 
-    def send(self, request: Learn | SaveModel) -> None:
-        """To every rank; the first one answers."""
+    def ask(self, request: Learn | SaveModel, kind: type[Message]) -> Message:
+        """Every rank; the first one answers."""
         for rank in self.fleet.workers:
             rank.send(request)
+        return self.fleet.wait_for(kind, self.config.log.stall_s)
 
     def note_loss(self, step: int, learned: Learned) -> None:
         loss = learned.values.get("sft/heldout_loss")
@@ -123,19 +111,13 @@ class SftController:
             self.losses.append((step, loss))
             self.bar.note(f"held-out loss {loss:.4f} after step {step}")
 
-    def write_summary(self, num_steps: int, seconds: float, num_too_long: int) -> None:
-        if num_too_long:
-            self.bar.note(f"{num_too_long} examples were too long and left out")
+    def write_summary(self, num_steps: int, num_too_long: int) -> None:
         summary = {
             "finished": not self.is_interrupted,
             "model": str(self.run_dir / MODEL),
-            "task": self.config.tasks.kind,
-            "seed": self.config.seed,
             "steps": num_steps,
-            "seconds": round(seconds, 3),
-            "heldout_losses": self.losses,
             "heldout_loss_before": self.losses[0][1] if self.losses else None,
             "heldout_loss_after": self.losses[-1][1] if self.losses else None,
-            "examples_too_long": num_too_long,
+            "examples_too_long": num_too_long,  # and left out
         }
         write_text(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")

@@ -8,33 +8,31 @@ Takes costs, the lengths of answers and a Buffer, gives throughput, idle shares 
     events    an engine's next sequence ends; a step is trained and published
 
 Costs are linear. An engine step gives each running sequence one token. Decoding is bound by memory:
-the step reads all weights once and the KV of every running sequence; each sequence adds a little
-compute and bookkeeping. Prefill (also of running sequences after an update) and training are bound
-by compute.
+the step reads all weights once and the KV of every running sequence. Prefill (also of running
+sequences after an update) and training are bound by compute.
 
-Leaves out: evaluations, checkpoints, the time of rewards and of messages.
+Leaves out: evaluations, checkpoints, the time of rewards and of messages; a group that grows too
+old is not aborted but dropped when it is done.
 """
 
 import gc
 import heapq
 import math
 import random
-from collections import deque
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from statistics import NormalDist, fmean
 
-from minirl.buffer import Buffer, Drop
+from minirl.buffer import Buffer
 from minirl.errors import RecipeError
 from minirl.records import Batch, Group, StopReason, Trajectory
 from minirl.rollout.dispatch import Dispatcher
-from minirl.run_dir import read_lines
+from minirl.run_dir import RunDir
 
 SIGMA = 0.7  # of the logarithm: the longest tenth is about six times as long as the shortest
-TRAINED = -1  # the event that is no engine's
-ENDLESS = 2**62  # a version that never comes
-CUT, ENDED = StopReason.LENGTH, StopReason.STOP
 
 
 @dataclass(frozen=True)
@@ -63,9 +61,6 @@ class Costs:
     def base_s(self, num_seqs: int) -> float:
         return self.step_s + num_seqs * self.step_per_seq_s
 
-    def train_s(self, num_tokens: int) -> float:
-        return self.train_fixed_s + num_tokens * self.train_per_token_s
-
 
 @dataclass(frozen=True)
 class Lengths:
@@ -74,12 +69,9 @@ class Lengths:
     answers: tuple[int, ...]
     prompt: int
 
-    def draw(self, dice: random.Random) -> int:
-        return self.answers[int(dice.random() * len(self.answers))]
-
     @cached_property
     def mean(self) -> float:
-        return sum(self.answers) / len(self.answers)
+        return fmean(self.answers)
 
     @cached_property
     def longest(self) -> int:
@@ -99,22 +91,17 @@ def with_mean(mean: float, limit: int, prompt: int) -> Lengths:
     low, high = 1.0, float(limit) * 4
     for _ in range(30):
         middle = (low + high) / 2
-        if long_tailed(middle, limit, prompt, num=512).mean < mean:
-            low = middle
-        else:
-            high = middle
+        is_short = long_tailed(middle, limit, prompt, num=512).mean < mean
+        low, high = (middle, high) if is_short else (low, middle)
     return long_tailed(low, limit, prompt)
 
 
 def of_run(run_dir: Path) -> Lengths:
     """What a run trained, all steps together."""
-    path = run_dir / "batches.jsonl"
-    if not path.is_file():
-        rule = "has no batches.jsonl"
-        raise RecipeError("--run", str(run_dir), rule, "name the directory of a run with steps")
-    groups = [group for line in read_lines(path) for group in line["groups"]]
+    groups = [group for line in RunDir(run_dir).batches for group in line["groups"]]
     if not groups:
-        raise RecipeError("--run", str(run_dir), "has no trained step", "let it train one")
+        remedy = "name the directory of a run that has trained a step"
+        raise RecipeError("--run", str(run_dir), "has no step in its batches.jsonl", remedy)
     answers = tuple(length for group in groups for length in group["lengths"])
     return Lengths(answers, round(fmean(group["prompt_tokens"] for group in groups)))
 
@@ -125,10 +112,16 @@ class Sequence:
     prompt: int
     length: int
     started: float = 0.0  # the engine's counter
-    started_versions: float = 0.0  # the engine's integral
+    versions: float = (
+        0.0  # of its tokens, summed; while it runs, the engine's integral at its start
+    )
     head_version: int = 0
     tail_version: int = 0
-    mean_version: float = 0.0
+
+    @property
+    def trajectory(self) -> Trajectory:
+        whole, versions = self.prompt + self.length, (self.head_version, self.tail_version)
+        return Trajectory(0, whole, self.length, StopReason.STOP, *versions)
 
 
 class Engine:
@@ -141,7 +134,7 @@ class Engine:
         self.version = version
         self.now = 0.0
         self.idle_s = 0.0
-        self.stamp = 0  # grows when what comes next has changed
+        self.next_end_s = math.inf  # when the next sequence is done, if nothing happens before
         self._stands_until = 0.0  # prefilling or reloading
         self._counter = 0.0  # tokens that a sequence which ran from the beginning would have
         self._versions = 0.0  # integral of the version over the counter
@@ -170,21 +163,27 @@ class Engine:
         """New weights between two steps; what runs has its KV computed again under them."""
         self.advance(now)
         self.version = version
-        pause = self.costs.reload_s
-        if self.recomputes:
-            pause += self._context * self.costs.prefill_per_token_s
-        self._stand(pause)
+        again = self._context * self.costs.prefill_per_token_s if self.recomputes else 0.0
+        self._stand(self.costs.reload_s + again)
 
-    def _stand(self, seconds: float) -> None:
-        self._stands_until = max(self.now, self._stands_until) + seconds
-        self.stamp += 1
+    def take_done(self, now: float) -> list[Sequence]:
+        self.advance(now)
+        done = []
+        while self._running and self._running[0][0] <= self._counter + 1e-6:
+            sequence = heapq.heappop(self._running)[2]
+            self._context -= sequence.prompt + sequence.length
+            mean = (self._versions - sequence.versions) / (self._counter - sequence.started)
+            sequence.versions = mean * sequence.length
+            sequence.tail_version = self.version
+            done.append(sequence)
+        self._admit()
+        return done
 
     def _admit(self) -> None:
-        prefill = 0
-        last_group = -1
+        prefill, last_group = 0, -1
         while self._waiting and len(self._running) < self.max_running:
             sequence = self._waiting.popleft()
-            sequence.started, sequence.started_versions = self._counter, self._versions
+            sequence.started, sequence.versions = self._counter, self._versions
             sequence.head_version = self.version
             # From the next whole step on: then many end with the same step, as in an engine.
             entry = (math.ceil(self._counter) + sequence.length, self._next_key, sequence)
@@ -196,39 +195,12 @@ class Engine:
                 last_group = sequence.group_id
         self._stand(prefill * self.costs.prefill_per_token_s)
 
-    @property
-    def next_end_s(self) -> float | None:
-        """When the next sequence is done, if nothing happens before."""
-        if not self._running:
-            return None
-        steps = max(0.0, self._running[0][0] - self._counter)
-        since = max(self.now, self._stands_until)
-        return since + self.costs.steps_s(steps, len(self._running), self._context)
-
-    def take_done(self, now: float) -> list[Sequence]:
-        self.advance(now)
-        done = []
-        while self._running and self._running[0][0] <= self._counter + 1e-6:
-            done.append(self._end(heapq.heappop(self._running)[2]))
-        self._admit()
-        return done
-
-    def _end(self, sequence: Sequence) -> Sequence:
-        self._context -= sequence.prompt + sequence.length
-        sequence.tail_version = self.version
-        grown = self._versions - sequence.started_versions
-        sequence.mean_version = grown / max(1e-9, self._counter - sequence.started)
-        return sequence
-
-    def abort(self, group_id: int, now: float) -> None:
-        self.advance(now)
-        for _, _, sequence in self._running:
-            if sequence.group_id == group_id:
-                self._context -= sequence.prompt + self._counter - sequence.started
-        self._running = [e for e in self._running if e[2].group_id != group_id]
-        heapq.heapify(self._running)
-        self._waiting = deque(s for s in self._waiting if s.group_id != group_id)
-        self._admit()
+    def _stand(self, seconds: float) -> None:
+        self._stands_until = max(self.now, self._stands_until) + seconds
+        self.next_end_s = math.inf
+        if self._running:
+            steps, num = max(0.0, self._running[0][0] - self._counter), len(self._running)
+            self.next_end_s = self._stands_until + self.costs.steps_s(steps, num, self._context)
 
 
 @dataclass(frozen=True)
@@ -249,17 +221,16 @@ class Step:
     """What one training step was made of."""
 
     ended_s: float
-    num_tokens: int  # written
-    staleness: float  # mean over those tokens
-    staleness_max: int
-    trainer_idle_s: float
+    num_tokens: int = 0  # written
+    staleness: float = 0.0  # mean over those tokens
+    staleness_max: int = 0
+    trainer_idle_s: float = 0.0
     engines_idle_s: float = 0.0  # of all engines, since the beginning
 
 
 @dataclass(frozen=True)
 class Outcome:
     tokens_per_s: float
-    seconds: float
     trainer_idle: float
     engines_idle: float
     staleness_mean: float
@@ -267,36 +238,20 @@ class Outcome:
     num_groups: int
 
 
-@dataclass(slots=True)
-class Sampling:
-    engine: int
-    head: int = ENDLESS  # the oldest version that began one of its sequences
-    done: list[Trajectory] = field(default_factory=list)
-    num_tokens: int = 0
-    versions: float = 0.0  # of all tokens, summed
-
-
 class Simulation:
     def __init__(self, setup: Setup, buffer: Buffer):
         self.setup, self.buffer = setup, buffer
-        self.longest = setup.lengths.longest
-        self.dispatcher = Dispatcher(setup.num_engines, self.longest)
-        self.engines = [
-            Engine(setup.costs, setup.max_running, buffer.version, setup.recomputes)
-            for _ in range(setup.num_engines)
-        ]
+        self.dispatcher = Dispatcher(setup.num_engines, setup.lengths.longest)
+        args = (setup.costs, setup.max_running, buffer.version, setup.recomputes)
+        self.engines = [Engine(*args) for _ in range(setup.num_engines)]
         self.dice = random.Random(setup.seed)
-        self.now = 0.0
-        self.events: list[tuple[float, int, int]] = []  # time, engine or TRAINED, stamp
-        self.sampling: dict[int, Sampling] = {}
-        self.written: dict[int, Sampling] = {}  # of groups that are done
-        self.batch: Batch | None = None
-        self.free_since_s = 0.0
+        self.now = self.free_since_s = 0.0
+        self.trained_s = math.inf  # when the step in training ends
+        self.done: dict[int, list[Sequence]] = defaultdict(list)  # by group
         self.steps: list[Step] = []
-        self.num_prompts = 0
+        self.num_groups = 0
 
     def run(self) -> Outcome:
-        was_collecting = gc.isenabled()
         gc.disable()  # nothing here refers to itself; looking for it costs a fifth of the time
         try:
             while len(self.steps) < self.setup.num_steps:
@@ -304,111 +259,81 @@ class Simulation:
                 self.learn()
                 self.next_event()
         finally:
-            if was_collecting:
-                gc.enable()
+            gc.enable()
         return self.outcome()
 
     def feed(self) -> None:
-        needed = (self.setup.num_steps - len(self.steps)) * self.buffer.batch_size
-        sent: dict[int, list[Sequence]] = {}
-        lengths = self.setup.lengths
-        for _ in range(self.buffer.num_to_begin(needed)):
-            if not self.buffer.can_admit(self.buffer.version):
+        buffer, lengths, size = self.buffer, self.setup.lengths, self.setup.group_size
+        needed = (self.setup.num_steps - len(self.steps)) * buffer.batch_size
+        sent: dict[int, list[Sequence]] = defaultdict(list)
+        for _ in range(buffer.num_to_begin(needed)):
+            if not buffer.can_admit(buffer.version):
                 break
-            engine = self.dispatcher.assign(self.buffer.next_id, self.setup.group_size)
-            ticket = self.buffer.admit(self.num_prompts, self.buffer.version, self.now)
-            self.num_prompts += 1
-            self.sampling[ticket.group_id] = Sampling(engine)
-            queue = sent.setdefault(engine, [])
-            for _ in range(self.setup.group_size):
-                length = lengths.draw(self.dice)
-                queue.append(Sequence(ticket.group_id, lengths.prompt, length))
+            engine = self.dispatcher.assign(buffer.next_id, size)
+            group_id = buffer.admit(self.num_groups, buffer.version, self.now).group_id
+            self.num_groups += 1
+            drawn = self.dice.choices(lengths.answers, k=size)
+            sent[engine] += [Sequence(group_id, lengths.prompt, length) for length in drawn]
         for engine, sequences in sent.items():
             self.engines[engine].submit(sequences, self.now)
-            self.expect(engine)
-
-    def expect(self, engine: int) -> None:
-        at = self.engines[engine].next_end_s
-        if at is not None:
-            heapq.heappush(self.events, (at, engine, self.engines[engine].stamp))
-
-    def next_event(self) -> None:
-        while True:
-            self.now, engine, stamp = heapq.heappop(self.events)
-            if engine == TRAINED:
-                self.on_trained()
-                return
-            if stamp == self.engines[engine].stamp:
-                for sequence in self.engines[engine].take_done(self.now):
-                    self.on_sequence(sequence)
-                self.expect(engine)
-                return
-
-    def on_sequence(self, sequence: Sequence) -> None:
-        group_id, length, head = sequence.group_id, sequence.length, sequence.head_version
-        self.dispatcher.trajectory_done(group_id, length)
-        group = self.sampling[group_id]
-        stop = CUT if length >= self.longest else ENDED
-        whole = sequence.prompt + length
-        group.done.append(Trajectory(0, whole, length, stop, head, sequence.tail_version))
-        if head < group.head:
-            group.head = head
-        group.num_tokens += length
-        group.versions += length * sequence.mean_version
-        if len(group.done) == self.setup.group_size:
-            self.written[group_id] = self.sampling.pop(group_id)
-            rewards = (0.0,) * len(group.done)
-            self.buffer.finish(Group(group_id, 0, tuple(group.done), rewards), self.now)
 
     def learn(self) -> None:
-        for group_id in self.buffer.expired():
-            group = self.sampling.pop(group_id)
-            self.dispatcher.forget(group_id)
-            self.buffer.drop(group_id, Drop.STALE)
-            self.engines[group.engine].abort(group_id, self.now)
-            self.expect(group.engine)
-        if self.batch is not None:
+        if self.trained_s < math.inf:
             return
         for ticket in self.buffer.take_untrainable():
-            del self.written[ticket.group_id]
-        self.batch = self.buffer.next_batch(len(self.steps) + 1, self.now)
-        if self.batch is not None:
-            tokens = sum(t.length for group in self.batch.groups for t in group.trajectories)
-            ends = self.now + self.setup.costs.train_s(tokens)
-            heapq.heappush(self.events, (ends, TRAINED, 0))
-            self.steps.append(self.step(self.batch, ends))
+            del self.done[ticket.group_id]
+        batch = self.buffer.next_batch(len(self.steps) + 1, self.now)
+        if batch is not None:
+            self.steps.append(self.step(batch))
+            self.trained_s = self.steps[-1].ended_s
 
-    def step(self, batch: Batch, ended_s: float) -> Step:
-        eta = self.buffer.max_staleness
-        written = [self.written.pop(group.id) for group in batch.groups]
-        num = sum(group.num_tokens for group in written)
-        mean = batch.version - sum(group.versions for group in written) / num
-        oldest = batch.version - min([group.head for group in written])
+    def step(self, batch: Batch) -> Step:
+        costs, eta = self.setup.costs, self.buffer.max_staleness
+        trained = [s for group in batch.groups for s in self.done.pop(group.id)]
+        num = sum([s.length for s in trained])
+        num_prompt = self.setup.lengths.prompt * len(trained)
+        mean = batch.version - sum([s.versions for s in trained]) / num
+        oldest = batch.version - min([s.head_version for s in trained])
+        ended_s = self.now + costs.train_fixed_s + costs.train_per_token_s * (num + num_prompt)
         # What is older is masked out, so it does not count.
         return Step(ended_s, num, min(mean, eta), min(oldest, eta), self.now - self.free_since_s)
 
+    def next_event(self) -> None:
+        engine = min(self.engines, key=attrgetter("next_end_s"))
+        self.now = min(self.trained_s, engine.next_end_s)
+        if self.now == self.trained_s:
+            self.on_trained()
+        else:
+            for sequence in engine.take_done(self.now):
+                self.on_sequence(sequence)
+
+    def on_sequence(self, sequence: Sequence) -> None:
+        group_id, group = sequence.group_id, self.done[sequence.group_id]
+        self.dispatcher.trajectory_done(group_id, sequence.length)
+        group.append(sequence)
+        if len(group) == self.setup.group_size:
+            trajectories = tuple([s.trajectory for s in group])
+            self.buffer.finish(Group(group_id, 0, trajectories, (0.0,) * len(group)), self.now)
+
     def on_trained(self) -> None:
         self.buffer.published(self.now)
-        self.batch = None
-        self.free_since_s = self.now
-        for i, engine in enumerate(self.engines):
+        self.trained_s, self.free_since_s = math.inf, self.now
+        for engine in self.engines:
             engine.reload(self.buffer.version, self.now)
-            self.expect(i)
         self.steps[-1].engines_idle_s = sum(engine.idle_s for engine in self.engines)
 
     def outcome(self) -> Outcome:
         num_warm = self.setup.num_warm
         counted = self.steps[num_warm:]
-        began = self.steps[num_warm - 1] if num_warm else Step(0.0, 0, 0.0, 0, 0.0)
+        began = self.steps[num_warm - 1] if num_warm else Step(0.0)
         seconds = counted[-1].ended_s - began.ended_s
         num_tokens = sum(step.num_tokens for step in counted)
         idle_s = counted[-1].engines_idle_s - began.engines_idle_s
         return Outcome(
             tokens_per_s=num_tokens / seconds,
-            seconds=seconds,
             trainer_idle=sum(step.trainer_idle_s for step in counted) / seconds,
             engines_idle=idle_s / self.setup.num_engines / seconds,
             staleness_mean=sum(step.staleness * step.num_tokens for step in counted) / num_tokens,
             staleness_max=max(step.staleness_max for step in counted),
-            num_groups=self.num_prompts,
+            num_groups=self.num_groups,
         )

@@ -1,9 +1,7 @@
-"""How sure a figure is: intervals, pass@k, and tests of two results on the same problems.
+"""How sure a figure is: intervals, pass@k, and a test of two results on the same problems.
 
-Takes rewards by problem, gives numbers. Every rule is stated where it is used and in
-docs/evaluation.md; draws come from a fixed seed, so the same rewards give the same figures.
-
-Leaves out: where rewards come from, files, looks.
+Takes rewards by problem, gives numbers. docs/evaluation.md states every rule; draws come from a
+fixed seed, so the same rewards give the same figures. Leaves out: where rewards come from, files.
 """
 
 from collections.abc import Sequence
@@ -14,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-Z95 = 1.959964  # of a normal distribution: 95 % are within so many deviations
-DRAWS = 10_000
-BATCH = 250  # draws at once: 250 of 10,000 problems are 20 MB
+# Draws at once: 250 of 10,000 problems are 20 MB.
+DRAWS = {"n_resamples": 10_000, "batch": 250, "method": "percentile", "rng": 0}
 
 
 @dataclass(frozen=True)
@@ -27,26 +24,20 @@ class Interval:
     low: float
     high: float
 
-    def __str__(self) -> str:
-        return f"{self.mean:.1%} ({self.low:.1%} to {self.high:.1%})"
-
 
 def interval_of(by_problem: Sequence[Sequence[float]]) -> Interval | None:
     """Of the mean over problems of each problem's mean reward. None: there is nothing to average.
 
-    One answer to each, each 0 or 1: Wilson's. Otherwise answers to one problem are not independent,
-    so problems are drawn again, with their answers: the bootstrap. Where all problems have the same
-    mean, such draws know no spread: Wilson's over the problems.
+    Where each problem's mean is 0 or 1, or all have the same mean: Wilson's over the problems.
+    Otherwise answers to one problem are not independent, so problems are drawn again, with their
+    answers: the bootstrap.
     """
     means = np.array([float(np.mean(rewards)) for rewards in by_problem if len(rewards)])
     if not len(means):
         return None
-    is_single = all(len(rewards) <= 1 for rewards in by_problem)
-    is_binary = bool(np.isin(means, (0.0, 1.0)).all())
+    is_binary, is_same = np.isin(means, (0.0, 1.0)).all(), np.ptp(means) == 0
     mean = float(means.mean())
-    if (is_single and is_binary) or (np.ptp(means) == 0 and 0 <= mean <= 1):
-        return wilson(mean, len(means))
-    return bootstrap(means)
+    return wilson(mean, len(means)) if is_binary or (is_same and 0 < mean < 1) else bootstrap(means)
 
 
 def wilson(share: float, count: int) -> Interval:
@@ -60,8 +51,7 @@ def bootstrap(values: NDArray[np.float64]) -> Interval:
     mean = float(values.mean())
     if np.ptp(values) == 0:
         return Interval(mean, mean, mean)
-    options = {"n_resamples": DRAWS, "batch": BATCH, "method": "percentile", "rng": 0}
-    found = stats.bootstrap((values,), np.mean, **options).confidence_interval
+    found = stats.bootstrap((values,), np.mean, **DRAWS).confidence_interval
     return Interval(mean, float(found.low), float(found.high))
 
 
@@ -81,13 +71,3 @@ def mcnemar(num_gained: int, num_lost: int) -> float:
     """Two-sided p, exact: had neither side an edge, each problem that changed was a fair coin."""
     changed = num_gained + num_lost
     return float(stats.binomtest(num_gained, changed).pvalue) if changed else 1.0
-
-
-def sign_flips(differences: Sequence[float]) -> float:
-    """Two-sided p of a paired permutation test on differences of means by problem: all swaps of the
-    two sides where there are at most 10,000, else as many random ones, counting ours."""
-    values = np.array([difference for difference in differences if difference], np.float64)
-    if len(values) < 2:
-        return 1.0
-    options = {"permutation_type": "samples", "n_resamples": DRAWS, "batch": BATCH, "rng": 0}
-    return float(stats.permutation_test((values,), np.mean, **options).pvalue)

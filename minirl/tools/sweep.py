@@ -16,18 +16,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, ClassVar
 
-import numpy as np
 from scipy import stats
 
+from minirl.balance import balance
 from minirl.errors import MinirlError, RecipeError
 from minirl.recipe import load
-from minirl.run_dir import read_lines, write_text
+from minirl.run_dir import RunDir, write_text
 
 PROGRAM = (sys.executable, "-m", "minirl.cli")
 TARGET = 0.8
@@ -39,20 +38,12 @@ def percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def points(value: float) -> str:
-    return f"{100 * value:+.1f}"
-
-
 COLUMNS: dict[str, Callable[[float], str]] = {
     "accuracy_before": percent,
     "accuracy_after": percent,
-    "accuracy_mean": percent,  # over all steps: the area under the curve
     "steps_to_80": "{:.1f}".format,  # until held-out accuracy reaches TARGET, of runs that do
     "reward_last": "{:.2f}".format,
     "tokens_per_s": "{:,.0f}".format,
-    "speed": "{:.2f}".format,  # tokens_per_s over the first row's, seed by seed
-    "gain_after": points,  # accuracy_after minus the first row's, seed by seed
-    "gain_mean": points,  # accuracy_mean minus the first row's
     "seconds": "{:,.0f}".format,
     "staleness_mean": "{:.2f}".format,
     "staleness_max": "{:.2f}".format,
@@ -102,12 +93,8 @@ class Cell:
     @property
     def name(self) -> str:
         """For a folder."""
-        pairs = (f"{key.rpartition('.')[2]}={_plain(value)}" for key, value in self.settings)
-        return ",".join(pairs) or "as-is"
-
-
-def _plain(value: str) -> str:
-    return "".join(c if c.isalnum() or c in ".+-_" else "_" for c in value.strip('"')) or "_"
+        pairs = (f"{key.rpartition('.')[2]}={value}" for key, value in self.settings)
+        return re.sub(r"[^\w.+=,-]", "_", ",".join(pairs).replace('"', "")) or "as-is"
 
 
 def parse_vary(texts: Sequence[str]) -> list[Vary]:
@@ -155,47 +142,35 @@ class Sweep:
 
     def runs(self) -> Iterator[tuple[Cell, int, Path]]:
         """Seed by seed, so that a sweep that is cut short has something of every combination."""
-        for seed in self.seeds:
-            for cell in cells(self.varied):
-                yield cell, seed, self.run_dir(cell, seed)
+        for seed, cell in itertools.product(self.seeds, cells(self.varied)):
+            yield cell, seed, self.run_dir(cell, seed)
 
     def go(self, say: Callable[[str], None]) -> None:
         todo = list(self.runs())
         for done, (cell, seed, run_dir) in enumerate(todo, 1):
-            is_done = is_finished(run_dir)
-            before = ": done before" if is_done else ""
+            before = ": done before" if is_finished(run_dir) else ""
             say(f"{done}/{len(todo)}  {cell.name} seed {seed}{before}")
-            if not is_done:
+            if not before:
                 train(self.recipe, run_dir, self.settings(cell, seed), self.program(cell))
                 self.write()
 
     def rows(self) -> list[dict[str, Any]]:
         """Of every combination that has a finished run."""
         found = []
-        firsts: dict[int, dict[str, Any]] = {}  # the first combination's, by seed
         for cell in cells(self.varied):
-            dirs = {seed: self.run_dir(cell, seed) for seed in self.seeds}
-            own = {seed: result(path) for seed, path in dirs.items() if is_finished(path)}
-            firsts = firsts or own
-            if own:
-                results = [beside(one, firsts.get(seed)) for seed, one in own.items()]
-                found.append(
-                    {"name": cell.name, "settings": dict(cell.settings), **row_of(results)}
-                )
+            dirs = [self.run_dir(cell, seed) for seed in self.seeds]
+            results = [result(path) for path in dirs if is_finished(path)]
+            if results:
+                own = {"name": cell.name, "settings": dict(cell.settings)}
+                found.append({**own, **row_of(results)})
         return found
 
     def table(self, rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-        keys = [vary.key for vary in self.varied]
-        head = (*keys, "seeds", *COLUMNS)
-        body = [
-            (
-                *(row["settings"][key] for key in keys),
-                str(row["runs"]),
-                *(cell_text(row[c], form, row["runs"]) for c, form in COLUMNS.items()),
-            )
-            for row in rows
-        ]
-        return [head, *body]
+        found = [(*(vary.key for vary in self.varied), "seeds", *COLUMNS)]
+        for row in rows:
+            texts = (cell_text(row[c], form, row["runs"]) for c, form in COLUMNS.items())
+            found.append((*row["settings"].values(), str(row["runs"]), *texts))
+        return found
 
     @property
     def command(self) -> str:
@@ -204,18 +179,11 @@ class Sweep:
         options += [f"--seeds {len(self.seeds)}", *(f"--set {text}" for text in self.overrides)]
         return " ".join([self.name, str(self.recipe), *options])
 
-    def machine(self) -> dict[str, Any]:
-        """What the first run ran on."""
-        for _, _, run_dir in self.runs():
-            with suppress(OSError, ValueError):
-                return json.loads((run_dir / "machine.json").read_text())
-        return {}
-
     def write(self) -> None:
         """After every run: table.md for people, table.json for programs."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        rows = self.rows()
-        whole = {"command": self.command, "machine": self.machine(), "rows": rows}
+        rows, machines = self.rows(), (RunDir(path).machine for _, _, path in self.runs())
+        whole = {"command": self.command, "machine": next(machines, {}), "rows": rows}
         text = json.dumps(whole, indent=1, default=vars)  # an Estimate is its fields
         write_text(self.folder / "table.json", text + "\n")
         write_text(self.folder / "table.md", markdown(self.table(rows)))
@@ -251,53 +219,29 @@ def _wait(process: "subprocess.Popen[bytes]") -> int:
 
 
 def is_finished(run_dir: Path) -> bool:
-    try:
-        return bool(json.loads((run_dir / "summary.json").read_text())["finished"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return bool(RunDir(run_dir).summary.get("finished"))
 
 
 def result(run_dir: Path) -> dict[str, Any]:
     """What a finished run came to. The first step is left out of rates: it waits for all."""
-    summary = json.loads((run_dir / "summary.json").read_text())
-    lines = read_lines(run_dir / "metrics.jsonl")
+    run = RunDir(run_dir)
+    summary, lines = run.summary, run.metrics
     seconds = lines[-1]["seconds"] - lines[0]["seconds"]
-    last = lines[-max(1, len(lines) // 10) :]
+    idle = balance(lines, *(lines[-1].get(f"{pool}/devices", 1) for pool in ("rollout", "train")))
     curve = summary.get("accuracies", [])
-
-    def mean(name: str) -> float | None:
-        """Weighted by the time of each step."""
-        pairs = [(b[name], b["seconds"] - a["seconds"]) for a, b in steps if name in b]
-        total = sum(s for _, s in pairs)
-        return sum(value * s for value, s in pairs) / total if total else None
-
-    steps = list(itertools.pairwise(lines))
     return {
         "accuracy_before": summary["accuracy_before"],
         "accuracy_after": summary["accuracy_after"],
         "accuracies": curve,
-        "accuracy_mean": area(curve),
         "steps_to_80": first_at(curve, TARGET),
-        "reward_last": fmean(line["reward/mean"] for line in last),
+        "reward_last": fmean(line["reward/mean"] for line in lines[-max(1, len(lines) // 10) :]),
         "tokens_per_s": sum(x["train/tokens"] for x in lines[1:]) / seconds if seconds else None,
         "seconds": lines[-1]["seconds"],
         "staleness_mean": fmean(line["buffer/staleness_mean"] for line in lines),
         "staleness_max": summary["staleness_max"],
-        "rollout_idle": mean("rollout/idle_frac"),
-        "train_idle": mean("train/idle_frac"),
+        "rollout_idle": idle.rollout_idle if idle else None,
+        "train_idle": idle.train_idle if idle else None,
     }
-
-
-def beside(found: dict[str, Any], first: dict[str, Any] | None) -> dict[str, Any]:
-    """A run's result with what it is beside another of the same seed: a slow hour cancels out."""
-    own: dict[str, float | None] = dict.fromkeys(("speed", "gain_after", "gain_mean"))
-    if first is not None:
-        if found["tokens_per_s"] and first["tokens_per_s"]:
-            own["speed"] = found["tokens_per_s"] / first["tokens_per_s"]
-        for name in ("after", "mean"):
-            a, b = found[f"accuracy_{name}"], first[f"accuracy_{name}"]
-            own[f"gain_{name}"] = None if a is None or b is None else a - b
-    return {**found, **own}
 
 
 def row_of(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -310,14 +254,6 @@ def row_of(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     shared = sorted(set.intersection(*map(set, curves)))
     curve = [{"version": v, **vars(estimate([c[v] for c in curves]))} for v in shared]
     return {**row, "runs": len(results), "curve": curve}
-
-
-def area(curve: Curve) -> float | None:
-    """Mean accuracy over versions, straight lines between evaluations."""
-    if len(curve) < 2 or curve[-1][0] <= curve[0][0]:
-        return None
-    versions, accuracies = zip(*curve, strict=True)
-    return float(np.trapezoid(accuracies, versions)) / (versions[-1] - versions[0])
 
 
 def first_at(curve: Curve, target: float) -> float | None:

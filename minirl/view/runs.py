@@ -42,10 +42,15 @@ def run_rows(runs: Sequence[RunDir]) -> Rows:
     rows: Rows = [RUN_COLUMNS]
     for name, run in zip(short_names(runs), runs, strict=True):
         done = f"{len(run.metrics)}/{run.recipe.get('train.steps', '?')}"
-        reward, right = formatted(run.last("reward/mean"), ".3f"), formatted(run.accuracy, ".1%")
+        reward = formatted(newest(run.metrics, "reward/mean"), ".3f")
+        right = formatted(newest(run.evals, "accuracy"), ".1%")
         changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed))
         rows.append((name, run.state, done, reward, right, changed))
     return rows
+
+
+def newest(lines: Sequence[Line], name: str) -> Any:
+    return next((line[name] for line in reversed(lines) if line.get(name) is not None), None)
 
 
 def formatted(value: Any, form: str) -> str:
