@@ -78,11 +78,12 @@ def test_a_real_logger_keeps_metrics_here(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read by the import
     pytest.importorskip(name)
+    notes: list[str] = []
     for last_step in (0, 2):
-        several = Loggers(with_loggers(name), tmp_path, last_step, pytest.fail)
+        several = Loggers(with_loggers(name), tmp_path, last_step, notes.append)
         log_steps(tmp_path, *range(last_step + 1, last_step + 4))
         several.close()
-    assert any((tmp_path / name).rglob("*"))
+    assert not notes and any((tmp_path / name).rglob("*"))
     if name == "tensorboard":
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -44,7 +44,7 @@ def draw_timeline(windows: dict[str, Window]) -> Any:
     panels[-1].set_xlim(0, max(window.seconds for window in windows.values()))
     panels[-1].set_xlabel("seconds")
     patches = [Patch(label=kind, facecolor=colour) for kind, colour in STATES.items()]
-    place = {"loc": "outside lower left", "ncols": 10}
+    place = {"loc": "outside lower left", "ncols": 10, "columnspacing": 1.0, "handlelength": 1.0}
     figure.legend(handles=patches, frameon=False, labelcolor=GREY, **place)
     return figure
 

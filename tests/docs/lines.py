@@ -1,7 +1,6 @@
-"""How much there is to read, for README's house section: `python -m tests.docs.lines`.
+"""Lines of Python and files by room of minirl/, as `wc -l` counts: `python -m tests.docs.lines`.
 
-Physical lines of Python and files, by room of minirl/, as `wc -l` counts; the files at its root are
-one room. The last rows are all of it, and the tests without tests/bench and tests/soak.
+The last rows are all of it, and the tests without tests/bench and tests/soak.
 """
 
 from collections.abc import Iterable

@@ -19,7 +19,6 @@ from minirl.tools.simulate import with_mean
 
 TABLE_7 = {0: 27_100, 1: 47_800, 4: 49_000, 16: 52_000}  # tokens/s by η
 SCALING = (32, 64, 128, 256)  # GPUs of figure 4
-PROMPT = 200
 
 
 def recipe(eta: int, batch_size: int, context: int) -> Config:
@@ -36,17 +35,15 @@ def recipe(eta: int, batch_size: int, context: int) -> Config:
 
 
 def tokens_per_s(config: Config, mean: float, rollout: int, train: int) -> float:
-    lengths = with_mean(mean, config.rollout.max_new_tokens, PROMPT)
+    lengths = with_mean(mean, config.rollout.max_new_tokens, 200)
     return Plan(config, GPUS["H800"], lengths).simulate(rollout, train).tokens_per_s
 
 
 class Row(NamedTuple):
-    """Tokens/s at one η; the error is that of the ratio to η = 0."""
-
     eta: int
-    paper: float
+    paper: float  # tokens/s
     simulated: float
-    error: float
+    error: float  # of the ratio to η = 0
 
 
 def table_7(etas: Sequence[int] = tuple(TABLE_7)) -> list[Row]:
