@@ -104,7 +104,7 @@ def test_inspect_prints_every_trajectory_of_a_step(folder: Path, tmp_path: Path)
     for name in ("samples.jsonl", "recipe.toml"):
         (tmp_path / name).write_text((folder / "eta-2" / name).read_text())
     out = ran("inspect", tmp_path, "--step", 2)
-    assert out.startswith("step 2\n") and "reward" in out
+    assert out.startswith("step 2, from version ?\n") and "reward" in out
 
 
 @pytest.mark.parametrize(

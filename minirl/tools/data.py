@@ -19,6 +19,7 @@ from minirl.records import Example
 from minirl.tasks import Task
 from minirl.tasks.prompts import encode, has_template, render
 
+MOST_LOOKED_AT = 10_000  # training examples
 BARS = 10
 BAR_WIDTH = 40
 

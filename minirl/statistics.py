@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from math import comb
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy import stats
 
 Z95 = 1.959964  # of a normal distribution: 95 % are within so many deviations
 DRAWS = 10_000
@@ -51,7 +51,7 @@ def interval_of(by_problem: Sequence[Sequence[float]]) -> Interval | None:
 
 def wilson(share: float, count: int) -> Interval:
     """Wilson's score interval of a share of `count` independent trials."""
-    found = stats.binomtest(round(share * count), count).proportion_ci(method="wilson")
+    found = scipy.stats.binomtest(round(share * count), count).proportion_ci(method="wilson")
     return Interval(share, float(found.low), float(found.high))
 
 
@@ -61,7 +61,7 @@ def bootstrap(values: NDArray[np.float64]) -> Interval:
     if np.ptp(values) == 0:
         return Interval(mean, mean, mean)
     options = {"n_resamples": DRAWS, "batch": BATCH, "method": "percentile", "rng": 0}
-    found = stats.bootstrap((values,), np.mean, **options).confidence_interval
+    found = scipy.stats.bootstrap((values,), np.mean, **options).confidence_interval
     return Interval(mean, float(found.low), float(found.high))
 
 
@@ -80,7 +80,7 @@ def usual_ks(most: int) -> list[int]:
 def mcnemar(num_gained: int, num_lost: int) -> float:
     """Two-sided p, exact: had neither side an edge, each problem that changed was a fair coin."""
     changed = num_gained + num_lost
-    return float(stats.binomtest(num_gained, changed).pvalue) if changed else 1.0
+    return float(scipy.stats.binomtest(num_gained, changed).pvalue) if changed else 1.0
 
 
 def sign_flips(differences: Sequence[float]) -> float:
@@ -90,4 +90,4 @@ def sign_flips(differences: Sequence[float]) -> float:
     if len(values) < 2:
         return 1.0
     options = {"permutation_type": "samples", "n_resamples": DRAWS, "batch": BATCH, "rng": 0}
-    return float(stats.permutation_test((values,), np.mean, **options).pvalue)
+    return float(scipy.stats.permutation_test((values,), np.mean, **options).pvalue)
