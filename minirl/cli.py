@@ -26,6 +26,7 @@ REMOVED = {
     "diff": "minirl report RUN RUN, which puts their values side by side",
     "trace": "--set log.trace=true, and open the run's trace.json in ui.perfetto.dev",
     "plan --check": "python -m tests.docs.plan, in a source tree",
+    "plan --gpus": "--num N, once for each number of GPUs",
 }
 UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)  # typer has no public name
 
@@ -132,7 +133,7 @@ def evaluate(
     k: Annotated[int, Option("--k", help="Answers to each problem.")] = 1,
     temperature: Temperature = None,
     problems: Annotated[int | None, Option(help="Default: eval.num_prompts.")] = None,
-    checkpoint: Annotated[str, Option(metavar="last|best|STEP", help="Of a run.")] = "",
+    checkpoint: Annotated[str, Option(metavar="last|best", help="Of a run.")] = "",
     out: Out = None,
     overrides: Overrides = None,
 ) -> None:
@@ -141,6 +142,7 @@ def evaluate(
     needs --task or --recipe. It leaves results.jsonl and summary.json in RUN/evals/… or evals/….
 
     \b
+    minirl eval runs/smoke-…
     minirl eval Qwen/Qwen3-0.6B --task gsm8k --k 8 --problems 200
     minirl eval --compare tiny runs/smoke-…               before and after RL
     minirl eval --compare evals/a evals/b/results.jsonl   of results that are there already
@@ -242,7 +244,6 @@ def data(
         typer.echo(f"--- {heading}\n{text}\n--- reference: {reference}\n")
     source = config.tasks.data or getattr(task, "data", "")
     _show([("task", f"{config.tasks.kind} {source}"), ("self-check", str(checked)), *found.rows()])
-    typer.echo("\ntokens of a training prompt\n" + "\n".join(found.histogram()))
 
 
 @app.command()
@@ -251,7 +252,6 @@ def plan(
     overrides: Overrides = None,
     gpu: Annotated[str, Option(help="H100, H800, A100-80, A100-40, L40S, 4090, 3090.")] = "H100",
     num: Annotated[int, Option(help="GPUs. Default: the recipe's rollout + train.")] = 0,
-    gpus: Annotated[str, Option(metavar="FIRST..LAST", help="How it would scale.")] = "",
     mean: Annotated[float, Option(help="Tokens of an answer. Default: 0.4 of the limit.")] = 0.0,
     run: Annotated[Path | None, Option(metavar="DIR", help="Take this run's lengths.")] = None,
 ) -> None:
@@ -263,15 +263,16 @@ def plan(
     minirl plan recipes/gsm8k.toml --run runs/gsm8k-…
     """
     from minirl.recipe import load
-    from minirl.tools.plan import Plan, gpu_named, parse_range, usual_lengths
+    from minirl.tools.plan import Plan, gpu_named, usual_lengths
     from minirl.tools.simulate import of_run
 
     config = load(recipe, overrides or []).config
     total = num or config.devices.rollout + config.devices.train
     lengths = of_run(run) if run else usual_lengths(config, mean or None)
     planned = Plan(config, gpu_named(gpu), lengths)
-    _show(list(planned.memory_rows(total)))
-    _show(list(planned.scale_rows(*parse_range(gpus)) if gpus else planned.split_rows(total)))
+    tables = list(planned.memory_rows(total)), list(planned.split_rows(total))
+    for table in tables:
+        _show(table)
 
 
 @app.command()
@@ -360,20 +361,19 @@ def runs(folder: Annotated[Path, Argument(metavar="[DIR]")] = RUNS) -> None:
 def inspect(
     run: Annotated[Path, Argument(metavar="RUN", help="A run directory.")],
     step: Annotated[int | None, Option(help="Default: the last.")] = None,
-    group: Annotated[int | None, Option(help="Only this group.")] = None,
 ) -> None:
     """Print what a step trained: rewards, versions, lengths, answers.
 
     \b
+    minirl inspect runs/smoke-20260101-120000
     minirl inspect runs/smoke-20260101-120000 --step 12
-    minirl inspect runs/smoke-20260101-120000 --step 12 --group 371
     """
     opened = open_run(run)
     line = find_step(opened, step)
     typer.echo(f"step {line['step']}, from version {line.get('version', '?')}")
     if line.get("groups"):
-        _show(trajectory_rows(line, group))
-    for text in sample_texts(opened, line["step"], group):
+        _show(trajectory_rows(line))
+    for text in sample_texts(opened, line["step"]):
         typer.echo(f"\n{text}")
 
 

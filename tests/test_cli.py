@@ -69,17 +69,17 @@ print([name for name in {HEAVY!r} if name in sys.modules])
         (["diff", "a", "b"], "No such command 'diff'; use minirl report RUN RUN, "),
         (["trace"], "No such command 'trace'; use --set log.trace=true, and "),
         (["plan", "x", "--check"], "No such option: --check; use python -m tests.docs.plan, in "),
-        (["train", "smokee"], 'recipe = "smokee": no such file; did you mean recipes/smoke.toml?'),
+        (["train", "smokee"], 'recipe = "smokee": no such file; did you mean recipes/'),
         (["plan", "recipes/gsm8k.toml", "--gpu", "T4"], '--gpu = "T4": is not in the table; one '),
-        (["plan", "recipes/gsm8k.toml", "--gpus", "8"], '--gpus = "8": is not a range from 2 to '),
+        (["plan", "x", "--gpus", "8..64"], "No such option: --gpus; use --num N, once for each "),
         (["plan", "recipes/gsm8k.toml", "--num", "1"], "--num = 1: 1 cannot be split into engine"),
-        (["plan", "recipes/gsm8k.toml", "--run", "no"], '--run = "no": has no batches.jsonl; '),
+        (["plan", "recipes/gsm8k.toml", "--run", "no"], '--run = "no": has no '),
         (["train", "recipes/smoke.toml", "--dry-run", "--set", "devices.rollout=1024"], "devices."),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(args: list[str], line: str) -> None:
     done = minirl(*args)
-    assert done.returncode == 2 and (args[0] == "plan" or not done.stdout)
+    assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith(f"minirl: {line}") and len(done.stderr.splitlines()) == 1
 
 
@@ -109,7 +109,7 @@ def test_config_is_toml_and_says_where_from() -> None:
     done = minirl("config", str(recipe), "--set", "train.lr=1e-4")
     wanted = to_toml(load(recipe, ["train.lr=1e-4"]).config)
     assert done.returncode == 0 and tomllib.loads(done.stdout) == tomllib.loads(wanted)
-    for origin in ("0.0001           ", "# --set\n", "# gsm8k-2gpu.toml:", "# gsm8k.toml:"):
+    for origin in ("0.0001           ", "# --set\n", "# gsm8k-2gpu.toml", "# gsm8k.toml"):
         assert origin in done.stdout
 
 
@@ -170,7 +170,7 @@ minirl.cli.main()
 def test_doctor_names_a_remedy_for_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     done = minirl("doctor")
     assert done.returncode in (0, 1) and done.stderr == ""
-    assert all(name in done.stdout for name in ("torch", "vllm", "/dev/shm", "memfd", "disk here"))
+    assert all(name in done.stdout for name in ("torch", "vllm", "/dev/shm", "disk here"))
     assert ("NOT OK" in done.stdout) == (done.returncode == 1)
     assert done.stdout.count("remedy: ") == done.stdout.count("NOT OK")
     monkeypatch.setattr(doctor, "TORCH_PROBE", "import no_such_torch")

@@ -97,8 +97,6 @@ def test_inspect_prints_every_trajectory_of_a_step(folder: Path, tmp_path: Path)
         ["9", "1", "0", "2–3", "32", "length"],
     ]
     assert "  answer: <i>4</i>" in lines
-    only = ran("inspect", folder / "eta-2", "--step", 4, "--group", 9).splitlines()
-    assert [row.split()[0] for row in only[2:]] == ["9", "9"]
     assert ran("inspect", folder / "eta-2").startswith("step 6"), "the last by default"
     # Where a run has no more than its samples, these are shown.
     for name in ("samples.jsonl", "recipe.toml"):
@@ -107,17 +105,10 @@ def test_inspect_prints_every_trajectory_of_a_step(folder: Path, tmp_path: Path)
     assert out.startswith("step 2, from version ?\n") and "reward" in out
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["--step", "99"], "--step = 99: eta-2 has no such step; it has 1 to 6"),
-        (["--step", "2", "--group", "99"], "--group = 99: step 2 has no such group; it trained"),
-    ],
-)
-def test_what_a_run_does_not_have_is_named(folder: Path, words: list[str], line: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        CliRunner().invoke(app, ["inspect", str(folder / "eta-2"), *words], catch_exceptions=False)
-    assert str(caught.value).startswith(line)
+def test_a_step_that_a_run_does_not_have_is_named(folder: Path) -> None:
+    words = ["inspect", str(folder / "eta-2"), "--step", "99"]
+    with pytest.raises(RecipeError, match="--step = 99: eta-2 has no such step; it has 1 to 6"):
+        CliRunner().invoke(app, words, catch_exceptions=False)
 
 
 @pytest.mark.parametrize("name", ["architecture.md", "troubleshooting.md"])

@@ -195,8 +195,9 @@ def with_devices(config: Config, num_devices: int | None) -> Config:
     width = config.devices.tensor_parallel
     everything = available // width * width if kind == "cuda" else width
     own = replace(config.devices, rollout=num_devices or everything)
-    check_devices(replace(config, devices=replace(own, train=0)), kind, available)
-    return replace(config, devices=own)
+    config = replace(config, devices=own)
+    check_devices(config, kind, available, own.rollout - own.train)  # nothing is trained
+    return config
 
 
 # Results ------------------------------------------------------------------------------------------
@@ -301,7 +302,7 @@ class Evaluated:
             low, high = found["interval_95"]
             accuracy = f"{found['accuracy']:.1%}   95 % interval {low:.1%} to {high:.1%}"
         passed = {f"pass@{k}": share for k, share in found["pass_at"].items() if share is not None}
-        dropped = ("answers_failed", "prompts_too_long", "prompts_refused", "failures")
+        dropped = ("answers_failed", "failures", "prompts_too_long")
         return [
             ("problems", f"{found['problems']} × {found['k']} answers"),
             ("accuracy", accuracy),
