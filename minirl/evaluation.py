@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minirl.records import Prompt, StopReason, Trajectory
-from minirl.tools.statistics import interval_of
+from minirl.statistics import interval_of
 
 EVAL_IDS = 1 << 40  # group ids from here on are evaluation's
 

@@ -14,7 +14,7 @@ from minirl.buffer import History
 from minirl.config import KEYS, Config, get
 from minirl.errors import RecipeError
 from minirl.recipe import load
-from minirl.run_dir import RunDir
+from minirl.run_dir import RunDir, holds_run
 from minirl.tasks.prompts import Consumed
 from minirl.train import checkpoint
 from minirl.train.checkpoint import newest_whole
@@ -62,10 +62,6 @@ def find_start(source: Path, run_dir: Path, is_resumed: bool) -> Start:
     if found is None or state is None:
         return Start(source, notes=(*notes, "no checkpoint yet: starting from the beginning"))
     return Start(found, state["step"], state, (*notes, f"going on from {found}"))
-
-
-def holds_run(run_dir: Path) -> bool:
-    return (run_dir / RECIPE).is_file()
 
 
 def is_finished(run_dir: Path, config: Config) -> bool:

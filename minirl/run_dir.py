@@ -20,9 +20,11 @@ Takes lines, gives files; takes a run directory, gives a `RunDir`. Leaves out wh
 
 import json
 import os
+import re
 import tomllib
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
 from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
 from functools import cached_property
@@ -32,6 +34,7 @@ from typing import IO, Any
 from minirl.errors import RecipeError
 
 Line = dict[str, Any]
+RUNS = Path("runs")
 LOCK = "lock"
 MARKS = ("recipe.toml", "metrics.jsonl", "summary.json")
 
@@ -216,6 +219,40 @@ def open_run(path: Path) -> RunDir:
 
 def is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in MARKS)
+
+
+def holds_run(path: Path) -> bool:
+    """A run to resume: its recipe is the first thing that it writes."""
+    return (path / "recipe.toml").is_file()
+
+
+def new_run_dir(name: str) -> Path:
+    return RUNS / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def choose_run_dir(recipe: Path, run_dir: Path | None, resume: bool) -> Path:
+    """Where `minirl train` writes: a new directory, or the one of the run to resume."""
+    if run_dir is None:
+        return _newest_of(recipe.stem) if resume else new_run_dir(recipe.stem)
+    if run_dir.is_file():
+        raise RecipeError("--run-dir", str(run_dir), "is a file", "name a new directory")
+    if resume and not run_dir.is_dir():
+        remedy = "name a run directory, or leave --resume out to start one"
+        raise RecipeError("--run-dir", str(run_dir), "no such directory to resume", remedy)
+    if (resume or any(run_dir.glob("*"))) and not holds_run(run_dir):
+        rule = "is not empty and holds no run (there is no recipe.toml in it)"
+        raise RecipeError("--run-dir", str(run_dir), rule, "name another directory")
+    return run_dir
+
+
+def _newest_of(name: str) -> Path:
+    # Not by glob: runs/gsm8k-* would also match the runs of gsm8k-2gpu.
+    form = re.compile(rf"{re.escape(name)}-\d{{8}}-\d{{6}}")
+    found = sorted(path for path in RUNS.glob("*") if form.fullmatch(path.name) and path.is_dir())
+    if not found:
+        remedy = "leave --resume out to start one, or name it with --run-dir"
+        raise RecipeError("--resume", f"{RUNS}/{name}-*", "no run of this recipe", remedy)
+    return found[-1]
 
 
 def _flatten(tree: Line, prefix: str = "") -> Line:

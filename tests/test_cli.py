@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -9,16 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from minirl import __version__
 from minirl.recipe import load, to_toml
-from minirl.tools.doctor import Finding, diagnose
+from minirl.run_dir import choose_run_dir
+from minirl.tools import doctor
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+COMMANDS = "train eval sample sft data plan sweep config doctor watch runs inspect report replay"
+HEAVY = ("torch", "vllm", "transformers", "numpy", "scipy", "rich", "minirl.config")
 
 
 def python(*args: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    # Wide and offline, whatever the terminal and the machine are.
-    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+    # 80 columns and offline, whatever the terminal and the machine are.
+    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80", "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
         [sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=600
     )
@@ -28,45 +33,61 @@ def minirl(*args: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return python("-m", "minirl.cli", *args, cwd=cwd)
 
 
-@pytest.mark.parametrize("args", [["--help"], ["train", "--help"], ["config", "-h"]])
-def test_help_loads_no_torch(args: list[str]) -> None:
+def test_help_shows_every_command_with_its_whole_summary() -> None:
+    shown = minirl("--help").stdout
+    rows = re.findall(r"^  (\w+) +(\S.*)$", shown.partition("Commands:")[2], re.MULTILINE)
+    assert [name for name, _ in rows] == COMMANDS.split()
+    assert all(summary.endswith(".") and "..." not in summary for _, summary in rows)
+    assert "Exit codes:" in shown and minirl().stdout == shown
+    assert minirl("--version").stdout == f"{__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS.split()])
+def test_help_of_a_command_teaches_and_loads_nothing_heavy(command: str) -> None:
     code = f"""
-import sys
-import minirl.cli, minirl.config
-sys.argv = ["minirl", *{args!r}]
+import sys, minirl.cli
+sys.argv = ["minirl", *{command.split()!r}, "-h"]
 try:
     minirl.cli.main()
 except SystemExit as end:
     assert not end.code
-print([name for name in ("torch", "vllm", "transformers", "numpy") if name in sys.modules])
+print([name for name in {HEAVY!r} if name in sys.modules])
 """
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
-    assert "Usage: minirl" in done.stdout
-    assert done.stdout.endswith("[]\n")
+    assert done.stdout.startswith("Usage: minirl") and done.stdout.endswith("[]\n")
+    num_examples = len(re.findall(rf"^  minirl {command}\b", done.stdout, re.MULTILINE))
+    assert num_examples >= 1 or command in ("doctor", "runs")
 
 
-def test_help_teaches() -> None:
-    top, train = minirl("--help").stdout, minirl("train", "--help").stdout
-    for words in ("minirl doctor", "--dry-run", "Exit codes:", "train", "config"):
-        assert words in top
-    for words in ("--set", "--run-dir", "--resume", "metrics.jsonl", "Exit codes:", "  3  "):
-        assert words in train
-
-
-def test_usage_errors_exit_with_2() -> None:
-    for args in (["train"], ["trian", "x.toml"], ["train", "x.toml", "--no-such-flag"]):
-        done = minirl(*args)
-        assert done.returncode == 2
-        assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (["train"], "Missing argument 'RECIPE'; see minirl train --help"),
+        (["trian", "x.toml"], "No such command 'trian'. Did you mean 'train'?; see minirl --help"),
+        (["train", "x.toml", "--nope"], "No such option: --nope; see minirl train --help"),
+        (["diff", "a", "b"], "No such command 'diff'; use minirl report RUN RUN, "),
+        (["trace"], "No such command 'trace'; use --set log.trace=true, and "),
+        (["plan", "x", "--check"], "No such option: --check; use python -m tests.docs.plan, in "),
+        (["train", "smokee"], 'recipe = "smokee": no such file; did you mean recipes/'),
+        (["plan", "recipes/gsm8k.toml", "--gpu", "T4"], '--gpu = "T4": is not in the table; one '),
+        (["plan", "x", "--gpus", "8..64"], "No such option: --gpus; use --num N, once for each "),
+        (["plan", "recipes/gsm8k.toml", "--num", "1"], "--num = 1: 1 cannot be split into engine"),
+        (["plan", "recipes/gsm8k.toml", "--run", "no"], '--run = "no": has no '),
+        (["train", "recipes/smoke.toml", "--dry-run", "--set", "devices.rollout=1024"], "devices."),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(args: list[str], line: str) -> None:
+    done = minirl(*args)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith(f"minirl: {line}") and len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
 def test_dry_run_anywhere(recipe: Path, tmp_path: Path) -> None:
     done = minirl("train", str(recipe), "--dry-run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("recipe ok\n")
-    assert "trajectory ring" in done.stdout
+    assert done.stdout.endswith("recipe ok\n") and "trajectory ring" in done.stdout
     assert not list(tmp_path.iterdir())
 
 
@@ -77,145 +98,87 @@ def test_dry_run_checks_a_local_model(tmp_path: Path) -> None:
     (tmp_path / "model/config.json").write_text(json.dumps(sizes))
     (tmp_path / "r.toml").write_text('[model]\npath = "model"\n[devices]\nkind = "cpu"\n')
     done = minirl("train", "r.toml", "--dry-run", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "3.0 MiB" in done.stdout
+    assert done.returncode == 0 and "3.0 MiB" in done.stdout, done.stderr
     longer = ["--set", "rollout.max_new_tokens=129"]
     done = minirl("train", "r.toml", "--dry-run", *longer, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "past the model's 384 positions" in done.stderr
-
-
-def test_dry_run_refuses_more_processes_than_the_cores_allow(tmp_path: Path) -> None:
-    many = ["--set", "devices.rollout=1024"]
-    done = minirl("train", str(ROOT / "recipes/smoke.toml"), "--dry-run", *many, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("minirl: devices.rollout = 1024: ")
-    assert done.stdout == ""
+    assert done.returncode == 2 and "past the model's 384 positions" in done.stderr
 
 
 def test_config_is_toml_and_says_where_from() -> None:
     recipe = ROOT / "recipes/gsm8k-2gpu.toml"
     done = minirl("config", str(recipe), "--set", "train.lr=1e-4")
-    assert done.returncode == 0
     wanted = to_toml(load(recipe, ["train.lr=1e-4"]).config)
-    assert tomllib.loads(done.stdout) == tomllib.loads(wanted)
-    assert "lr = 0.0001                           # --set\n" in done.stdout
-    assert "# gsm8k-2gpu.toml" in done.stdout
-    assert "# gsm8k.toml" in done.stdout
-    assert "# default" in done.stdout
+    assert done.returncode == 0 and tomllib.loads(done.stdout) == tomllib.loads(wanted)
+    for origin in ("0.0001           ", "# --set\n", "# gsm8k-2gpu.toml", "# gsm8k.toml"):
+        assert origin in done.stdout
+
+
+NO_RUN = "is not empty and holds no run (there is no recipe.toml in it); name another directory"
 
 
 @pytest.mark.parametrize(
-    "args, line",
+    ("args", "line"),
     [
-        (
-            ["--run-dir", "full"],
-            'minirl: --run-dir = "full": is not empty and holds no run '
-            "(there is no recipe.toml in it); name another directory\n",
-        ),
-        (
-            ["--resume", "--run-dir", "full"],
-            'minirl: --run-dir = "full": is not empty and holds no run '
-            "(there is no recipe.toml in it); name another directory\n",
-        ),
-        (
-            ["--run-dir", "r.toml"],
-            'minirl: --run-dir = "r.toml": is a file; name a new directory\n',
-        ),
-        (
-            ["--resume", "--run-dir", "gone"],
-            'minirl: --run-dir = "gone": no such directory to resume; '
-            "name a run directory, or leave --resume out to start one\n",
-        ),
-        (
-            ["--resume"],  # runs/r-big-... is not a run of r.toml
-            'minirl: --resume = "runs/r-*": no run of this recipe; '
-            "leave --resume out to start one, or name it with --run-dir\n",
-        ),
+        (["--run-dir", "full"], f'--run-dir = "full": {NO_RUN}'),
+        (["--run-dir", "r.toml"], '--run-dir = "r.toml": is a file; name a new directory'),
+        (["--resume", "--run-dir", "no"], '--run-dir = "no": no such directory to resume; name a '),
+        (["--resume"], '--resume = "runs/r-*": no run of this recipe; leave --resume out to '),
     ],
 )
 def test_wrong_run_dir(tmp_path: Path, args: list[str], line: str) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full/metrics.jsonl").touch()
-    (tmp_path / "runs/r-big-20250101-000000").mkdir(parents=True)
+    (tmp_path / "runs/r-big-20250101-000000").mkdir(parents=True)  # not a run of r.toml
     (tmp_path / "r.toml").write_text('[devices]\nkind = "cpu"\n')
     done = minirl("train", "r.toml", *args, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (2, line)
+    assert done.returncode == 2 and done.stderr.startswith(f"minirl: {line}"), done.stderr
 
 
 def test_resume_takes_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from minirl.cli.train import choose_run_dir
-
     monkeypatch.chdir(tmp_path)
     for name in ("r-20250101-000000", "r-20250102-000000", "r-2gpu-20260101-000000"):
         (tmp_path / "runs" / name).mkdir(parents=True)
-    chosen = choose_run_dir(Path("some/r.toml"), None, resume=True)
-    assert chosen == Path("runs/r-20250102-000000")
-    fresh = choose_run_dir(Path("some/r.toml"), None, resume=False)
-    assert fresh.match("runs/r-????????-??????")
-    assert not fresh.exists()
+    assert choose_run_dir(Path("a/r.toml"), None, resume=True) == Path("runs/r-20250102-000000")
+    fresh = choose_run_dir(Path("a/r.toml"), None, resume=False)
+    assert fresh.match("runs/r-????????-??????") and not fresh.exists()
 
 
-def test_errors_have_exit_codes_and_no_traceback() -> None:
+def test_errors_have_exit_codes_and_output_to_a_full_disk_changes_none() -> None:
     code = """
 import minirl.cli, minirl.errors as e
-def fail(): raise {}
-minirl.cli.app = lambda **_: fail()
+from minirl.view.console import ConsoleView
+def app(**_):
+    view = ConsoleView(10)
+    view.note("x" * 9000)
+    view.step({{"step": 1, "seconds": 1.0, "reward/mean": 0.5}})
+    raise {}
+minirl.cli.app = app
 minirl.cli.main()
 """
     for error, exit_code, stderr in (
-        ("e.WorkerDied('rank 1\\ndied')", 1, "minirl: rank 1\\ndied\n"),
-        ("e.Stalled('nothing moved')", 3, "minirl: nothing moved\n"),
-        ("KeyboardInterrupt", 130, ""),
+        ("e.WorkerDied('rank 1\\ndied')", 1, b"minirl: rank 1\\ndied\n"),
+        ("e.Stalled('nothing moved')", 3, b"minirl: nothing moved\n"),
+        ("KeyboardInterrupt", 130, b""),
+        ("SystemExit(7)", 7, b""),
     ):
-        done = python("-c", code.format(error))
+        command = [sys.executable, "-c", code.format(error)]
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=ROOT)
         assert (done.returncode, done.stderr) == (exit_code, stderr)
 
 
-def test_output_to_a_full_disk_fails_no_run_and_changes_no_exit_code() -> None:
-    code = """
-import sys, minirl.cli
-from minirl.view.console import ConsoleView
-def train(**_):
-    view = ConsoleView(10)
-    for step in range(1, 11):
-        view.note("x" * 9000)
-        view.step({"step": step, "seconds": 1.0, "reward/mean": 0.5})
-    view.close()
-    sys.exit(7)
-minirl.cli.app = train
-minirl.cli.main()
-"""
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, cwd=ROOT
-        )
-    assert (done.returncode, done.stderr) == (7, b"")
-
-
-def test_doctor() -> None:
+def test_doctor_names_a_remedy_for_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     done = minirl("doctor")
-    assert done.returncode in (0, 1)
-    assert done.stderr == ""
-    for name in ("python", "torch", "vllm", "transformers", "/dev/shm", "disk here"):
-        assert name in done.stdout
+    assert done.returncode in (0, 1) and done.stderr == ""
+    assert all(name in done.stdout for name in ("torch", "vllm", "/dev/shm", "disk here"))
     assert ("NOT OK" in done.stdout) == (done.returncode == 1)
     assert done.stdout.count("remedy: ") == done.stdout.count("NOT OK")
-
-
-def test_doctor_names_a_remedy_for_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    from minirl.tools import doctor
-
     monkeypatch.setattr(doctor, "TORCH_PROBE", "import no_such_torch")
     monkeypatch.setattr(doctor, "TRANSFORMERS_PROBE", "import time; time.sleep(60)")
     monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 1)
-    findings = {finding.name: finding for finding in diagnose()}
-    assert findings["torch"] == Finding(
-        "torch",
-        False,
-        "does not import: ModuleNotFoundError: No module named 'no_such_torch'",
-        doctor.INSTALL,
-    )
+    findings = {finding.name: finding for finding in doctor.diagnose()}
+    missing = "does not import: ModuleNotFoundError: No module named 'no_such_torch'"
+    assert findings["torch"] == doctor.Finding("torch", False, missing, doctor.INSTALL)
     assert findings["transformers"].detail.endswith("no answer in 1 s")
     assert all(finding.remedy for finding in findings.values() if not finding.ok)
 

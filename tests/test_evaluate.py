@@ -139,9 +139,9 @@ def test_problems_are_asked_in_turns_where_memory_is_short() -> None:
         (["eval", "no/such/folder", "--task", "gsm8k"], "no such folder"),
         (["eval", "tiny", "--task", "gsm9k"], 'did you mean "gsm8k"'),
         (["eval", "tiny", "--task", "arithmetic", "--k", "0"], "--k = 0"),
-        (["eval", "tiny", "--task", "arithmetic", "--devices", "99"], "devices.rollout = 99"),
+        (["eval", "tiny", "--task=arithmetic", "--set", "devices.rollout=99"], "rollout = 99"),
         (["eval", "--compare", "pyproject.toml", "Makefile"], "no results of an eval"),
-        (["sample", "tiny", "hello", "-n", "0"], "-n = 0"),
+        (["sample", "tiny", "hello", "-n", "0"], "value for '-n'"),
     ],
 )
 def test_wrong_input_is_one_line(
@@ -169,7 +169,7 @@ def test_a_model_is_evaluated_and_sampled(engines: int, tied_folder: Path, tmp_p
     task = f"{Path(__file__).parent / 'noisy_task.py'}:UnsureAgain"
     done = minirl(
         *("eval", str(tied_folder), "--task", task, "--k", "3", "--problems", "12"),
-        *("--temperature", "1", "--max-new-tokens", "24", "--devices", str(engines)),
+        *("--temperature=1", "--set=rollout.max_new_tokens=24", f"--set=devices.rollout={engines}"),
         *("--set", "tasks.timeout_s=0.5", "--set", "rollout.kv_cache_gib=0.1"),
         *("--set", "tasks.max_prompt_tokens=64", "--out", "out"),
         cwd=tmp_path,

@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from minirl.tools.statistics import interval_of, mcnemar, pass_at, usual_ks, wilson
+from minirl.statistics import interval_of, mcnemar, pass_at, usual_ks, wilson
 
 
 def test_wilson_s_interval_has_known_values() -> None:

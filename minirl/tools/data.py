@@ -19,6 +19,8 @@ from minirl.records import Example
 from minirl.tasks import Task
 from minirl.tasks.prompts import encode, has_template, render
 
+MOST_LOOKED_AT = 10_000  # training examples
+
 
 @dataclass(frozen=True)
 class Side:

@@ -41,11 +41,11 @@ from minirl.recipe import (
 )
 from minirl.run_dir import RunDir, read_lines, write_text
 from minirl.shm.ring import TrajectoryRing
+from minirl.statistics import bootstrap, interval_of, mcnemar, pass_at, usual_ks
 from minirl.tasks import Task
 from minirl.tasks.registry import make_task, self_check
 from minirl.tasks.turns import dialogue_of
 from minirl.tools.collect import Attempt, collecting
-from minirl.tools.statistics import bootstrap, interval_of, mcnemar, pass_at, usual_ks
 from minirl.train import checkpoint
 from minirl.view.console import Bar
 
@@ -227,6 +227,26 @@ class Evaluated:
     results: list[Result]
     summary: dict[str, Any]
 
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """As `minirl eval` prints it."""
+        found = self.summary
+        accuracy = "unknown: not one answer could be graded"
+        if found["accuracy"] is not None:
+            low, high = found["interval_95"]
+            accuracy = f"{found['accuracy']:.1%}   95 % interval {low:.1%} to {high:.1%}"
+        passed = {f"pass@{k}": share for k, share in found["pass_at"].items() if share is not None}
+        dropped = ("answers_failed", "failures", "prompts_too_long")
+        return [
+            ("problems", f"{found['problems']} × {found['k']} answers"),
+            ("accuracy", accuracy),
+            *((name, f"{share:.1%}") for name, share in passed.items()),
+            ("tokens", f"{found['length_mean']:.1f}, {found['truncated_frac']:.1%} cut"),
+            *((name.replace("_", " "), str(found[name])) for name in dropped if found[name]),
+            ("speed", f"{found['tokens_per_s']:,.0f} tokens/s, {found['seconds']:.0f} s"),
+            ("results", str(self.folder)),
+        ]
+
 
 def evaluate(target: Target, options: Options, out: Path | None) -> Evaluated:
     """Ctrl-C leaves the problems that were done in results.jsonl, and no process."""
@@ -355,3 +375,40 @@ def _shown(left: Result, right: Result) -> dict[str, Any]:
         **{"problem": left.problem, "question": question, "reference": left.reference},
         **{"a": a.text, "a_reward": a.reward, "b": b.text, "b_reward": b.reward},
     }
+
+
+def compare_named(
+    names: tuple[str, str], options: Options, out: Path | None
+) -> list[tuple[str, str]]:
+    """`minirl eval --compare`: evaluates what is no results yet, gives what is printed."""
+    runs = [run for name in names if (run := run_of(name)) and not is_results(name)]
+    if runs and not options.names("tasks.kind") and options.recipe is None:
+        options = replace(options, recipe=runs[0] / "recipe.toml")  # the same problems for both
+    sides = []
+    for name, letter in zip(names, "ab", strict=True):
+        if is_results(name):
+            sides.append(read(Path(name)))
+            continue
+        own = options if run_of(name) else replace(options, checkpoint="")
+        sides.append(evaluate(resolve(name, own), own, out / letter if out else None).results)
+    found = compare(sides[0], sides[1])
+    if out is not None:
+        write_text(out / "compare.json", json.dumps(found, indent=2) + "\n")
+    return _comparison_rows(names, found)
+
+
+def _comparison_rows(names: tuple[str, str], found: dict[str, Any]) -> list[tuple[str, str]]:
+    low, high = (f"{100 * bound:+.1f}" for bound in found["interval_95"])
+    changed = f"{len(found['gained'])} gained, {len(found['lost'])} lost"
+    means = [f"{mean:.1%} ({a:.1%} to {b:.1%})" for mean, a, b in found["accuracies"]]
+    rows = [
+        (f"A, {names[0]}", means[0]),
+        (f"B, {names[1]}", means[1]),
+        ("B - A", f"{100 * found['difference']:+.1f} points   95 % interval {low} to {high}"),
+        ("p", f"{found['p']:.2g}   {found['test']}"),
+        ("problems", f"{found['problems']}: {changed}; {found['unmatched']} left out"),
+    ]
+    for pair in found["shown"]:
+        rows += [(f"problem {pair['problem']}", pair["question"])]
+        rows += [(f"{side} ({pair[f'{side}_reward']:g})", pair[side].strip()) for side in "ab"]
+    return rows

@@ -47,6 +47,7 @@ MAX_SAVED = 2  # bad batches of a run that goes on: each holds a whole model
 WITH_WEIGHTS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json")
 COMPARED = ("train/loss", "train/grad_norm")
 NUM_WORST = 3
+CLOSE = 1e-3  # relative, of a loss: other ranks and threads sum in another order
 
 
 @dataclass(frozen=True)
@@ -253,6 +254,7 @@ class Replayed:
     bad_gradients: tuple[str, ...] = ()  # names of parameters
     worst: tuple[TokenAt, ...] = ()  # the largest logprob gaps
     canary_gap: float | None = None  # published against these weights
+    is_detailed: bool = False  # each token was looked at; else it is compared with its record
 
     @property
     def difference(self) -> float:
@@ -266,6 +268,35 @@ class Replayed:
             elif ours != theirs:
                 found = max(found, abs(ours - theirs) / max(abs(ours), abs(theirs)))
         return found
+
+    @property
+    def is_good(self) -> bool:
+        numbers = [self.values.get(name) for name in COMPARED]
+        if not all(number is None or math.isfinite(number) for number in numbers):
+            return False
+        is_clean = not self.bad_tokens and not self.bad_gradients
+        return is_clean if self.is_detailed else self.difference < CLOSE
+
+    @property
+    def lines(self) -> list[str]:
+        """As `minirl replay` prints it."""
+        if not self.is_detailed:
+            losses = f"{self.saved.values.get('train/loss')}, here {self.values.get('train/loss')}"
+            gap = self.difference
+            answer = "equal" if not gap else f"close ({gap:.0e})" if gap < CLOSE else "DIFFERENT"
+            return [f"step {self.saved.batch.step:>6}  loss recorded {losses}  {answer}"]
+        shown = (*COMPARED, "train/logprob_gap", "train/entropy")
+        numbers = {n: self.values.get(n) for n in shown} | {"canary gap": self.canary_gap}
+        places = [
+            f"group {t.group}, trajectory {t.place}, token {t.token}: {t.what}"
+            for t in (*self.bad_tokens, *self.worst)
+        ]
+        return [
+            *([self.saved.why] if self.saved.why else []),
+            *(f"{name:<18}{value:.6g}" for name, value in numbers.items() if value is not None),
+            *places,
+            *(f"gradients that are not finite: {name}" for name in self.bad_gradients[:5]),
+        ]
 
 
 @dataclass(frozen=True)
@@ -385,7 +416,7 @@ def _look(trainer: "Trainer", saved: SavedBatch, batch: Batch) -> Replayed:
     if saved.canary:
         canary_gap = float(np.abs(trainer.canary() - np.array(saved.canary))[1:].mean())
     if not batch.groups:
-        return Replayed(saved, {}, canary_gap=canary_gap)
+        return Replayed(saved, {}, canary_gap=canary_gap, is_detailed=True)
     prepared = trainer.preparer.prepare(batch)
     values = trainer.train(batch)
     places = [(group.id, i) for group in batch.groups for i in range(len(group.trajectories))]
@@ -407,4 +438,4 @@ def _look(trainer: "Trainer", saved: SavedBatch, batch: Batch) -> Replayed:
         gaps.append((float(gap[token]), TokenAt(*at, token, said)))
     worst = [token for gap, token in sorted(gaps, key=lambda pair: -pair[0])[:NUM_WORST] if gap]
     names = tuple(trainer.bad_gradients)
-    return Replayed(saved, values, tuple(bad), names, tuple(worst), canary_gap)
+    return Replayed(saved, values, tuple(bad), names, tuple(worst), canary_gap, True)

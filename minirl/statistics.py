@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import comb
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy import stats
 
 # Draws at once: 250 of 10,000 problems are 20 MB.
 DRAWS = {"n_resamples": 10_000, "batch": 250, "method": "percentile", "rng": 0}
@@ -42,7 +42,7 @@ def interval_of(by_problem: Sequence[Sequence[float]]) -> Interval | None:
 
 def wilson(share: float, count: int) -> Interval:
     """Wilson's score interval of a share of `count` independent trials."""
-    found = stats.binomtest(round(share * count), count).proportion_ci(method="wilson")
+    found = scipy.stats.binomtest(round(share * count), count).proportion_ci(method="wilson")
     return Interval(share, float(found.low), float(found.high))
 
 
@@ -51,7 +51,7 @@ def bootstrap(values: NDArray[np.float64]) -> Interval:
     mean = float(values.mean())
     if np.ptp(values) == 0:
         return Interval(mean, mean, mean)
-    found = stats.bootstrap((values,), np.mean, **DRAWS).confidence_interval
+    found = scipy.stats.bootstrap((values,), np.mean, **DRAWS).confidence_interval
     return Interval(mean, float(found.low), float(found.high))
 
 
@@ -70,4 +70,4 @@ def usual_ks(most: int) -> list[int]:
 def mcnemar(num_gained: int, num_lost: int) -> float:
     """Two-sided p, exact: had neither side an edge, each problem that changed was a fair coin."""
     changed = num_gained + num_lost
-    return float(stats.binomtest(num_gained, changed).pvalue) if changed else 1.0
+    return float(scipy.stats.binomtest(num_gained, changed).pvalue) if changed else 1.0

@@ -1,0 +1,420 @@
+"""The command line: parse, call, exit code. The only module that imports typer.
+
+Imports stay inside the commands, so that `minirl --help` answers at once. Every MinirlError and
+every usage error ends as one line on stderr. A command's docstring is its help. Leaves out: work.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+from typer import Argument, Option
+
+import minirl
+from minirl.errors import MinirlError, RecipeError, one_line
+from minirl.run_dir import RUNS, choose_run_dir, holds_run, new_run_dir, open_run
+from minirl.view.runs import find_step, list_runs, run_rows, sample_texts, trajectory_rows
+
+REMOVED = {
+    "bench": "python -m tests.bench, in a source tree",
+    "chaos": "python -m tests.soak, in a source tree",
+    "verify-resume": "pytest tests/test_verify_resume.py, in a source tree",
+    "diff": "minirl report RUN RUN, which puts their values side by side",
+    "trace": "--set log.trace=true, and open the run's trace.json in ui.perfetto.dev",
+    "plan --check": "python -m tests.docs.plan, in a source tree",
+    "plan --gpus": "--num N, once for each number of GPUs",
+}
+UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)  # typer has no public name
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+Recipe = Annotated[Path, Argument(metavar="RECIPE", help="A TOML file, as recipes/smoke.toml.")]
+Overrides = Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="Repeatable.")]
+RunDirectory = Annotated[Path | None, Option("--run-dir", help="Default: runs/<recipe>-<time>.")]
+Out = Annotated[Path | None, Option("--out", metavar="DIR", help="Where the results go.")]
+Temperature = Annotated[float | None, Option(help="0 is greedy.")]
+
+
+def main() -> None:
+    try:
+        sys.exit(app(args=sys.argv[1:] or ["-h"], prog_name="minirl", standalone_mode=False))
+    except (MinirlError, UsageError) as error:
+        text = str(error) if isinstance(error, MinirlError) else _usage(error)
+        print(f"minirl: {one_line(text, limit=2000)}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:  # output that cannot be written must not change the exit code
+        try:
+            sys.stdout.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _usage(error: typer.BadParameter) -> str:
+    path = error.ctx.command_path if error.ctx else "minirl"
+    words = {sys.argv[1], f"{sys.argv[1]} {getattr(error, 'option_name', '')}"}
+    if removed := [REMOVED[word] for word in words & REMOVED.keys()]:
+        return f"{error.message.partition('. ')[0].rstrip('.')}; use {removed[0]}"
+    return f"{error.format_message().rstrip('.')}; see {path} --help"
+
+
+def _show(rows: Sequence[Sequence[str]]) -> None:
+    """In columns. Not through rich, which would cut names and figures to a narrow terminal."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        typer.echo("  ".join(cells).rstrip())
+
+
+@app.callback(invoke_without_command=True)
+def _top(version: Annotated[bool, Option("--version", help="Print it.")] = False) -> None:
+    """Fully asynchronous reinforcement learning for language models, on one box.
+
+    \b
+    minirl doctor                               is this machine ready?
+    minirl train recipes/smoke.toml             a few minutes on 2 CPU cores, no download
+    minirl train recipes/gsm8k.toml --dry-run   check a GPU recipe on any machine
+
+    Exit codes: 0 done; 1 the run failed, or doctor found something; 2 wrong input, said in one
+    line; 3 nothing moved for log.stall_s seconds; 130 stopped by Ctrl-C or SIGTERM.
+    """
+    if version:
+        typer.echo(minirl.__version__)
+
+
+@app.command()
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    run_dir: RunDirectory = None,
+    resume: Annotated[bool, Option("--resume", help="--run-dir or the recipe's last run.")] = False,
+    plain: Annotated[bool, Option("--plain", help="One line per step, no dashboard.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Check, show the plan, stop.")] = False,
+) -> None:
+    """Train by a recipe. It leaves checkpoints/ (which transformers and vLLM load as they are),
+    recipe.toml with every value, metrics.jsonl with one line per step, evals.jsonl, samples.jsonl,
+    batches.jsonl and summary.json. Ctrl-C once: finish the step, save, exit. Twice: now.
+
+    \b
+    minirl train recipes/smoke.toml --set train.steps=10 --set buffer.max_staleness=0
+    minirl train recipes/gsm8k.toml --resume
+    minirl train recipes/gsm8k.toml --run-dir runs/mine    # again: resumes it
+    """
+    from minirl.recipe import load
+    from minirl.tools import dry_run as check
+
+    loaded = load(recipe, overrides or [])
+    rows = check.plan_rows(loaded.config)  # checks task, loggers and model
+    chosen = choose_run_dir(recipe, run_dir, resume)
+    if dry_run:
+        _show([*rows, *check.machine_notes(loaded.config), ("recipe ok", "")])
+        return
+    from minirl.launch import train as launch
+
+    raise typer.Exit(launch(loaded, recipe, chosen, resume or holds_run(chosen), plain))
+
+
+@app.command("eval")
+def evaluate(
+    target: Annotated[str | None, Argument(metavar="[MODEL_OR_RUN]")] = None,
+    compare: Annotated[tuple[str, str] | None, Option(metavar="A B", help="Two of them.")] = None,
+    task: Annotated[str, Option(metavar="KIND", help="As tasks.kind in a recipe.")] = "",
+    recipe: Annotated[Path | None, Option(help="Task and sampling for a model.")] = None,
+    k: Annotated[int, Option("--k", help="Answers to each problem.")] = 1,
+    temperature: Temperature = None,
+    problems: Annotated[int | None, Option(help="Default: eval.num_prompts.")] = None,
+    checkpoint: Annotated[str, Option(metavar="last|best", help="Of a run.")] = "",
+    out: Out = None,
+    overrides: Overrides = None,
+) -> None:
+    """Measure accuracy on held-out problems, or compare two models. MODEL_OR_RUN is a run (its
+    last checkpoint), a checkpoint, or a model: a Hugging Face folder, a hub name or "tiny", which
+    needs --task or --recipe. It leaves results.jsonl and summary.json in RUN/evals/… or evals/….
+
+    \b
+    minirl eval runs/smoke-…
+    minirl eval Qwen/Qwen3-0.6B --task gsm8k --k 8 --problems 200
+    minirl eval --compare tiny runs/smoke-…               before and after RL
+    minirl eval --compare evals/a evals/b/results.jsonl   of results that are there already
+    """
+    from minirl.tools import evaluate as tool
+
+    given = {"tasks.kind": task or None, "eval.num_prompts": problems}
+    values = tool.as_overrides({**given, "eval.temperature": temperature})
+    options = tool.Options(recipe, checkpoint, k, (*(overrides or ()), *values))
+    if (compare is None) == (target is None):
+        remedy = "minirl eval MODEL_OR_RUN, or minirl eval --compare A B"
+        raise RecipeError("MODEL_OR_RUN", target or "", "one target, or --compare", remedy)
+    if compare is not None:
+        _show(tool.compare_named(compare, options, out))
+        return
+    done = tool.evaluate(tool.resolve(cast(str, target), options), options, out)
+    _show(done.rows)
+    raise typer.Exit(0 if done.summary["accuracy"] is not None else 1)
+
+
+@app.command()
+def sample(
+    model: Annotated[str, Argument(metavar="MODEL", help="As MODEL_OR_RUN of minirl eval.")],
+    prompt: Annotated[str, Argument(metavar="PROMPT")],
+    num: Annotated[int, Option("-n", min=1, max=1024, help="How many answers.")] = 4,
+    temperature: Temperature = 1.0,
+    max_new_tokens: Annotated[int, Option(help="An answer is cut here.")] = 256,
+    raw: Annotated[bool, Option("--raw", help="Use no chat template.")] = False,
+    tokens: Annotated[bool, Option("--tokens", help="Print each token and its logprob.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Print answers of a model to one prompt, with their logprobs.
+
+    \b
+    minirl sample runs/smoke-… "Tom has 7 apples. Tom buys 5 more. How many has Tom?" --tokens
+    minirl sample Qwen/Qwen3-0.6B "What is 7 times 8?" --temperature 0
+    """
+    from minirl.tools.evaluate import Options, as_overrides, resolve, run_of
+    from minirl.tools.sample import sample as draw
+
+    kind = None if run_of(model) else "arithmetic"  # any task: none is used
+    given = {"tasks.kind": kind, "eval.temperature": temperature}
+    values = as_overrides({**given, "rollout.max_new_tokens": max_new_tokens})
+    options = Options(overrides=(*values, *(overrides or ())))
+    for i, answer in enumerate(draw(resolve(model, options), prompt, num, raw), start=1):
+        head = f"--- {i}: {len(answer.tokens)} tokens, {answer.stop}"
+        typer.echo(f"{head}, mean logprob {answer.mean_logprob:.3f}")
+        lines = [f"{value:9.4f}  {piece!r}" for piece, value in answer.tokens]
+        typer.echo("\n".join(lines) if tokens else answer.text)
+
+
+@app.command()
+def sft(recipe: Recipe, overrides: Overrides = None, run_dir: RunDirectory = None) -> None:
+    """Train a model on its task's worked answers, before RL. It leaves model/ (a Hugging Face
+    folder), metrics.jsonl and summary.json (held-out loss) in runs/<recipe>-sft-<time>/.
+
+    \b
+    minirl sft recipes/gsm8k.toml --set sft.steps=300
+    minirl train recipes/gsm8k.toml --set model.path=runs/gsm8k-sft-…/model
+    """
+    from minirl.recipe import check_task, load
+
+    config = load(recipe, overrides or []).config
+    check_task(config)
+    folder = run_dir or new_run_dir(f"{recipe.stem}-sft")
+    if folder.is_file() or any(folder.glob("*")):
+        raise RecipeError("--run-dir", str(folder), "is not empty", "name a new directory")
+    from minirl.tools.sft_run import sft as learn
+
+    raise typer.Exit(learn(config, folder))
+
+
+@app.command()
+def data(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    count: Annotated[int, Option("--show", min=0, help="Prompts to print in full.")] = 2,
+) -> None:
+    """Show what the model will see: prompts, lengths, duplicates. It runs the task's self-check
+    (references score 1, shuffled ones less) and loads no model.
+
+    \b
+    minirl data recipes/smoke.toml
+    minirl data recipes/gsm8k.toml --set tasks.data=my_rows.jsonl --show 5
+    """
+    from minirl.model import load_tokenizer_alone
+    from minirl.recipe import check_task, load
+    from minirl.tasks.registry import make_task, self_check
+    from minirl.tools.data import MOST_LOOKED_AT, survey
+    from minirl.train.tiny import TinyTokenizer
+
+    config = load(recipe, overrides or []).config
+    check_task(config)
+    task = make_task(config)
+    checked = self_check(task, config.tasks.kind)
+    tiny = TinyTokenizer() if config.model.path == "tiny" else None
+    found = survey(config, task, tiny or load_tokenizer_alone(config), MOST_LOOKED_AT)
+    for heading, text, reference in found.shown(count):
+        typer.echo(f"--- {heading}\n{text}\n--- reference: {reference}\n")
+    source = config.tasks.data or getattr(task, "data", "")
+    _show([("task", f"{config.tasks.kind} {source}"), ("self-check", str(checked)), *found.rows()])
+
+
+@app.command()
+def plan(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    gpu: Annotated[str, Option(help="H100, H800, A100-80, A100-40, L40S, 4090, 3090.")] = "H100",
+    num: Annotated[int, Option(help="GPUs. Default: the recipe's rollout + train.")] = 0,
+    mean: Annotated[float, Option(help="Tokens of an answer. Default: 0.4 of the limit.")] = 0.0,
+    run: Annotated[Path | None, Option(metavar="DIR", help="Take this run's lengths.")] = None,
+) -> None:
+    """Say whether a recipe fits on GPUs, how fast, and which split. No GPU is needed: memory is
+    computed, every split is simulated. docs/planning.md says how far to trust it.
+
+    \b
+    minirl plan recipes/gsm8k.toml --gpu 4090 --num 4 --mean 300
+    minirl plan recipes/gsm8k.toml --run runs/gsm8k-…
+    """
+    from minirl.recipe import load
+    from minirl.tools.plan import Plan, gpu_named, usual_lengths
+    from minirl.tools.simulate import of_run
+
+    config = load(recipe, overrides or []).config
+    total = num or config.devices.rollout + config.devices.train
+    lengths = of_run(run) if run else usual_lengths(config, mean or None)
+    planned = Plan(config, gpu_named(gpu), lengths)
+    tables = list(planned.memory_rows(total)), list(planned.split_rows(total))
+    for table in tables:
+        _show(table)
+
+
+@app.command()
+def sweep(
+    recipe: Recipe,
+    vary: Annotated[list[str] | None, Option(metavar="KEY=A,B,C", help="May be repeated.")] = None,
+    seeds: Annotated[int, Option(min=1, max=100, help="Seeds 0, 1, … of each combination.")] = 1,
+    overrides: Overrides = None,
+    out: Out = None,
+) -> None:
+    """Train with some keys varied, over several seeds, into one table. The same command resumes a
+    sweep. It leaves table.md, table.json and the runs in sweeps/<recipe>/.
+
+    \b
+    minirl sweep recipes/smoke.toml --vary buffer.max_staleness=0,2,8 --seeds 3
+    minirl sweep recipes/smoke.toml --vary train.objective=decoupled,naive --vary train.lr=1e-4,3e-4
+    """
+    from minirl.tools.sweep import Sweep, parse_vary
+
+    folder = out or Path("sweeps") / recipe.stem
+    varied, numbers = tuple(parse_vary(vary or [])), tuple(range(seeds))
+    planned = Sweep(recipe, folder, varied, numbers, tuple(overrides or []))
+    planned.check()
+    planned.go(typer.echo)
+    planned.write()
+    _show(planned.table(planned.rows()))
+    typer.echo(f"table     {folder / 'table.md'}\ntry next  minirl report {folder}/*/seed-*")
+
+
+@app.command()
+def config(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Print the whole recipe as TOML, with the origin of each value.
+
+    \b
+    minirl config recipes/gsm8k-2gpu.toml
+    minirl config recipes/smoke.toml --set train.lr=1e-4 > mine.toml
+    """
+    from minirl.recipe import load, to_toml
+
+    loaded = load(recipe, overrides or [])
+    typer.echo(to_toml(loaded.config, loaded.origins), nl=False)
+
+
+@app.command()
+def doctor() -> None:
+    """Check this machine: packages, devices, memory, disk. Each is ok or comes with its remedy."""
+    from minirl.tools.doctor import diagnose
+
+    findings = diagnose()
+    for found in findings:
+        remedy = "" if found.ok else f"; remedy: {found.remedy}"
+        typer.echo(f"{'ok' if found.ok else 'NOT OK':<8}{found.name:<14}{found.detail}{remedy}")
+    raise typer.Exit(0 if all(found.ok for found in findings) else 1)
+
+
+@app.command()
+def watch(
+    run: Annotated[Path | None, Argument(metavar="[RUN]", help="Default: the newest run.")] = None,
+    once: Annotated[bool, Option("--once", help="Print it once, and stop.")] = False,
+) -> None:
+    """Show the dashboard of a run that was started elsewhere. Keys: q leaves (the run continues),
+    p shows another sample. Without a terminal it prints one line per step.
+
+    \b
+    minirl watch
+    minirl watch runs/smoke-20260101-120000 --once > now.txt
+    """
+    from minirl.view import dashboard, status
+
+    files = sorted(RUNS.glob(f"*/{status.FILE}"), key=lambda path: path.stat().st_mtime)
+    found = run or (files[-1].parent if files else RUNS)
+    if not (found / status.FILE).exists():
+        raise RecipeError("RUN", str(found), f"has no {status.FILE}", "name a run that has started")
+    dashboard.watch(found, once)
+
+
+@app.command()
+def runs(folder: Annotated[Path, Argument(metavar="[DIR]")] = RUNS) -> None:
+    """List runs: state, step, reward, accuracy, age. `minirl train --resume` continues a run that
+    stopped (by a signal, and saved), stalled (see its stall.txt) or failed (without a result)."""
+    found = list_runs(folder) if folder != RUNS or folder.exists() else []
+    _show(run_rows(found) if found else [(f"no runs in {folder}",)])
+
+
+@app.command()
+def inspect(
+    run: Annotated[Path, Argument(metavar="RUN", help="A run directory.")],
+    step: Annotated[int | None, Option(help="Default: the last.")] = None,
+) -> None:
+    """Print what a step trained: rewards, versions, lengths, answers.
+
+    \b
+    minirl inspect runs/smoke-20260101-120000
+    minirl inspect runs/smoke-20260101-120000 --step 12
+    """
+    opened = open_run(run)
+    line = find_step(opened, step)
+    typer.echo(f"step {line['step']}, from version {line.get('version', '?')}")
+    if line.get("groups"):
+        _show(trajectory_rows(line))
+    for text in sample_texts(opened, line["step"]):
+        typer.echo(f"\n{text}")
+
+
+@app.command()
+def report(runs: Annotated[list[Path], Argument(metavar="RUN…")], out: Out = None) -> None:
+    """Write one HTML page and PNGs about one run, or several. They go to RUN/report, for several
+    runs to ./report. Runs that differ only in their seed are one curve with a band.
+
+    \b
+    minirl report runs/smoke-20260101-120000
+    minirl report runs/seed-* runs/other-seed-* --out comparison
+    """
+    from minirl.view.report import write
+
+    opened = [open_run(path) for path in dict.fromkeys(runs)]
+    folder = out or (opened[0].path / "report" if len(opened) == 1 else Path("report"))
+    for path in write(opened, folder):
+        typer.echo(path)
+
+
+@app.command()
+def replay(
+    path: Annotated[Path, Argument(metavar="PATH", help="A run, or a batch inside one.")],
+    first: Annotated[int, Option("--from", min=0, help="Begin at this step's checkpoint.")] = 0,
+) -> None:
+    """Compute again a batch that went bad, or a recorded run. PATH is a folder of bad_batches/, a
+    file of record/ (log.record = true), or a run with record/, which is compared with its record.
+    Exit code 1 if a loss is not finite, or differs from the recorded one.
+
+    \b
+    minirl replay runs/smoke-20260101-120000/bad_batches/step-000012
+    minirl replay runs/smoke-20260101-120000 --from 10
+    """
+    from minirl.train import bad_batch
+
+    planned, is_good = bad_batch.plan(path, first), True
+    for found in bad_batch.replay(planned):
+        is_good &= found.is_good
+        typer.echo("\n".join(found.lines))
+    raise typer.Exit(0 if is_good else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,0 @@
-"""`python -m minirl.cli`."""
-
-from minirl.cli import main
-
-main()
