@@ -69,7 +69,7 @@ print([name for name in {HEAVY!r} if name in sys.modules])
         (["diff", "a", "b"], "No such command 'diff'; use minirl report RUN RUN, "),
         (["trace"], "No such command 'trace'; use --set log.trace=true, and "),
         (["plan", "x", "--check"], "No such option: --check; use python -m tests.docs.plan, in "),
-        (["train", "smokee"], 'recipe = "smokee": no such file; did you mean recipes/'),
+        (["train", "smokee"], 'recipe = "smokee": cannot be read (No such file or directory)'),
         (["plan", "recipes/gsm8k.toml", "--gpu", "T4"], '--gpu = "T4": is not in the table; one '),
         (["plan", "x", "--gpus", "8..64"], "No such option: --gpus; use --num N, once for each "),
         (["plan", "recipes/gsm8k.toml", "--num", "1"], "--num = 1: 1 cannot be split into engine"),
