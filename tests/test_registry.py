@@ -56,12 +56,11 @@ def task_from(tmp_path: Path, text: str, name: str = "Doubling") -> Task:
     return make_task(config_for(f"{path}:{name}", data="somewhere", seed=7))
 
 
-def test_a_built_in_task_is_found_by_its_name() -> None:
-    task = make_task(config_for("arithmetic", seed=3))
-    assert isinstance(task, Arithmetic)
-    assert task.train(5) == make_task(config_for("arithmetic", seed=3)).train(5)
-    again = make_task(config_for("minirl.tasks.arithmetic:Arithmetic", seed=3))
-    assert isinstance(again, Arithmetic)
+@pytest.mark.parametrize("kind", ["arithmetic", "minirl.tasks.arithmetic:Arithmetic"])
+def test_a_task_is_found_by_its_name_and_proves_itself(kind: str) -> None:
+    task = make_task(config_for(kind, seed=3))
+    checked = self_check(task, kind)
+    assert isinstance(task, Arithmetic) and checked.num_right == 32 and checked.num_wrong >= 28
 
 
 def test_a_task_in_a_file_gets_the_section_and_the_seed(tmp_path: Path) -> None:
@@ -69,17 +68,6 @@ def test_a_task_in_a_file_gets_the_section_and_the_seed(tmp_path: Path) -> None:
     assert (task.data, task.seed) == ("somewhere", 7)  # type: ignore[attr-defined]
     assert task.train(4) == Example("4 + 4 =", "8")
     self_check(task, "my_task.py:Doubling")
-
-
-def test_a_task_file_does_not_hide_a_module_of_its_name(tmp_path: Path) -> None:
-    import json
-
-    path = tmp_path / "json.py"
-    path.write_text(TASK)
-    make_task(config_for(f"{path}:Doubling"))
-    import json as again
-
-    assert again is json and json.loads("1") == 1
 
 
 @pytest.mark.parametrize(
@@ -109,12 +97,6 @@ def test_a_kind_that_leads_nowhere_is_one_recipe_error(kind: str) -> None:
     with pytest.raises(RecipeError) as caught:
         make_task(config_for(kind))
     assert caught.value.key == "tasks.kind" and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("kind", ["arithmetic", "countdown"])
-def test_generated_tasks_prove_themselves(kind: str) -> None:
-    checked = self_check(make_task(config_for(kind)), kind)
-    assert checked.num_right == 32 and checked.num_wrong >= 28
 
 
 def test_the_built_in_tasks_are_those_that_the_rules_name() -> None:

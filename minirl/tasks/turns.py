@@ -7,11 +7,10 @@ is tokenised; what the model wrote never is.
 Where a reply stands:
     after a stop text (Task.turn_stop, rollout.stop), or where the prompt is plain text: right there
     after the model's own end, where the prompt is chat messages and the model has a template: as a
-    user's message, with all that the template puts between two of the model's answers. That is
-    found once, by rendering a conversation of known words. The end that the model wrote is not
-    written again.
+    user's message, with what the template puts between two answers. Rendering a conversation of
+    known words finds that once. The end that the model wrote is not repeated.
 
-Leaves out: who asks whom, and when (conversations.py).
+Leaves out: when a reply is asked for.
 """
 
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from minirl.tasks import Task
 from minirl.tasks.prompts import has_template
 
 ASKED, ANSWERED, REPLIED = "FirstQuestion", "FirstAnswer", "SecondQuestion"
-OPEN, CLOSE = "⟦", "⟧"  # around a reply, where a person reads a whole conversation
 
 
 @dataclass(frozen=True)
@@ -52,11 +50,9 @@ def dialogue_of(task: Task, kind: str, tokenizer: Any) -> Dialogue | None:
     if not has_turns(task):
         return None
     stop = getattr(task, "turn_stop", ())
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(text, str) and text for text in stop):
-        raise RecipeError(
-            "tasks.kind", kind, f"its turn_stop is {stop!r}", 'texts, such as ("</call>",)'
-        )
+    if not isinstance(stop, tuple) or not all(isinstance(text, str) and text for text in stop):
+        rule = f"its turn_stop is {stop!r}"
+        raise RecipeError("tasks.kind", kind, rule, 'a tuple of texts, such as ("</call>",)')
     if not has_template(tokenizer):
         return Dialogue(stop)
     before, after = _between(kind, tokenizer)
@@ -123,5 +119,4 @@ def special_ids(tokenizer: Any) -> set[int]:
 
 def readable(turns: tuple[str, ...]) -> str:
     """A whole conversation as one text for people, replies in ⟦ ⟧."""
-    shown = [f"{OPEN}{text}{CLOSE}" if i % 2 else text for i, text in enumerate(turns)]
-    return "".join(shown)
+    return "".join(f"⟦{text}⟧" if i % 2 else text for i, text in enumerate(turns))
