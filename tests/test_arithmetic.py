@@ -10,7 +10,6 @@ import pytest
 from minirl.config import TasksConfig
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks.arithmetic import (
-    SMALL,
     STEP_WEIGHTS,
     Arithmetic,
     Limits,
@@ -33,7 +32,7 @@ def grade(problem: Problem, text: str, stop: StopReason = StopReason.STOP) -> fl
 
 def test_the_example_of_the_header() -> None:
     steps = (Step("Monday", "buys", 5), Step("Tuesday", "eats", 3), Step("Wednesday", "doubles", 0))
-    problem = Problem("Tom", "apples", 7, steps)
+    problem = Problem("Tom", "apples", 7, steps, 18)
     assert problem.prompt == (
         "Tom has 7 apples. Tom on Monday buys 5 more. Tom on Tuesday eats 3. "
         "Tom on Wednesday doubles them. How many apples does Tom have?"
@@ -92,7 +91,7 @@ def test_clean_demonstrations_score_1_and_damaged_ones_0(num_steps: int) -> None
         total, verbs = problem.start, [step.verb for step in problem.steps if step.amount]
         for step in problem.steps:
             total = step.equation(total)[1]
-            assert 1 <= total <= SMALL.max_total
+            assert 1 <= total <= Limits().max_total
         assert len(set(verbs)) == len(verbs), "no verb comes twice"
 
 

@@ -31,10 +31,9 @@ class Task:
     `num_train`, `train`, `heldout`, `reward` and `solution`."""
 
     data: str = ""
-    """What is read where the recipe names no tasks.data."""
     prompt_column: str = "prompt"
     reference_column: str = "reference"
-    """Columns of that data, where the recipe names none."""
+    """What is read where the recipe names no tasks.data, and its columns."""
     turn_stop: tuple[str, ...] = ()
     """Texts that end a turn of the model, where the task replies; rollout.stop does so too."""
     options: Mapping[str, Any] = {}
@@ -111,8 +110,7 @@ class Generated(Task):
             raise RecipeError("tasks.data", config.data, rule, "leave it out")
 
     def draw(self, index: int, is_test: bool) -> Example:
-        """The example at `index` of the training or the held-out stream, the same at every call.
-        The two streams must have no example in common."""
+        """The same at every call; no example is both trained on and held out."""
         raise NotImplementedError
 
     def train(self, index: int) -> Example:

@@ -30,25 +30,19 @@ THINGS = ("apples", "plums", "pears", "nuts", "cakes", "figs", "beans", "eggs")
 MORE = ("buys", "finds", "wins", "gets", "picks", "earns", "grows")
 LESS = ("sells", "eats", "loses", "drops", "lends", "cooks", "sends")
 DOUBLES = "doubles"
-
-STEP_WEIGHTS = (0.20, 0.24, 0.20, 0.14, 0.10, 0.07, 0.05)  # of 1, 2, ... 7 steps
 DOUBLES_SHARE = 0.12  # of the steps
+STEP_WEIGHTS = (0.20, 0.24, 0.20, 0.14, 0.10, 0.07, 0.05)  # of 1, 2, ... 7 steps
+HELDOUT_SHARE = 8  # one problem in so many is held out
+MARK = "#### "
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How large the numbers get; a step must always be possible: start + amount <= total."""
+    """How large the numbers get. The defaults are what the tiny model is warmed up on."""
 
     max_start: int = 20
     max_amount: int = 9
-    max_total: int = 60
-
-
-SMALL = Limits()  # what the tiny model is warmed up on
-HELDOUT_SHARE = 8  # one problem in so many is held out
-
-_MARK = "#### "
-_NUMBER = re.compile(r"-?\d+")
+    max_total: int = 60  # at least start + amount, so that a step is always possible
 
 
 class Stream(StrEnum):
@@ -59,10 +53,6 @@ class Stream(StrEnum):
     WARMUP = "warmup"
     HELDOUT = "heldout"
     PROBE = "probe"
-
-    @property
-    def is_heldout(self) -> bool:
-        return self in (Stream.HELDOUT, Stream.PROBE)
 
 
 @dataclass(frozen=True)
@@ -93,19 +83,13 @@ class Problem:
     thing: str
     start: int
     steps: tuple[Step, ...]
+    result: int
 
     @property
     def prompt(self) -> str:
         story = "".join(f" {self.name} on {step.clause}." for step in self.steps)
         question = f" How many {self.thing} does {self.name} have?"
         return f"{self.name} has {self.start} {self.thing}.{story}{question}"
-
-    @property
-    def result(self) -> int:
-        total = self.start
-        for step in self.steps:
-            _, total = step.equation(total)
-        return total
 
     @property
     def is_heldout(self) -> bool:
@@ -117,14 +101,14 @@ def draw_problem(
     stream: Stream,
     index: int,
     step_weights: Sequence[float] = STEP_WEIGHTS,
-    limits: Limits = SMALL,
+    limits: Limits = Limits(),
 ) -> Problem:
     """The problem at `index` of a stream, the same at every call and on its stream's side."""
     rng = random.Random(f"{seed}/{stream.value}/{index}")
     num_steps = rng.choices(range(1, len(step_weights) + 1), step_weights)[0]
     while True:  # the redraw keeps num_steps, and with it the distribution of lengths
         problem = _draw(rng, num_steps, limits)
-        if problem.is_heldout == stream.is_heldout:
+        if problem.is_heldout == (stream in (Stream.HELDOUT, Stream.PROBE)):
             return problem
 
 
@@ -135,20 +119,25 @@ def _draw(rng: random.Random, num_steps: int, limits: Limits) -> Problem:
     total, steps = start, []
     for day in DAYS[:num_steps]:
         if 2 * total <= limits.max_total and rng.random() < DOUBLES_SHARE:
-            step = Step(day, DOUBLES, 0)
+            steps.append(Step(day, DOUBLES, 0))
         else:
             amount = rng.randint(1, limits.max_amount)
             can_add, can_take = total + amount <= limits.max_total, total - amount >= 1
             is_more = can_add if can_add != can_take else rng.random() < 0.5
-            step = Step(day, (more if is_more else less).pop(), amount)
-        _, total = step.equation(total)
-        steps.append(step)
-    return Problem(name, thing, start, tuple(steps))
+            steps.append(Step(day, (more if is_more else less).pop(), amount))
+        _, total = steps[-1].equation(total)
+    return Problem(name, thing, start, tuple(steps), total)
 
 
-def demonstration(problem: Problem) -> str:
-    """The worked answer: it quotes each clause, so that a step is a copy plus a small sum."""
-    return _worked(problem, lambda total: total)
+def demonstration(problem: Problem, said: Callable[[int], int] = int) -> str:
+    """The worked answer: it quotes each clause, so that a step is a copy plus a small sum. `said`
+    is what it says in place of a step's total."""
+    total, working = problem.start, ""
+    for step in problem.steps:
+        left, right = step.equation(total)
+        total = said(right)
+        working += f" {step.clause}: {left}={total}."
+    return f"{working} {MARK}{total}"
 
 
 def sloppy_demonstration(
@@ -157,29 +146,19 @@ def sloppy_demonstration(
     """As `demonstration`, but a share `no_working` guesses without working, and each step of the
     others slips with probability `slip`; what follows is computed from its wrong total."""
     if rng.random() < no_working:
-        return f" {_MARK}{problem.result}"
+        return f" {MARK}{problem.result}"
 
     def slipped(total: int) -> int:
         is_slip = rng.random() < slip
         return max(1, total + rng.choice((-2, -1, 1, 2))) if is_slip else total
 
-    return _worked(problem, slipped)
-
-
-def _worked(problem: Problem, said: Callable[[int], int]) -> str:
-    """`said` is what the answer says in place of a step's total."""
-    total, working = problem.start, ""
-    for step in problem.steps:
-        left, right = step.equation(total)
-        total = said(right)
-        working += f" {step.clause}: {left}={total}."
-    return f"{working} {_MARK}{total}"
+    return demonstration(problem, slipped)
 
 
 class Arithmetic(Generated):
     """Its prompts are text; the answer starts with a space."""
 
-    limits = SMALL
+    limits = Limits()
     options = {"step_weights": list(STEP_WEIGHTS)}  # noqa: RUF012
 
     def __init__(self, config: TasksConfig, seed: int = 0):
@@ -190,20 +169,19 @@ class Arithmetic(Generated):
         rule = "must be the weights of 1, 2, … up to 7 steps, not all 0"
         need(self, "step_weights", is_weights, rule)
 
-    def problem(self, index: int, is_test: bool) -> Problem:
-        stream = Stream.HELDOUT if is_test else Stream.TRAIN
-        return draw_problem(self.seed, stream, index, self.options["step_weights"], self.limits)
-
     def draw(self, index: int, is_test: bool) -> Example:
-        problem = self.problem(index, is_test)
+        stream, weights = Stream.HELDOUT if is_test else Stream.TRAIN, self.options["step_weights"]
+        return self.asked(draw_problem(self.seed, stream, index, weights, self.limits))
+
+    def asked(self, problem: Problem) -> Example:
         return Example(problem.prompt, str(problem.result), demonstration(problem))
 
     def reward(self, example: Example, answer: Answer) -> float:
         """1 if the model ended its answer and the number after the last mark is right."""
-        _, mark, tail = answer.text.rpartition(_MARK)
-        number = _NUMBER.match(tail)
+        _, mark, tail = answer.text.rpartition(MARK)
+        number = re.match(r"-?\d+", tail)
         is_right = bool(mark) and number is not None and number.group() == example.reference
         return float(is_right and answer.stop is StopReason.STOP)
 
     def solution(self, example: Example) -> str:
-        return f" {_MARK}{example.reference}"
+        return f" {MARK}{example.reference}"

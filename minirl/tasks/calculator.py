@@ -14,7 +14,7 @@ from fractions import Fraction
 
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks.answers import HASHES, final_number
-from minirl.tasks.arithmetic import Arithmetic, Limits
+from minirl.tasks.arithmetic import Arithmetic, Limits, Problem
 from minirl.tasks.countdown import evaluate
 
 OPEN, CLOSE = "<<", ">>"
@@ -30,8 +30,7 @@ class Calculator(Arithmetic):
     turn_stop = (CLOSE,)
     limits = Limits(max_start=200, max_amount=99, max_total=999)
 
-    def draw(self, index: int, is_test: bool) -> Example:
-        problem = self.problem(index, is_test)
+    def asked(self, problem: Problem) -> Example:
         total, worked = problem.start, ""
         for step in problem.steps:
             left, total = step.equation(total)

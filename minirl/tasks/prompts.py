@@ -88,7 +88,8 @@ def encode(example: Example, tokenizer: Any) -> tuple[int, ...]:
     """What the model sees. A template writes its own special tokens, so none are added to it."""
     is_templated = not isinstance(example.prompt, str) and has_template(tokenizer)
     text = render(example, tokenizer)
-    return tuple(tokenizer.encode(text, add_special_tokens=not is_templated))
+    options = {"add_special_tokens": False} if is_templated else {}
+    return tuple(tokenizer.encode(text, **options))
 
 
 def render(example: Example, tokenizer: Any) -> str:

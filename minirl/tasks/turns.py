@@ -26,7 +26,7 @@ from minirl.shm.ring import TrajectoryView
 from minirl.tasks import Task
 from minirl.tasks.prompts import has_template
 
-ASKED, ANSWERED, REPLIED = "FirstQuestion", "FirstAnswer", "SecondQuestion"
+ANSWERED, REPLIED = "FirstAnswer", "SecondQuestion"
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ def dialogue_of(task: Task, kind: str, tokenizer: Any) -> Dialogue | None:
 
 def _between(kind: str, tokenizer: Any) -> tuple[str, str]:
     """What the template writes between an answer and the next message, and after that."""
-    said = (("user", ASKED), ("assistant", ANSWERED), ("user", REPLIED))
-    messages = [{"role": role, "content": text} for role, text in said]
+    said = {"FirstQuestion": "user", ANSWERED: "assistant", REPLIED: "user"}
+    messages = [{"role": role, "content": text} for text, role in said.items()]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         _, text = text.split(ANSWERED)
@@ -105,16 +105,12 @@ def reply_tokens(
 ) -> list[int]:
     """`last` is the token that the model's turn ends with."""
     is_chat = dialogue.has_template and not isinstance(example.prompt, str)
-    if not is_chat or last not in special_ids(tokenizer):
+    added = tokenizer.get_added_tokens_decoder()
+    if not is_chat or last not in added or not added[last].special:
         return tokenizer.encode(text, add_special_tokens=False).ids
     framed = dialogue.end + dialogue.before + text + dialogue.after
     tokens = tokenizer.encode(framed, add_special_tokens=False).ids
     return tokens[1:] if tokens[0] == last else tokens
-
-
-def special_ids(tokenizer: Any) -> set[int]:
-    added = tokenizer.get_added_tokens_decoder()
-    return {number for number, token in added.items() if token.special}
 
 
 def readable(turns: tuple[str, ...]) -> str:

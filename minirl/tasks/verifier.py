@@ -7,10 +7,9 @@ task's replies too, where it has several turns: both are the user's code.
     gives         Graded: a reward for each, or the reason why there is none; Replied: the same of a
                   reply, as tokens
 
-A reward that raises is never a 0 (rule 7): it is None, and one too many fails the whole group. One
-that hangs or crashes is handled by the controller: it sees on the board which one this worker has
-been GRADING and for how long, replaces the worker, and may have the group graded without that one.
-One that runs out of memory crashes this worker, on purpose.
+A reward that raises is never a 0 (rule 7): it is None, and one too many fails the whole group. If
+one hangs, crashes or runs out of memory, the controller sees on the board which one was GRADING,
+replaces the worker, and may have the group graded without that one.
 
 Leaves out: what the recipe makes of a reward (rewards.py), and time limits: the controller watches.
 """
@@ -125,10 +124,13 @@ class Verifier:
             answer = Answer(turns[-1], trajectory.stop, int(view.mask.sum()), turns)
             texts[place] = readable(turns)
             try:
-                rewards[place] = self._reward(request.example, answer)
+                rewards[place] = reward = float(self.task.reward(request.example, answer))
+                if not math.isfinite(reward):
+                    raise ValueError(f"reward is {reward}")
             except MemoryError:
                 raise  # too little may be left for the next reward
             except Exception as failure:  # a task is the user's code: whatever it raises
+                rewards[place] = None
                 error, num_failed = f"{type(failure).__name__}: {failure}", num_failed + 1
                 if num_failed > request.max_failures:
                     return Graded(request.group_id, (), (), error)
@@ -148,12 +150,6 @@ class Verifier:
         """Anew: tasks.timeout_s counts for each reward."""
         self.board.serving(-1, place)
         self.board.enter(State.GRADING, anew=True, group=group_id, place=place, **facts)
-
-    def _reward(self, example: Example, answer: Answer) -> float:
-        reward = float(self.task.reward(example, answer))
-        if not math.isfinite(reward):
-            raise ValueError(f"reward is {reward}")
-        return reward
 
     def _reply(self, request: Ask) -> tuple[int, ...]:
         dialogue = self.setup.dialogue
