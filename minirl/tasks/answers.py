@@ -58,8 +58,7 @@ def marked(text: str) -> str | None:
 def numbers(text: str) -> list[Fraction]:
     """Every number in the text, in order. Units, currencies and per cent signs are not read."""
     text = _THIN_SPACES.sub(",", text).replace("\\%", "%").replace("\\!", "")
-    found = (_value(match) for match in NUMBER.finditer(text))
-    return [value for value in found if value is not None]
+    return [value for match in NUMBER.finditer(text) if (value := _value(match)) is not None]
 
 
 def final_number(text: str) -> Fraction | None:
@@ -82,8 +81,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
     sign = -1 if part["sign"] else 1
     try:
         if part["bottom"]:
-            top = Fraction(int(part["top"]), int(part["bottom"]))
-            return sign * (int(part["whole"] or 0) + top)
+            return sign * (int(part["whole"] or 0) + Fraction(f"{part['top']}/{part['bottom']}"))
         value = Fraction(part["decimal"].replace(",", ""))
         if part["under"]:
             value /= int(part["under"])

@@ -8,11 +8,8 @@ The data (`tasks.data`; without it, a few built-in problems) has one problem per
     {"prompt": "Write add(a, b).",
      "tests": [{"call": "add", "args": [1, 2], "returns": 3}], "solution": "def add(a, b): …"}
 
-An answer's code is its last ```python block; it is right if all tests pass. In stdin form the
-program must end without an error and print the same lines, but for spaces at line ends and empty
-lines at the end. In function form what the function returns must equal the expected value as JSON
-(a tuple is a list, a key is a text), floats to 1e-6.
-
+An answer's code is its last ```python block; it is right if all tests pass: if the program prints
+the same lines, or if what the function returns equals the expected value as JSON, floats to 1e-6.
 Only inputs go into the sandbox; what comes out is compared here, as bytes or as plain JSON. A
 sandbox that fails raises, and the group is dropped: it is never a 0.
 
@@ -97,8 +94,7 @@ class Code(Task):
 
 def extract(text: str) -> str | None:
     """The last ```python block that is closed, or None."""
-    blocks = BLOCK.findall(text)
-    return blocks[-1] if blocks else None
+    return (BLOCK.findall(text) or [None])[-1]
 
 
 def passes(test: Test, outcome: Outcome) -> bool:

@@ -24,6 +24,11 @@ from minirl.tasks import Generated, need
 from minirl.tasks.answers import final, last_box
 from minirl.tasks.sources import is_held_out
 
+QUESTION = (
+    "Using the numbers {} and {}, each exactly once, and + - * / and parentheses, write an "
+    "expression that equals {}. Put it in <answer> </answer> tags, such as "
+    "<answer>(1 + 2) / 3</answer>."
+)
 MAX_CHARS = 200  # of an expression
 MAX_NUMBER, MAX_TARGET = 50, 100
 HELDOUT_SHARE = 8
@@ -54,7 +59,8 @@ class Countdown(Generated):
             # By numbers and target, in no order: the same problem is never on both sides.
             if is_held_out(f"{sorted(numbers)}={target}", HELDOUT_SHARE) == is_test:
                 known = {"numbers": numbers, "target": int(target), "solution": solution}
-                return Example((_message(numbers, int(target)),), json.dumps(known))
+                text = QUESTION.format(", ".join(map(str, numbers[:-1])), numbers[-1], target)
+                return Example(({"role": "user", "content": text},), json.dumps(known))
 
     def reward(self, example: Example, answer: Answer) -> float:
         known, parsed = json.loads(example.reference), evaluate(expression_of(answer.text))
@@ -65,16 +71,6 @@ class Countdown(Generated):
 
     def solution(self, example: Example) -> str:
         return f"<answer>{json.loads(example.reference)['solution']}</answer>"
-
-
-def _message(numbers: list[int], target: int) -> dict[str, str]:
-    listed = ", ".join(map(str, numbers[:-1])) + f" and {numbers[-1]}"
-    text = (
-        f"Using the numbers {listed}, each exactly once, and + - * / and parentheses, write an "
-        f"expression that equals {target}. Put it in <answer> </answer> tags, such as "
-        "<answer>(1 + 2) / 3</answer>."
-    )
-    return {"role": "user", "content": text}
 
 
 def _combined(rng: random.Random, parts: list[Part]) -> Part:
@@ -113,7 +109,6 @@ def _value(node: ast.expr) -> Fraction:
     match node:
         case ast.Constant(value=int(number)):
             return Fraction(number)
-        case ast.BinOp(left=left, op=kind, right=right):
+        case ast.BinOp(left=left, op=kind, right=right) if type(kind) in SYMBOLS:
             return APPLY[SYMBOLS[type(kind)]](_value(left), _value(right))
-        case _:
-            raise ValueError("neither a number nor one of the four operations")
+    raise ValueError("neither a number nor one of the four operations")

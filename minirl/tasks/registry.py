@@ -58,8 +58,6 @@ def _from_file(path: Path) -> object:
 
 @dataclass(frozen=True)
 class Checked:
-    """What the self-check saw: how many references score 1, how many shuffled ones less."""
-
     num_right: int
     num_wrong: int
 
