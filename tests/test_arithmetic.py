@@ -10,10 +10,9 @@ import pytest
 from minirl.config import TasksConfig
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks.arithmetic import (
-    MAX_TOTAL,
     STEP_WEIGHTS,
     Arithmetic,
-    Difficulty,
+    Limits,
     Problem,
     Step,
     Stream,
@@ -33,7 +32,7 @@ def grade(problem: Problem, text: str, stop: StopReason = StopReason.STOP) -> fl
 
 def test_the_example_of_the_header() -> None:
     steps = (Step("Monday", "buys", 5), Step("Tuesday", "eats", 3), Step("Wednesday", "doubles", 0))
-    problem = Problem("Tom", "apples", 7, steps)
+    problem = Problem("Tom", "apples", 7, steps, 18)
     assert problem.prompt == (
         "Tom has 7 apples. Tom on Monday buys 5 more. Tom on Tuesday eats 3. "
         "Tom on Wednesday doubles them. How many apples does Tom have?"
@@ -44,7 +43,7 @@ def test_the_example_of_the_header() -> None:
     )
 
 
-def test_the_same_seed_gives_the_same_problems_in_another_process() -> None:
+def test_a_seed_gives_the_same_problems_in_another_process() -> None:
     code = (
         "from minirl.tasks.arithmetic import Arithmetic; from minirl.config import TasksConfig\n"
         "t = Arithmetic(TasksConfig(), seed=3)\n"
@@ -54,12 +53,9 @@ def test_the_same_seed_gives_the_same_problems_in_another_process() -> None:
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     here = [TASK.train(i).prompt for i in (0, 7, 2**31 - 1)] + [TASK.heldout(2)[1].prompt]
     assert shown.stdout.strip() == str(here)
-
-
-def test_seeds_differ_and_a_longer_heldout_only_appends() -> None:
     other = Arithmetic(TasksConfig(), seed=4)
     assert [TASK.train(i) for i in range(20)] != [other.train(i) for i in range(20)]
-    assert TASK.heldout(300)[:100] == TASK.heldout(100)
+    assert TASK.heldout(300)[:100] == TASK.heldout(100), "a longer one only appends"
 
 
 def test_heldout_examples_are_different_and_never_trained() -> None:
@@ -92,17 +88,11 @@ def test_clean_demonstrations_score_1_and_damaged_ones_0(num_steps: int) -> None
         assert grade(problem, answer + "0") == 0.0
         assert grade(problem, f"{answer} #### {problem.result + 1}") == 0.0
         assert grade(problem, answer.partition(" ####")[0]) == 0.0
-
-
-def test_totals_stay_in_range_and_no_verb_comes_twice() -> None:
-    for index in range(1000):
-        problem = draw_problem(0, Stream.TRAIN, index, WEIGHTS_OF_K[7])
-        total = problem.start
+        total, verbs = problem.start, [step.verb for step in problem.steps if step.amount]
         for step in problem.steps:
-            total = step.apply(total)
-            assert 1 <= total <= MAX_TOTAL
-        verbs = [step.verb for step in problem.steps if step.amount]
-        assert len(set(verbs)) == len(verbs)
+            total = step.equation(total)[1]
+            assert 1 <= total <= Limits().max_total
+        assert len(set(verbs)) == len(verbs), "no verb comes twice"
 
 
 def test_the_number_after_the_last_mark_counts() -> None:
@@ -113,7 +103,7 @@ def test_the_number_after_the_last_mark_counts() -> None:
         assert reward == (text in right), text
 
 
-def test_sloppy_demonstrations_guess_and_slip_as_often_as_told() -> None:
+def test_sloppy_demonstrations_guess_and_slip_as_often_as_asked() -> None:
     rng = random.Random(0)
     problems = [draw_problem(0, Stream.WARMUP, index, WEIGHTS_OF_K[3]) for index in range(2000)]
     guesses = [sloppy_demonstration(p, rng, no_working=0.6, slip=0.0) for p in problems]
@@ -124,23 +114,21 @@ def test_sloppy_demonstrations_guess_and_slip_as_often_as_told() -> None:
     assert clean / 2000 == pytest.approx(0.8**3, abs=0.04)
 
 
-def test_difficulty_is_the_recipes_and_lengths_follow_it() -> None:
-    hard = {"step_weights": [0, 0, 0, 0, 0, 1, 3], "max_amount": 400, "max_start": 900}
-    task = Arithmetic(TasksConfig(options={**hard, "max_total": 2000, "doubles": 0.0}), seed=3)
+def test_lengths_are_the_recipes_and_numbers_a_subclass_may_change() -> None:
+    class Hard(Arithmetic):
+        limits = Limits(max_start=900, max_amount=400, max_total=2000)
+
+    task = Hard(TasksConfig(options={"step_weights": [0, 0, 0, 0, 0, 1, 3]}), seed=3)
     prompts = [str(task.train(index).prompt) for index in range(300)]
     steps = Counter(prompt.count(" on ") for prompt in prompts)
     assert set(steps) == {6, 7} and steps[7] > 2 * steps[6]
-    assert not any("doubles" in prompt for prompt in prompts)
     assert max(int(task.train(index).reference) for index in range(300)) > 500
-    trained = set(prompts)
-    assert trained.isdisjoint(str(e.prompt) for e in task.heldout(100))
-    few = Arithmetic(TasksConfig(options={"step_weights": [1], "max_start": 2, "max_amount": 1}))
-    assert 0 < len(few.heldout(5000)) < 5000, "it gives up where there are no more"
+    Hard.limits = Limits(max_start=2, max_amount=1, max_total=3)
+    few = Hard(TasksConfig(options={"step_weights": [1]}))
+    assert 0 < len(few.heldout(5000)) < 5000, "it stops where there are no more"
 
 
-def test_the_defaults_are_the_problems_that_the_tiny_model_was_warmed_up_on() -> None:
+def test_the_tiny_model_was_warmed_up_on_these_problems() -> None:
     from minirl.train.tiny import tiny_model_folder
 
-    assert Arithmetic(TasksConfig(), 3).train(5) == TASK.train(5)
-    assert Difficulty(**{**Arithmetic.options, "step_weights": STEP_WEIGHTS}) == Difficulty()
     assert tiny_model_folder(0).name == "tiny-bd084f75-seed0"

@@ -5,7 +5,6 @@ import re
 import pytest
 
 from minirl.config import TasksConfig
-from minirl.errors import RecipeError
 from minirl.records import Answer, StopReason
 from minirl.tasks.calculator import Calculator
 from minirl.tasks.registry import self_check
@@ -58,12 +57,3 @@ def test_it_checks_itself_and_its_worked_answers_are_what_the_tool_says() -> Non
             assert TASK.reply(example, (call,)) == result
         assert TASK.reply(example, (last,)) is None
         assert TASK.reward(example, Answer(last, StopReason.STOP, 9)) == 1.0
-
-
-def test_its_options_are_the_arithmetic_tasks_and_an_instruction() -> None:
-    easy = Calculator(TasksConfig(options={"step_weights": [1.0], "instruction": ""}))
-    (message,) = easy.train(1).prompt
-    assert message["content"].endswith("have?")  # type: ignore[index]
-    assert easy.train(1).worked.count("<<") == 1
-    with pytest.raises(RecipeError, match="max_total"):
-        Calculator(TasksConfig(options={"max_total": 10}))

@@ -57,61 +57,39 @@ def score(task: Code, index: int, program: str, stop: StopReason = StopReason.ST
 
 
 def test_the_built_in_problems_check_themselves() -> None:
-    config = Config()
-    task = make_task(replace(config, tasks=config_of()))
+    task = make_task(replace(Config(), tasks=config_of()))
     self_check(task, "code")
     assert task.num_train == 16 and len(task.heldout(99)) == 4
-    for example in task.heldout(99):
-        assert task.reward(example, Answer(task.solution(example), StopReason.STOP, 1)) == 1.0
 
 
-def test_all_or_the_share_of_tests(folder: Path) -> None:
-    every, share = (
-        Code(config_of(data=str(folder))),
-        Code(config_of(data=str(folder), options={"reward": "share"})),
-    )
-    assert every.num_train == 2 and len(every.heldout(9)) == 2
-    right, once = ADD["solution"], "print(3)"
-    assert (score(every, 0, right), score(share, 0, right)) == (1.0, 1.0)
-    assert (score(every, 0, once), score(share, 0, once)) == (0.0, pytest.approx(1 / 3))
-    assert (score(every, 0, "print(-1)"), score(share, 0, "print(-1)")) == (0.0, 0.0)
-    mixed = "def pair(x):\n    return [x, x] if x else 1 / 0"
-    assert score(share, 1, mixed) == 0.75
-    cut = score(every, 0, right, StopReason.LENGTH)
-    assert cut == 0.0
+PROGRAMS = [
+    (0, "a, b = map(int, input().split())\nprint(a + b, end='  \\n\\n')", 1.0),
+    (0, "print(sum(map(int, input().split())))\nraise SystemExit(0)", 1.0),
+    (0, "print(sum(map(int, input().split())))\nraise SystemExit(1)", 0.0),
+    (0, "print(sum(map(int, input().split())))\nopen('/etc/passwd')", 0.0),
+    (0, "print('the sum is', sum(map(int, input().split())))", 0.0),
+    (0, "if __name__ == '__main__':\n    print(sum(map(int, input().split())))", 1.0),
+    (0, "print(3)", 0.0),  # one test of three
+    (1, "def pair(x):\n    return [x, x]", 1.0),
+    (1, "def pair(x):\n    print(x)\n    return x, x", 1.0),
+    (1, "class Solution:\n    def pair(self, x):\n        return [x] * 2", 1.0),
+    (1, "pair = lambda x: [x, x + 1e-9] if x == 0.1 else [x, x]", 1.0),
+    (1, "def pair(x):\n    return {x}", 0.0),
+    (1, "def pair(x):\n    return str([x, x])", 0.0),
+    (1, "def pears(x):\n    return x, x", 0.0),
+]
 
 
-@pytest.mark.parametrize(
-    ("program", "reward"),
-    [
-        ("a, b = map(int, input().split())\nprint(a + b, end='  \\n\\n')", 1.0),
-        ("print(sum(map(int, input().split())))\nraise SystemExit(0)", 1.0),
-        ("print(sum(map(int, input().split())))\nraise SystemExit(1)", 0.0),
-        ("print(sum(map(int, input().split())))\nopen('/etc/passwd')", 0.0),
-        ("print('the sum is', sum(map(int, input().split())))", 0.0),
-        ("def main():\n    print(sum(map(int, input().split())))\nif __name__ == '__main__':\n"
-         "    main()", 1.0),
-    ],
-)  # fmt: skip
-def test_programs(folder: Path, program: str, reward: float) -> None:
-    assert score(Code(config_of(data=str(folder))), 0, program) == reward
-
-
-@pytest.mark.parametrize(
-    ("program", "reward"),
-    [
-        ("def pair(x):\n    return [x, x]", 1.0),
-        ("def pair(x):\n    return (x, x)", 1.0),
-        ("def pair(x):\n    print(x)\n    return x, x", 1.0),
-        ("class Solution:\n    def pair(self, x):\n        return [x] * 2", 1.0),
-        ("pair = lambda x: [x, x + 1e-9] if x == 0.1 else [x, x]", 1.0),
-        ("def pair(x):\n    return {x}", 0.0),
-        ("def pair(x):\n    return str([x, x])", 0.0),
-        ("def pears(x):\n    return x, x", 0.0),
-    ],
-)
-def test_functions(folder: Path, program: str, reward: float) -> None:
-    assert score(Code(config_of(data=str(folder))), 1, program) == reward
+def test_programs_and_functions(folder: Path) -> None:
+    task = Code(config_of(data=str(folder)))
+    for index, program, reward in PROGRAMS:
+        assert score(task, index, program) == reward, program
+    assert score(task, 0, ADD["solution"], StopReason.LENGTH) == 0.0
+    slow = Code(config_of(data=str(folder), timeout_s=1.0))
+    assert score(slow, 0, "import time\ntime.sleep(60)") == 0.0, "wrong, and no failure"
+    task.limits = replace(task.limits, memory_bytes=2**80)
+    with pytest.raises(SandboxFailed):  # a sandbox that fails is no reward
+        score(task, 0, ADD["solution"])
 
 
 def test_the_last_closed_python_block_counts() -> None:
@@ -120,56 +98,25 @@ def test_the_last_closed_python_block_counts() -> None:
     assert extract("```python\nx = 1\n```\n```python\nx = 2") == "x = 1\n"
     assert extract("```py\r\nx = 1\n```") == "x = 1\n"
     assert extract('```python\ns = "```"\n```') == 's = "```"\n'
-    assert extract("```sh\nls\n```\n```python\nx = 1\n```\n```text\n3\n```") == "x = 1\n"
 
 
-@pytest.mark.parametrize(
-    ("given", "expected", "is_equal"),
-    [
-        (3, 3, True),
-        (3.0, 3, True),
-        (0.30000000000000004, 0.3, True),
-        (0.3001, 0.3, False),
-        (3, 3.0, True),
-        (10**400, 1.0, False),
-        (float("nan"), 1.0, False),
-        ("3", 3, False),
-        ([1, [2.0, 3]], [1, [2, 3]], True),
-        ([1, 2], [1, 2, 3], False),
-        ([1, 2], [2, 1], False),
-        ({"a": [0.1]}, {"a": [0.1000000001]}, True),
-        ({"a": 1}, {"a": 1, "b": 2}, False),
-        (None, None, True),
-        (0, None, False),
-        ([], {}, False),
-    ],
-)
-def test_equality(given: Any, expected: Any, is_equal: bool) -> None:
-    assert equal(given, expected) == is_equal
+EQUAL = [(3, 3), (3.0, 3), (0.30000000000000004, 0.3), (3, 3.0), ([1, [2.0, 3]], [1, [2, 3]])]
+EQUAL += [({"a": [0.1]}, {"a": [0.1000000001]}), (None, None)]
+DIFFERENT = [(0.3001, 0.3), (10**400, 1.0), (float("nan"), 1.0), ("3", 3), ([1, 2], [1, 2, 3])]
+DIFFERENT += [([1, 2], [2, 1]), ({"a": 1}, {"a": 1, "b": 2}), (0, None), ([], {})]
 
 
-def test_a_slow_answer_is_wrong_and_no_failure(folder: Path) -> None:
-    options = {"test_s": 0.25, "reward": "share"}
-    task = Code(config_of(data=str(folder), timeout_s=2.0, options=options))
-    assert score(task, 0, "import time\ntime.sleep(60)") == 0.0  # past its total time too
-
-
-def test_a_sandbox_that_fails_is_no_reward(folder: Path) -> None:
-    task = Code(config_of(data=str(folder)))
-    task._limits = replace(task._limits, memory_bytes=2**80)
-    with pytest.raises(SandboxFailed):
-        score(task, 0, ADD["solution"])
+def test_equality() -> None:
+    assert all(equal(*pair) for pair in EQUAL) and not any(equal(*pair) for pair in DIFFERENT)
 
 
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("{", "cannot be read, after line 1 (JSONDecodeError"),
-        ("[]", "line 2"),
-        ('{"prompt": "x", "tests": []}', "0 tests, where 1 to 1000 are allowed"),
+        ('{"prompt": "x", "tests": []}', "tests of one form are needed"),
         ('{"prompt": "x", "tests": [{"stdin": "1"}]}', "KeyError: 'stdout'"),
         ('{"prompt": "x", "tests": [{"call": "a b", "args": []}]}', "must be a name"),
-        ('{"prompt": "x", "tests": [{"stdin": "1", "stdout": "2"}]}', "KeyError: 'solution'"),
+        ('{"prompt": "x", "tests": [{"stdin": "1", "stdout": "2"}]}', '"solution"'),
     ],
 )
 def test_a_bad_row_is_one_line(tmp_path: Path, line: str, why: str) -> None:
@@ -177,7 +124,7 @@ def test_a_bad_row_is_one_line(tmp_path: Path, line: str, why: str) -> None:
     with pytest.raises(RecipeError) as caught:
         Code(config_of(data=str(tmp_path)))
     assert caught.value.key == "tasks.data" and why in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert "train.jsonl, row 2" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_real_verifier_grades_code(folder: Path, tmp_path: Path) -> None:
@@ -186,7 +133,7 @@ def test_a_real_verifier_grades_code(folder: Path, tmp_path: Path) -> None:
     words = {text: i for i, text in enumerate(texts)}
     Tokenizer(WordLevel(words, unk_token=texts[0])).save(str(tmp_path / "tokenizer.json"))
     ring = TrajectoryRing(num_cells=len(texts), cell_tokens=4)
-    tasks = config_of(data=str(folder), options={"test_s": 0.2, "reward": "share"}, memory_gib=1.0)
+    tasks = config_of(data=str(folder), options={"test_s": 0.2}, memory_gib=1.0)
     setup = VerifierSetup(replace(Config(), tasks=tasks), str(tmp_path), ring)
     with crew(tmp_path / "logs", 1) as inbox:
         body = "minirl.tasks.verifier:run"
@@ -196,15 +143,7 @@ def test_a_real_verifier_grades_code(folder: Path, tmp_path: Path) -> None:
         answers = [Trajectory(i, 2, 1, StopReason.STOP, 0, 0) for i in range(len(texts))]
         verifier.send(Grade(7, Code(tasks).train(0), tuple(answers)))
         graded = inbox.take(verifier, Graded)
-    assert graded.rewards == (1.0, pytest.approx(1 / 3), 0.0, 0.0, 0.0)
-    assert graded.texts == tuple(texts) and graded.error == ""
-
-
-FALLBACK = """
-from test_code import ADD, Code, config_of, score
-task = Code(config_of(data=sys.argv[1], options={"unsafe": True}))
-print(score(task, 0, ADD["solution"]), score(task, 0, "print(3)"), score(task, 0, "1 / 0"))
-"""
+    assert graded == Graded(7, (1.0, 0.0, 0.0, 0.0, 0.0), tuple(texts))
 
 
 def without_landlock(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -218,19 +157,20 @@ def without_landlock(program: str, *arguments: str) -> subprocess.CompletedProce
     )
 
 
-def test_where_there_is_no_landlock_code_is_refused(tmp_path: Path) -> None:
+def test_where_there_is_no_landlock_code_is_refused_unless_the_recipe_says_so(
+    folder: Path, tmp_path: Path
+) -> None:
     recipe = tmp_path / "code.toml"
     recipe.write_text('[tasks]\nkind = "code"\n[devices]\nkind = "cpu"\n')
-    run_dir = str(tmp_path / "run")
-    done = without_landlock(
-        "from minirl.cli import main\nmain()", "train", str(recipe), "--run-dir", run_dir
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert len(done.stderr.splitlines()) == 1
+    train = ("train", str(recipe), "--run-dir", str(tmp_path / "run"))
+    done = without_landlock("from minirl.cli import main\nmain()", *train)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert "tasks.options.unsafe = false: code cannot be sandboxed here" in done.stderr
     assert "Landlock: Function not implemented" in done.stderr
-
-
-def test_unless_the_recipe_says_so(folder: Path) -> None:
-    done = without_landlock(FALLBACK, str(folder))
+    program = (
+        "from test_code import ADD, Code, config_of, score\n"
+        "task = Code(config_of(data=sys.argv[1], options={'unsafe': True}))\n"
+        "print(*(score(task, 0, code) for code in (ADD['solution'], 'print(3)', '1 / 0')))"
+    )
+    done = without_landlock(program, str(folder))
     assert done.stdout == "1.0 0.0 0.0\n", done.stderr

@@ -88,7 +88,7 @@ def test_a_wrong_recipe_is_one_line(recipe: Path) -> None:
     done = run(str(recipe), "--set", "tasks.prompt_column=q")
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 2
-    assert last.startswith("minirl: tasks.data = ") and 'line 1 has no column "q"' in last
+    assert last.startswith("minirl: tasks.data = ") and 'nothing in the column "q"' in last
     assert "name yours in tasks.prompt_column" in last
 
 

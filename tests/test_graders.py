@@ -4,7 +4,6 @@ import json
 import os
 from collections import Counter
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from minirl.config import TasksConfig
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Task
 from minirl.tasks import math as mathematics
-from minirl.tasks.answers import written
 from minirl.tasks.gsm8k import INSTRUCTION, Gsm8k
 from minirl.tasks.math import Mathematics, is_equal
 from minirl.tasks.registry import self_check
@@ -48,11 +46,10 @@ def test_gsm8ks_references_are_the_numbers_at_their_marks(tmp_path: Path) -> Non
     rows = [{"question": f"{number}?", "answer": text} for number, text in enumerate(answers)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     task = Gsm8k(replace(TasksConfig(), data=str(tmp_path), test_split="train"))
-    assert [e.reference for e in task.heldout(9)] == ["72", "1500", "-0.25"]
+    assert [e.reference for e in task.heldout(9)] == ["72", "1500", "-1/4"]
     assert task.train(1).worked == "A lot: \n#### 1,500"
     assert task.train(1).prompt == ({"role": "user", "content": f"1?\n{INSTRUCTION}"},)
     self_check(task, "gsm8k")
-    assert written(Fraction(1, 3)) == "1/3" and written(Fraction(10**20)) == str(10**20)
 
 
 @pytest.mark.slow

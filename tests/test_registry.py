@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from minirl.config import Config
+from minirl.config import Config, TasksConfig
 from minirl.errors import RecipeError
 from minirl.recipe import BUILTIN_TASKS
 from minirl.records import Answer, Example, StopReason
@@ -19,29 +19,11 @@ from minirl.tasks.registry import BUILT_IN, make_task, self_check
 TASK = """
 from __future__ import annotations
 from dataclasses import dataclass
-from minirl.records import Example
 
 @dataclass
-class Note:
-    text: str
-
 class Doubling:
-    num_train = 40
-
-    def __init__(self, config, seed=0):
-        self.data, self.seed = config.data, seed
-
-    def train(self, index):
-        return Example(f"{index} + {index} =", str(2 * index))
-
-    def heldout(self, count):
-        return []
-
-    def reward(self, example, answer):
-        return float(answer.text == example.reference)
-
-    def solution(self, example):
-        return example.reference
+    config: object
+    seed: int
 """
 
 
@@ -56,40 +38,23 @@ def task_from(tmp_path: Path, text: str, name: str = "Doubling") -> Task:
     return make_task(config_for(f"{path}:{name}", data="somewhere", seed=7))
 
 
-def test_a_built_in_task_is_found_by_its_name() -> None:
-    task = make_task(config_for("arithmetic", seed=3))
-    assert isinstance(task, Arithmetic)
-    assert task.train(5) == make_task(config_for("arithmetic", seed=3)).train(5)
-    again = make_task(config_for("minirl.tasks.arithmetic:Arithmetic", seed=3))
-    assert isinstance(again, Arithmetic)
+@pytest.mark.parametrize("kind", ["arithmetic", "minirl.tasks.arithmetic:Arithmetic"])
+def test_a_task_is_found_by_its_name_and_proves_itself(kind: str) -> None:
+    task = make_task(config_for(kind, seed=3))
+    checked = self_check(task, kind)
+    assert isinstance(task, Arithmetic) and checked.num_right == 32 and checked.num_wrong >= 28
 
 
 def test_a_task_in_a_file_gets_the_section_and_the_seed(tmp_path: Path) -> None:
     task = task_from(tmp_path, TASK)
-    assert (task.data, task.seed) == ("somewhere", 7)  # type: ignore[attr-defined]
-    assert task.train(4) == Example("4 + 4 =", "8")
-    self_check(task, "my_task.py:Doubling")
-
-
-def test_a_task_file_does_not_hide_a_module_of_its_name(tmp_path: Path) -> None:
-    import json
-
-    path = tmp_path / "json.py"
-    path.write_text(TASK)
-    make_task(config_for(f"{path}:Doubling"))
-    import json as again
-
-    assert again is json and json.loads("1") == 1
+    assert (task.config.data, task.seed) == ("somewhere", 7)
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
         ("import no_such_package", "No module named 'no_such_package'"),
-        ("from minirl.records import Nonsense", "cannot import name 'Nonsense'"),
         ("class Doubling(:", "SyntaxError"),
-        ("Doubling = undefined_name", "NameError: name 'undefined_name' is not defined"),
-        ("open('no such file')", "No such file"),
         ("class Other: pass", "has no attribute 'Doubling'"),
         ("def Doubling(config, seed): raise OSError('no disk')", "(OSError: no disk)"),
     ],
@@ -102,30 +67,15 @@ def test_a_broken_task_file_is_one_recipe_error(tmp_path: Path, text: str, why: 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "kind", ["nowhere.py:Task", "no_such_module:Task", "minirl.records:Task", "nonsense", ":"]
-)
+@pytest.mark.parametrize("kind", ["nowhere.py:Task", "no_such_module:Task", "nonsense", ":"])
 def test_a_kind_that_leads_nowhere_is_one_recipe_error(kind: str) -> None:
     with pytest.raises(RecipeError) as caught:
         make_task(config_for(kind))
     assert caught.value.key == "tasks.kind" and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["arithmetic", "countdown"])
-def test_generated_tasks_prove_themselves(kind: str) -> None:
-    checked = self_check(make_task(config_for(kind)), kind)
-    assert checked.num_right == 32 and checked.num_wrong >= 28
-
-
 def test_the_built_in_tasks_are_those_that_the_rules_name() -> None:
     assert tuple(sorted(BUILT_IN)) == tuple(sorted(BUILTIN_TASKS))
-
-
-def test_a_task_without_a_reward_says_so(tmp_path: Path) -> None:
-    text = "from minirl.tasks import Task\n\nclass Doubling(Task):\n    "
-    text += "def load(self, split): return [{'prompt': 'a', 'reference': 'b'}]"
-    with pytest.raises(RecipeError, match="Doubling has no reward"):
-        self_check(task_from(tmp_path, text), "mine.py:Doubling")
 
 
 class Plain:
@@ -178,9 +128,9 @@ def test_a_right_task_passes(task: Plain) -> None:
         (Plain(lambda text, right: int(text) - int(right) in (0, 1)), "a wrong answer scores 1"),
         (Plain(lambda text, right: True), "a wrong answer scores 1"),
         (Plain(lambda text, right: {}[text]), r"its self-check failed \(KeyError: '0'\)"),
-        (Plain(solution=lambda example: "x"), "its own reference scores 0, not 1"),
         (Plain(lambda text, right: text == right != "31"), "its own reference scores 0, not 1"),
         (Plain(lambda text, right: float("nan")), "its own reference scores nan, not 1"),
+        (Plain(Task(TasksConfig()).reward), "Task has no reward"),
         (
             Plain(lambda text, right: text == right != "b", heldout=lambda _: [Example("", "b")]),
             "its own reference scores 0, not 1",

@@ -43,31 +43,23 @@ def test_failed_rewards_are_left_out_up_to_the_limit_and_are_never_a_0() -> None
     )
 
 
-@pytest.mark.parametrize(
-    ("length", "lost"), [(1, 0.0), (103, 0.0), (108, 0.2), (118, 0.6), (128, 1.0)]
-)
-def test_the_penalty_rises_from_the_zone_to_the_limit(length: int, lost: float) -> None:
-    assert overlong_penalty(config(overlong_tokens=25), answers(length)[0]) == pytest.approx(lost)
-    assert overlong_penalty(config(), answers(length)[0]) == 0.0
-
-
-def test_the_penalty_is_taken_off_the_reward() -> None:
+def test_the_penalty_rises_from_the_zone_to_the_limit_and_is_taken_off_the_reward() -> None:
+    for length, lost in {1: 0.0, 103: 0.0, 108: 0.2, 118: 0.6, 128: 1.0}.items():
+        answer, zone = answers(length)[0], config(overlong_tokens=25)
+        assert overlong_penalty(zone, answer) == pytest.approx(lost)
+        assert overlong_penalty(config(), answer) == 0.0
     group = filter_group(config(overlong_tokens=25), (0, 0), answers(10, 118, 128), (1.0, 1.0, 0.0))
     assert isinstance(group, Group) and group.rewards == pytest.approx((1.0, 0.4, -1.0))
     assert group.own_rewards == (1.0, 1.0, 0.0)
 
 
-def test_cut_answers_are_masked_but_count_in_the_baseline() -> None:
-    group = filter_group(config(mask_truncated=True), (0, 0), answers(10, 128, 20), (1.0, 0.0, 0.0))
+def test_truncated_answers_are_masked_but_count_in_the_baseline() -> None:
+    strict = config(mask_truncated=True)
+    group = filter_group(strict, (0, 0), answers(10, 128, 20), (1.0, 0.0, 0.0))
     assert isinstance(group, Group)
     assert group.masked == {1} and group.rewards == (1.0, 0.0, 0.0)
     assert (group.head_version, group.newest_version) == (0, 2)
-
-
-def test_a_group_of_cut_answers_only_is_dropped() -> None:
-    assert filter_group(config(mask_truncated=True), (0, 0), answers(128, 128), (1.0, 0.0)) is (
-        Drop.TRUNCATED
-    )
+    assert filter_group(strict, (0, 0), answers(128, 128), (1.0, 0.0)) is Drop.TRUNCATED
 
 
 def test_equal_rewards_are_dropped_after_penalties() -> None:

@@ -13,7 +13,6 @@ from minirl.config import Config, TasksConfig
 from minirl.errors import RecipeError
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Task
-from minirl.tasks.countdown import Countdown
 from minirl.tasks.gsm8k import INSTRUCTION, Gsm8k
 from minirl.tasks.math import Mathematics
 from minirl.tasks.registry import make_task, self_check
@@ -56,7 +55,6 @@ def test_one_file_holds_out_a_tenth_by_its_prompts(tmp_path: Path, kind: str) ->
     everything = {Example(row["q"], row["a"]) for row in ROWS}
     assert {*test, *train} == everything and len(test) + len(train) == 60
     assert 1 <= len(test) <= 15
-    assert list(test) == list(Plain(config(write(tmp_path / "again.jsonl"))).heldout(100))
     backwards = Plain(config(write(tmp_path / "back.jsonl", ROWS[::-1])))
     assert set(backwards.heldout(100)) == set(test), "the order does not matter"
     self_check(task, "mine")
@@ -64,7 +62,7 @@ def test_one_file_holds_out_a_tenth_by_its_prompts(tmp_path: Path, kind: str) ->
     assert (task.num_train, len(task.heldout(5))) == (1, 1), "of a handful of rows too"
 
 
-def test_a_folder_has_a_file_a_split_and_parts_are_one(tmp_path: Path) -> None:
+def test_a_folder_has_one_file_per_split_and_parts_are_joined(tmp_path: Path) -> None:
     write(tmp_path / "data" / "train-00000-of-00002.parquet", ROWS[:20])
     write(tmp_path / "data" / "train-00001-of-00002.parquet", ROWS[20:30])
     write(tmp_path / "data" / "dev.csv", ROWS[30:33])
@@ -85,62 +83,38 @@ def test_prompts_may_be_messages_and_references_numbers(tmp_path: Path) -> None:
 
 
 BAD = [
-    ("train.jsonl", '{"q": 1', "cannot be read, after its start (JSONDecodeError"),
-    ("train.jsonl", '{"q": "a", "a": "b"}\n[1]', "line 2 is no JSON object"),
-    ("train.jsonl", '{"q": "a", "b": "c"}', 'line 1 has no column "a", it has q, b'),
-    ("train.jsonl", '{"q": "a", "a": null}', 'line 1 is empty in its column "a"'),
-    ("train.jsonl", '\n\n{"q": " ", "a": "b"}', 'line 3 has no prompt in its column "q"'),
-    (
-        "train.jsonl",
-        '{"q": [{"role": "user"}], "a": "b"}',
-        'line 1 has no prompt in its column "q"',
-    ),
-    ("train.jsonl", '{"q": 7, "a": "b"}', 'line 1 has no prompt in its column "q": 7'),
-    ("train.jsonl", "", "has no rows to train on"),
-    ("train.csv", "q,a\n1,2,3\n", "line 2 is no JSON object, or has more cells"),
-    ("train.csv", "q,b\n1,2\n", 'line 2 has no column "a"'),
-    ("train.csv", "q,a\n1\n", 'line 2 is empty in its column "a"'),
-    ("train.parquet", "no", "cannot be read, after its start (ArrowInvalid"),
-    ("x.txt", "no", "is a file of another kind"),
-    ("train.jsonl", b"\xff\xfe", "cannot be read, after its start (UnicodeDecodeError"),
+    ("train.jsonl", b'{"q": 1', "cannot be read after row 0 (Expecting"),
+    ("train.jsonl", b'{"q": "a", "a": "b"}\n[1]', 'row 2": no JSON object'),
+    ("train.jsonl", b"\xff\xfe", "cannot be read after row 0 ('utf-8'"),
+    ("train.jsonl", b'{"q": "a", "b": "c"}', 'row 1": nothing in the column "a", it has q, b'),
+    ("train.jsonl", b'{"q": "a", "a": null}', 'row 1": nothing in the column "a"'),
+    ("train.jsonl", b'\n{"q": " ", "a": "b"}', 'row 1": no prompt in its column "q"'),
+    ("train.jsonl", b'{"q": [{"role": "user"}], "a": "b"}', 'no prompt in its column "q": ['),
+    ("train.jsonl", b"", "has no rows to train on"),
+    ("train.csv", b"q,a\n1,2,3\n", 'row 1": no JSON object, or more cells'),
+    ("train.csv", b"q,a\n1\n", 'nothing in the column "a"'),
+    ("train.parquet", b"no", "cannot be read after row 0 ("),
+    ("x.txt", b"no", "of another kind than .jsonl, .csv and .parquet"),
+    ("dev.jsonl", b"{}", "has no train.jsonl, train.csv or train.parquet"),
 ]
 
 
 @pytest.mark.parametrize(("name", "text", "line"), BAD)
 def test_a_bad_row_is_one_line_with_its_place(
-    tmp_path: Path, name: str, text: str | bytes, line: str
+    tmp_path: Path, name: str, text: bytes, line: str
 ) -> None:
     path = tmp_path / name
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    path.write_bytes(text)
     with pytest.raises(RecipeError) as caught:
         Plain(config(path if path.suffix == ".txt" else tmp_path)).train(0)
+    assert caught.value.key == "tasks.data"
     assert line in str(caught.value) and "\n" not in str(caught.value)
-    assert name in str(caught.value) or line.endswith("train on")
 
 
-@pytest.mark.parametrize(
-    ("data", "line"),
-    [
-        ("", "this task has no data of its own"),
-        ("./gone", "there is no such file or folder"),
-        ("gone.jsonl", "there is no such file or folder"),
-    ],
-)
-def test_no_data_is_one_line(data: str, line: str) -> None:
-    with pytest.raises(RecipeError, match=line):
+@pytest.mark.parametrize("data", ["", "./gone", "gone.jsonl"])
+def test_no_data_is_one_line(data: str) -> None:
+    with pytest.raises(RecipeError, match="there is no such file or folder"):
         Plain(config(data)).train(0)
-
-
-class Lists(Plain):
-    def load(self, split: str) -> list[Any]:
-        return [Example("a", "b"), {"q": "c", "a": "d"}, 7][: 3 if split == "train" else 2]
-
-
-def test_load_may_give_examples_and_dicts_and_nothing_else() -> None:
-    task = Lists(config(""))
-    assert task.heldout(9) == [Example("a", "b"), Example("c", "d")]
-    with pytest.raises(RecipeError, match="row 3 of train is neither a dict nor an Example"):
-        task.train(0)
 
 
 def test_a_verifier_reads_no_data() -> None:
@@ -150,42 +124,31 @@ def test_a_verifier_reads_no_data() -> None:
 
 def test_built_in_tasks_take_ones_own_rows_and_columns(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl")
-    write(tmp_path / "test.jsonl", ROWS[:3])
     gsm8k = Gsm8k(config(tmp_path))
-    assert gsm8k.train(4).reference == "8"
-    assert gsm8k.train(4).prompt == (
-        {"role": "user", "content": f"What is 4, twice?\n{INSTRUCTION}"},
-    )
+    content = f"What is 4, twice?\n{INSTRUCTION}"
+    assert gsm8k.train(4) == Example(({"role": "user", "content": content},), "8", "8")
     bare = Gsm8k(config(tmp_path, options={"instruction": ""}))
     assert bare.train(4).prompt == ({"role": "user", "content": "What is 4, twice?"},)
     write(tmp_path / "dev.jsonl", [{"q": "x", "a": "none"}])
-    with pytest.raises(RecipeError, match='line 1 has no number in its column "a"'):
+    with pytest.raises(RecipeError, match='no number in its column "a"'):
         Gsm8k(config(tmp_path, train_split="dev")).train(0)
-    with pytest.raises(RecipeError, match=r"has no old.jsonl, old.csv or old.parquet"):
-        Gsm8k(config(tmp_path, test_split="old")).heldout(1)
     worked = [{"q": "Half?", "a": r"It is \boxed{\frac{1}{2}}."}, {"q": "Third?", "a": "1/3"}]
     write(tmp_path / "train.jsonl", worked)
-    math = Mathematics(config(tmp_path))
+    math = Mathematics(config(tmp_path, test_split="train"))
     assert [math.train(i).reference for i in range(2)] == [r"\frac{1}{2}", "1/3"]
     self_check(math, "math")
-    rows = [{"q": [1, 2, 3], "a": 6}, {"q": "[4, 5]", "a": "20"}]
-    countdown = Countdown(config(write(tmp_path / "train.jsonl", rows).parent, test_split=""))
-    self_check(countdown, "countdown")
-    assert countdown.num_train == 1
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "line"),
     [
-        ("gsm8k", {"instrution": ""}, "is no option of this task, it has instruction; did you"),
+        ("gsm8k", {"instrution": ""}, "is no option of this task; it has instruction"),
         ("gsm8k", {"instruction": 3}, "must be text"),
-        ("countdown", {"use": "most"}, 'must be "all" or "some"'),
-        ("countdown", {"max_numbers": 9}, "must be at most 6"),
+        ("countdown", {"max_numbers": 11}, "must be at most 10"),
         ("countdown", {"min_numbers": 5}, "must be between 2 and max_numbers"),
         ("arithmetic", {"step_weights": [0, 0]}, "must be the weights of 1, 2, … up to 7 steps"),
         ("arithmetic", {"step_weights": 3}, "must be a list"),
-        ("arithmetic", {"max_total": 5}, "must be at least max_start + max_amount"),
-        ("arithmetic", {"zzz": 5}, "is no option of this task"),
+        ("code", {"test_s": 0}, "must be above 0"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_one_line(
@@ -194,3 +157,8 @@ def test_an_option_that_makes_no_sense_is_one_line(
     with pytest.raises(RecipeError, match=re.escape(line)) as caught:
         make_task(Config(tasks=TasksConfig(kind=kind, options=options)))
     assert caught.value.key == f"tasks.options.{next(iter(options))}"
+
+
+def test_a_task_that_draws_its_problems_refuses_data() -> None:
+    with pytest.raises(RecipeError, match="draws its own problems"):
+        make_task(Config(tasks=TasksConfig(kind="arithmetic", data="train.jsonl")))

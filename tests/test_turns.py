@@ -1,6 +1,5 @@
 """Between texts and flat tokens: only a reply's own text is tokenised, and it comes back whole."""
 
-import numpy as np
 import pytest
 from tiny_models import EOS, POSITIONS
 from tiny_models import tokenizer as tiny_tokenizer
@@ -67,17 +66,11 @@ def test_a_template_without_a_second_turn_is_one_line(template: str, why: str) -
 
 
 def test_stop_texts_are_texts() -> None:
-    class Wrong(Chatty):
-        turn_stop = ("",)
-
-    class Lone(Chatty):
-        turn_stop = "</call>"  # type: ignore[assignment]
-
-    tokenizer = tiny_tokenizer(POSITIONS)
-    with pytest.raises(RecipeError, match="turn_stop"):
-        dialogue_of(Wrong(TasksConfig()), "wrong", tokenizer)
-    found = dialogue_of(Lone(TasksConfig()), "lone", tokenizer)
-    assert found is not None and found.stop == ("</call>",)
+    for wrong in (("",), "</call>"):
+        task = Chatty(TasksConfig())
+        task.turn_stop = wrong  # type: ignore[assignment]
+        with pytest.raises(RecipeError, match="its turn_stop is"):
+            dialogue_of(task, "wrong", tiny_tokenizer(POSITIONS))
 
 
 def test_after_its_own_end_a_chat_model_is_told_by_a_users_message() -> None:
@@ -115,12 +108,7 @@ def test_turns_come_back_from_the_flat_record_as_they_were_said(is_ended: bool) 
     view = ring.read(0, 1)
     assert view.mask.tolist() == [0, 0, *(int(version >= 0) for version in versions)]
     assert texts_of(view, tokenizer, dialogue) == texts
+    assert len(runs(view.mask)) == 5
     assert readable(texts) == "a é answer⟦more 💡\n⟧last >>⟦ = 3⟧end"
     one_turn = texts_of(view, tokenizer, None)
     assert len(one_turn) == 1 and "more" not in one_turn[0]
-
-
-def test_runs_follow_the_prompt() -> None:
-    mask = np.array([0, 0, 1, 1, 0, 1, 0, 0, 1], np.uint8)
-    assert runs(mask) == [slice(2, 4), slice(4, 5), slice(5, 6), slice(6, 8), slice(8, 9)]
-    assert runs(mask[:4]) == [slice(2, 4)]

@@ -23,6 +23,7 @@ from minirl.workers import Died, Fleet, Role, Worker
 WORDS = ["<end>", "question", "right", "wrong", "raise", "nan", "inf", "hang", "exit", "text"]
 WORDS += ["huge"]
 LONG_S = 60.0
+EXAMPLE = Example("question", "right")
 TASK = """
 import os, time
 from types import SimpleNamespace
@@ -88,15 +89,23 @@ class Bench:
             Role.VERIFY, 0, "minirl.tasks.verifier:run", setup, Placement("cpu")
         )
 
-    def answer(self, cell: int, group_id: int, text: str) -> Trajectory:
-        tokens = [WORDS.index(word) for word in text.split()]
-        n = len(tokens)
-        self.ring.write(cell, group_id, [1, 1], tokens, [-1.0] * n, [0] * n)
-        return Trajectory(cell, 2 + n, n, StopReason.STOP, 0, 0)
+    def write(self, cell: int, group_id: int, turns: tuple[str, ...]) -> Trajectory:
+        """The model's texts and the replies, in turn."""
+        tokens, versions = [], []
+        for number, text in enumerate(turns):
+            ids = [WORDS.index(word) for word in text.split()]
+            tokens += ids
+            versions += [-1 if number % 2 else 3] * len(ids)
+        self.ring.write(cell, group_id, [1, 1], tokens, [-1.0] * len(tokens), versions)
+        written = sum(version >= 0 for version in versions)
+        return Trajectory(cell, 2 + len(tokens), written, StopReason.STOP, 3, 3)
 
-    def ask(self, group_id: int, *texts: str) -> None:
-        answers = tuple(self.answer(i, group_id, text) for i, text in enumerate(texts))
-        self.worker.send(Grade(group_id, Example("question", "right"), answers))
+    def ask(self, group_id: int, *texts: str, **limits: Any) -> None:
+        answers = tuple(self.write(i, group_id, (text,)) for i, text in enumerate(texts))
+        self.worker.send(Grade(group_id, EXAMPLE, answers, **limits))
+
+    def ask_reply(self, group_id: int, *turns: str) -> None:
+        self.worker.send(Ask(group_id, 0, EXAMPLE, self.write(0, group_id, turns)))
 
     def hear(self) -> Any:
         deadline = time.monotonic() + LONG_S
@@ -117,22 +126,25 @@ def test_rewards_and_texts_come_in_the_order_of_the_group(bench: Bench) -> None:
     bench.ask(4, "right <end>", "wrong", "right", "wrong right")
     texts = ("right", "wrong", "right", "wrong right")  # no prompt, no special token
     assert bench.hear() == Graded(4, (1.0, 0.0, 1.0, 0.0), texts)
-    bench.ask(5, "wrong")
-    assert bench.hear() == Graded(5, (0.0,), ("wrong",))
 
 
 def test_a_reward_that_fails_is_an_error_for_the_whole_group_and_never_a_0(bench: Bench) -> None:
     failures = {
         "raise": "ValueError: no idea",
-        "nan": "reward is nan",
-        "inf": "reward is inf",
+        "nan": "ValueError: reward is nan",
+        "inf": "ValueError: reward is inf",
         "text": "ValueError: could not convert string to float: 'not a number'",
     }
     for group_id, (text, error) in enumerate(failures.items()):
         bench.ask(group_id, "right", text)
         assert bench.hear() == Graded(group_id, (), (), error)
-    bench.ask(9, "right")  # and it goes on
-    assert bench.hear() == Graded(9, (1.0,), ("right",))
+    texts = ("right", "raise", "wrong")  # but as many may fail as the request says
+    bench.ask(5, *texts, max_failures=1)
+    assert bench.hear() == Graded(5, (1.0, None, 0.0), texts, "ValueError: no idea")
+    bench.ask(6, "hang", "raise", "right", max_failures=2, skip=(0,))
+    assert bench.hear() == Graded(
+        6, (None, None, 1.0), ("", "raise", "right"), "ValueError: no idea"
+    )
 
 
 def test_a_reward_that_hangs_is_seen_on_the_board_and_its_verifier_can_be_replaced(
@@ -151,14 +163,17 @@ def test_a_reward_that_hangs_is_seen_on_the_board_and_its_verifier_can_be_replac
     assert bench.hear() == Graded(2, (1.0,), ("right",))
 
 
-def test_a_reward_that_takes_its_process_down_is_a_death(bench: Bench) -> None:
-    bench.ask(1, "exit")
-    assert bench.hear() == Died("ended with exit code 5", is_final=False)
+def test_a_reward_that_takes_too_much_memory_costs_its_verifier(bench: Bench) -> None:
+    bench.ask(1, "right", "huge")
+    died = bench.hear()
+    assert isinstance(died, Died) and died.how.startswith("MemoryError") and not died.is_final
+    row = bench.fleet.board.row(bench.worker.row)
+    assert (row.state, row.running) == (State.GRADING, 1)  # what the controller goes by
 
 
 def test_an_answer_of_another_group_is_not_graded(bench: Bench) -> None:
-    trajectory = bench.answer(0, 1, "right")
-    bench.worker.send(Grade(2, Example("question", "right"), (trajectory,)))
+    trajectory = bench.write(0, 1, ("right",))
+    bench.worker.send(Grade(2, EXAMPLE, (trajectory,)))
     died = bench.hear()
     assert isinstance(died, Died) and "sealed for 1, not for 2" in died.how
 
@@ -183,57 +198,17 @@ def test_it_waits_for_answers_until_goodbye_ends_it(bench: Bench) -> None:
     assert process.exitcode == 0
 
 
-def test_as_many_rewards_may_fail_as_the_request_says(bench: Bench) -> None:
-    texts = ("right", "raise", "wrong")
-    answers = tuple(bench.answer(i, 3, text) for i, text in enumerate(texts))
-    bench.worker.send(Grade(3, Example("question", "right"), answers, max_failures=1))
-    assert bench.hear() == Graded(3, (1.0, None, 0.0), texts, "ValueError: no idea")
-    answers = tuple(bench.answer(i, 4, text) for i, text in enumerate(("hang", "raise", "right")))
-    bench.worker.send(Grade(4, Example("question", "right"), answers, max_failures=2, skip=(0,)))
-    assert bench.hear() == Graded(
-        4, (None, None, 1.0), ("", "raise", "right"), "ValueError: no idea"
-    )
-
-
-def test_a_reward_that_takes_too_much_memory_costs_its_verifier(bench: Bench) -> None:
-    bench.ask(1, "right", "huge")
-    died = bench.hear()
-    assert isinstance(died, Died) and died.how.startswith("MemoryError") and not died.is_final
-    row = bench.fleet.board.row(bench.worker.row)
-    assert (row.state, row.running) == (State.GRADING, 1)  # what the controller goes by
-    bench.fleet.replace(bench.worker)
-    bench.ask(2, "right")
-    assert bench.hear() == Graded(2, (1.0,), ("right",))
-
-
-# Several turns ------------------------------------------------------------------------------------
-
-
-def ask(bench: Bench, group_id: int, *turns: str) -> None:
-    """The model's texts and the replies, in turn."""
-    trajectory = conversation(bench, group_id, turns)
-    bench.worker.send(Ask(group_id, 0, Example("question", "right"), trajectory))
-
-
-def conversation(bench: Bench, group_id: int, turns: tuple[str, ...]) -> Trajectory:
-    tokens, versions = [], []
-    for number, text in enumerate(turns):
-        ids = [WORDS.index(word) for word in text.split()]
-        tokens += ids
-        versions += [-1 if number % 2 else 3] * len(ids)
-    bench.ring.write(0, group_id, [1, 1], tokens, [-1.0] * len(tokens), versions)
-    written = sum(version >= 0 for version in versions)
-    return Trajectory(0, 2 + len(tokens), written, StopReason.STOP, 3, 3)
-
-
 def test_a_reply_is_given_as_its_own_tokens_and_none_ends_the_conversation(bench: Bench) -> None:
     reply = (WORDS.index("text"), WORDS.index("right"))
-    ask(bench, 1, "wrong")
+    bench.ask_reply(1, "wrong")
     assert bench.hear() == Replied(1, 0, reply)
-    ask(bench, 1, "wrong <end>", "text right", "right wrong", "text right", "wrong")
+    bench.ask_reply(1, "wrong <end>", "text right", "right wrong", "text right", "wrong")
     assert bench.hear() == Replied(1, 0, reply)  # and its task saw its own replies as they were
-    ask(bench, 1, "wrong", "text right", "right <end>")
+    bench.ask_reply(1, "wrong", "text right", "right <end>")
     assert bench.hear() == Replied(1, 0, ())
+    trajectory = bench.write(0, 1, ("wrong", "text right", "right <end>"))
+    bench.worker.send(Grade(1, EXAMPLE, (trajectory,)))  # a reward sees the last turn, people all
+    assert bench.hear() == Graded(1, (1.0,), ("wrong⟦text right⟧right",))
 
 
 def test_a_reply_that_fails_says_why(bench: Bench) -> None:
@@ -242,19 +217,12 @@ def test_a_reply_that_fails_says_why(bench: Bench) -> None:
         "nan": "ValueError: the reply has no token; None ends the conversation",
     }
     for text, error in failures.items():
-        ask(bench, 2, text)
+        bench.ask_reply(2, text)
         assert bench.hear() == Replied(2, 0, (), error)
-    ask(bench, 2, "inf")  # replies 3, which is no text
+    bench.ask_reply(2, "inf")  # replies 3, which is no text
     assert bench.hear().error.startswith("TypeError")
-    trajectory = conversation(bench, 3, ("wrong",))
-    bench.worker.send(Ask(2, 0, Example("question", "right"), trajectory))
+    bench.worker.send(Ask(2, 0, EXAMPLE, bench.write(0, 3, ("wrong",))))
     assert "sealed for 3, not for 2" in bench.hear().error  # the group was given up, and it lives
-    ask(bench, 4, "exit")
+    bench.ask_reply(4, "exit")
     assert bench.hear() == Died("ended with exit code 5", is_final=False)
     assert bench.fleet.board.row(bench.worker.row).state is State.GRADING
-
-
-def test_a_reward_sees_the_last_turn_and_people_see_all(bench: Bench) -> None:
-    trajectory = conversation(bench, 1, ("wrong", "text right", "right <end>"))
-    bench.worker.send(Grade(1, Example("question", "right"), (trajectory,)))
-    assert bench.hear() == Graded(1, (1.0,), ("wrong⟦text right⟧right",))

@@ -60,25 +60,19 @@ def test_the_page_has_what_this_file_runs() -> None:
     assert len([line for line in code["backwards.py"].splitlines() if line.strip()]) <= 11
 
 
-def test_the_task_says_what_is_right(folder: Path) -> None:
+def test_the_task_says_what_is_right_and_an_option_changes_it(folder: Path) -> None:
     config = load(folder / "backwards.toml").config
     check_task(config)
     task = make_task(config)
-    assert str(self_check(task, config.tasks.kind)) == (
-        "32 references score 1, 32 shuffled ones less"
-    )
+    checked = str(self_check(task, config.tasks.kind))
+    assert checked == "32 references score 1, 32 shuffled ones less"
     example = task.train(0)
     assert (example.prompt, example.reference) == ("aap backwards is", "paa")
-    assert task.reward(example, Answer(f" {example.reference}", StopReason.STOP, 2)) == 1.0
-    assert task.reward(example, Answer(" xyz", StopReason.STOP, 2)) == 0.0
+    assert task.reward(example, Answer(" pxx", StopReason.STOP, 2)) == 0.0
     trained = {task.train(i).prompt for i in range(task.num_train)}
     assert trained.isdisjoint(e.prompt for e in task.heldout(100)) and len(trained) == 180
-
-
-def test_an_option_changes_it(folder: Path) -> None:
     task = make_task(load(folder / "backwards.toml", ["tasks.options.letters=1"]).config)
-    example = task.train(0)
-    assert task.reward(example, Answer(example.reference[0] + "zz", StopReason.STOP, 2)) == 1.0
+    assert task.reward(example, Answer(" pxx", StopReason.STOP, 2)) == 1.0
 
 
 def test_a_task_of_several_turns_replies(folder: Path) -> None:

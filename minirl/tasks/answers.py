@@ -12,8 +12,7 @@ import re
 from fractions import Fraction
 
 HASHES = "####"
-MAX_DIGITS = 400
-"""A longer number is none: no answer means it, and to compare it costs."""
+MAX_DIGITS = 400  # a longer number is none: no answer means it, and to compare it costs
 
 # A dash after a digit or a word is no sign ("5-10"), and commas join only groups of three digits.
 _SIGN = r"(?P<sign>(?<![\w)])[-−–](?:\\?[$€£])?)?"
@@ -36,40 +35,30 @@ def final(text: str) -> str:
     return text.rpartition("</think>")[2]
 
 
-def boxes(text: str) -> list[tuple[int, str]]:
-    """Each closed \\boxed{…} or \\fbox{…}: where it ends, and what is in it. Braces are matched."""
-    found = []
-    for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", text):
+def last_box(text: str) -> tuple[int, str] | None:
+    """Of the closed \\boxed{…} or \\fbox{…} that begins last: where it ends, and what is in it."""
+    for match in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))):
         depth = 1
-        for place in range(match.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[place], 0)
-            if text[place] in "{}" and text[place - 1] == "\\":  # a set's brace is no group's
-                depth -= {"{": 1, "}": -1}[text[place]]
+        for brace in re.finditer(r"\\.|[{}]", text[match.end() :], re.DOTALL):  # \{ is no group's
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
             if not depth:
-                found.append((place, text[match.end() : place]))
-                break
-    return found
-
-
-def last_box(text: str) -> str | None:
-    """What is in the box that begins last; so of a box in a box, the inner one."""
-    found = boxes(text)
-    return found[-1][1] if found else None
+                end = match.end() + brace.start()
+                return end, text[match.end() : end]
+    return None
 
 
 def marked(text: str) -> str | None:
     """What the last mark points at; None where there is no mark."""
-    found, place = boxes(text), text.rfind(HASHES)
-    if found and found[-1][0] > place:
-        return found[-1][1]
+    box, place = last_box(text), text.rfind(HASHES)
+    if box and box[0] > place:
+        return box[1]
     return text[place + len(HASHES) :] if place >= 0 else None
 
 
 def numbers(text: str) -> list[Fraction]:
     """Every number in the text, in order. Units, currencies and per cent signs are not read."""
     text = _THIN_SPACES.sub(",", text).replace("\\%", "%").replace("\\!", "")
-    found = (_value(match) for match in NUMBER.finditer(text))
-    return [value for value in found if value is not None]
+    return [value for match in NUMBER.finditer(text) if (value := _value(match)) is not None]
 
 
 def final_number(text: str) -> Fraction | None:
@@ -85,13 +74,6 @@ def final_number(text: str) -> Fraction | None:
     return found[0] if found else None
 
 
-def written(value: Fraction) -> str:
-    """As a decimal where that is short and exact, else as a fraction."""
-    decimal = f"{float(value):.10g}"
-    is_exact = value.denominator > 1 and Fraction(decimal) == value
-    return decimal if is_exact else str(value)
-
-
 def _value(match: re.Match[str]) -> Fraction | None:
     part = match.groupdict()
     if len(match.group()) > MAX_DIGITS:
@@ -99,8 +81,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
     sign = -1 if part["sign"] else 1
     try:
         if part["bottom"]:
-            top = Fraction(int(part["top"]), int(part["bottom"]))
-            return sign * (int(part["whole"] or 0) + top)
+            return sign * (int(part["whole"] or 0) + Fraction(f"{part['top']}/{part['bottom']}"))
         value = Fraction(part["decimal"].replace(",", ""))
         if part["under"]:
             value /= int(part["under"])

@@ -1,7 +1,6 @@
 """Programming problems, graded by unit tests that run in the sandbox.
 
-The data (`tasks.data`: a folder with `train.jsonl` and `test.jsonl`, or any other source) has one
-problem a row:
+The data (`tasks.data`; without it, a few built-in problems) has one problem per row:
 
     {"prompt": "Read two numbers and print their sum.",
      "tests": [{"stdin": "1 2\\n", "stdout": "3\\n"}],
@@ -9,12 +8,8 @@ problem a row:
     {"prompt": "Write add(a, b).",
      "tests": [{"call": "add", "args": [1, 2], "returns": 3}], "solution": "def add(a, b): …"}
 
-Without one, a few built-in problems. An answer's code is its last ```python block. A test in stdin
-form passes if the program ends without an error and prints the same lines, but for spaces at line
-ends and empty lines at the end. One in function form passes if what the function returns equals the
-expected value as JSON (a tuple is a list, a key is a text), floats to 1e-6. The reward is by
-the option `reward`: 1 for "all" tests passed, or the "share" of them.
-
+An answer's code is its last ```python block; it is right if all tests pass: if the program prints
+the same lines, or if what the function returns equals the expected value as JSON, floats to 1e-6.
 Only inputs go into the sandbox; what comes out is compared here, as bytes or as plain JSON. A
 sandbox that fails raises, and the group is dropped: it is never a 0.
 
@@ -33,18 +28,16 @@ from typing import Any
 from minirl.config import TasksConfig
 from minirl.errors import RecipeError
 from minirl.records import Answer, Example, StopReason
-from minirl.tasks import TEST, TRAIN, Task, need
+from minirl.tasks import Task, need
 from minirl.tasks.sandbox import Call, Limits, Outcome, run, why_not
-from minirl.tasks.sources import Row, bad_row, file_rows
+from minirl.tasks.sources import Row, as_rows, bad_row, file_rows
 
 BUILT_IN = Path(__file__).with_name("code_problems.jsonl")
-
 BLOCK = re.compile(r"^[ \t]*```(?:python|py|Python|python3)[ \t]*\r?\n(.*?)^[ \t]*```", re.M | re.S)
 INSTRUCTION = "Write the solution in Python, in one ```python block."
 TOLERANCE = 1e-6
 WALL_OVER_CPU = 4.0  # a machine that is busy with other things is not the answer's fault
 SHARE_OF_TIMEOUT = 0.8  # of tasks.timeout_s: a slow answer is wrong, and its verifier stays
-MAX_TESTS = 1000
 
 
 @dataclass(frozen=True)
@@ -54,19 +47,12 @@ class Test:
     expected: Any  # the text of stdout, or the value that the call returns
 
 
-@dataclass(frozen=True)
-class Problem:
-    example: Example  # its reference is the solution
-    tests: tuple[Test, ...]
-
-
 class Code(Task):
-    options = {"reward": "all", "test_s": 2.0, "unsafe": False}  # noqa: RUF012
+    options = {"test_s": 2.0, "unsafe": False}  # noqa: RUF012
 
     def __init__(self, config: TasksConfig, seed: int = 0):
         super().__init__(config, seed)
-        kind, test_s = self.options["reward"], self.options["test_s"]
-        need(self, "reward", kind in ("all", "share"), "must be all or share")
+        test_s = self.options["test_s"]
         need(self, "test_s", 0 < test_s <= 3600, "must be above 0 and at most 3600 seconds")
         why = why_not()
         if why and not self.options["unsafe"]:
@@ -74,38 +60,33 @@ class Code(Task):
             remedy = "see docs/sandbox.md; true runs code that can use every file that you can"
             raise RecipeError("tasks.options.unsafe", False, rule, remedy)
         limits = Limits(cpu_s=math.ceil(test_s), wall_s=WALL_OVER_CPU * test_s)
-        self._limits = replace(limits, max_abi=0) if why else limits
-        self._total_s = SHARE_OF_TIMEOUT * config.timeout_s
-        problems = [_problem(row) for split in (TRAIN, TEST) for row in self.load(split)]
-        self._tests = {_key(problem.example): problem.tests for problem in problems}
+        self.limits = replace(limits, max_abi=0) if why else limits
+        # Not in the examples: tests may be large, and each verifier reads them itself.
+        rows = (row for split in ("train", "test") for row in self.load(split))
+        self.tests = {_key(self.example(row)): _tests(row) for row in rows}
 
     def load(self, split: str) -> Iterable[Row]:
         if self.config.data:
-            return self.source.rows(split)
+            return as_rows(super().load(split), split)
         return [row for row in file_rows(BUILT_IN) if row["split"] == split]
 
     def example(self, row: Row) -> Example:
-        """Without the tests: they may be large, and each verifier has read them."""
-        return _problem(row).example
+        call = _tests(row)[0].call
+        how = f"Write a function `{call.function}`." if call else "Read stdin and print to stdout."
+        message = {"role": "user", "content": f"{row['prompt']}\n{how} {INSTRUCTION}"}
+        return Example((message,), row["solution"])
 
     def reward(self, example: Example, answer: Answer) -> float:
         code = extract(answer.text)
         if answer.stop is not StopReason.STOP or code is None:
             return 0.0
-        tests, end = self._tests[_key(example)], time.monotonic() + self._total_s
-        num_passed = 0
-        for test in tests:
-            is_passed = self._passes(test, code, end - time.monotonic())
-            num_passed += is_passed
-            if not is_passed and self.options["reward"] == "all":
+        deadline = time.monotonic() + SHARE_OF_TIMEOUT * self.config.timeout_s
+        for test in self.tests[_key(example)]:
+            left_s = deadline - time.monotonic()
+            limits = replace(self.limits, wall_s=min(self.limits.wall_s, left_s))
+            if left_s <= 0 or not passes(test, run(code, test.stdin, test.call, limits)):
                 return 0.0
-        return num_passed / len(tests)
-
-    def _passes(self, test: Test, code: str, left_s: float) -> bool:
-        if left_s <= 0:
-            return False
-        limits = replace(self._limits, wall_s=min(self._limits.wall_s, left_s))
-        return passes(test, run(code, test.stdin, test.call, limits))
+        return 1.0
 
     def solution(self, example: Example) -> str:
         return f"```python\n{example.reference}\n```"
@@ -113,8 +94,7 @@ class Code(Task):
 
 def extract(text: str) -> str | None:
     """The last ```python block that is closed, or None."""
-    blocks = BLOCK.findall(text)
-    return blocks[-1] if blocks else None
+    return (BLOCK.findall(text) or [None])[-1]
 
 
 def passes(test: Test, outcome: Outcome) -> bool:
@@ -123,8 +103,7 @@ def passes(test: Test, outcome: Outcome) -> bool:
     if test.call is None:
         return _lines(outcome.output.decode(errors="replace")) == _lines(test.expected)
     try:
-        returned = json.loads(outcome.output)
-        return equal(returned, test.expected)
+        return equal(json.loads(outcome.output), test.expected)
     except (ValueError, RecursionError):  # no JSON, or not the JSON of a value that is expected
         return False
 
@@ -134,45 +113,34 @@ def _lines(text: str) -> list[str]:
 
 
 def equal(given: Any, expected: Any) -> bool:
-    """As Python has it, but that a float need only be near. Both are plain JSON values."""
-    if isinstance(expected, list):
-        is_like = isinstance(given, list) and len(given) == len(expected)
-        return is_like and all(map(equal, given, expected))
-    if isinstance(expected, dict):
-        is_like = isinstance(given, dict) and given.keys() == expected.keys()
+    """As Python has it, but a float need only be near. Both are plain JSON values."""
+    if isinstance(expected, list) and isinstance(given, list):
+        return len(given) == len(expected) and all(map(equal, given, expected))
+    if isinstance(expected, dict) and isinstance(given, dict):
+        is_like = given.keys() == expected.keys()
         return is_like and all(equal(given[key], value) for key, value in expected.items())
     if isinstance(expected, float) and isinstance(given, (int, float)):
-        try:
-            return math.isclose(given, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-        except OverflowError:  # an integer beyond all floats
-            return False
+        near = TOLERANCE * max(1.0, abs(expected))
+        is_near = expected - near <= given <= expected + near  # an int may be beyond all floats
+        return is_near or given == expected
     return bool(given == expected)
-
-
-# -- data
-
-
-def _problem(row: Row) -> Problem:
-    try:
-        tests = tuple(_test(test) for test in row["tests"])
-        if not 1 <= len(tests) <= MAX_TESTS:
-            raise ValueError(f"{len(tests)} tests, where 1 to {MAX_TESTS} are allowed")
-        forms = {test.call.function if test.call else "" for test in tests}
-        if len(forms) != 1:
-            raise ValueError("tests of several forms or functions")
-        function = forms.pop()
-        how = f"Write a function `{function}`." if function else "Read stdin and print to stdout."
-        message = {"role": "user", "content": f"{row['prompt']}\n{how} {INSTRUCTION}"}
-        return Problem(Example((message,), row["solution"]), tests)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        rule = f"is no problem ({type(error).__name__}: {error})"
-        remedy = '"prompt", "tests" and "solution" are needed; see docs/sandbox.md'
-        raise bad_row(row, rule, remedy) from None
 
 
 def _key(example: Example) -> str:
     """Two rows may share a prompt, and differ in what is right."""
     return repr((example.prompt, example.reference))
+
+
+def _tests(row: Row) -> tuple[Test, ...]:
+    try:
+        tests = tuple(_test(test) for test in row["tests"])
+        forms = {test.call.function if test.call else "" for test in tests}
+        if len(forms) != 1 or not {"prompt", "solution"} <= row.keys():
+            raise ValueError('"prompt", "solution" and tests of one form are needed')
+        return tests
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        rule = f"is no problem ({type(error).__name__}: {error})"
+        raise bad_row(row, rule, "see docs/sandbox.md for the form of a row") from None
 
 
 def _test(row: Mapping[str, Any]) -> Test:

@@ -1,7 +1,7 @@
-"""Which verifier grades what. Takes finished groups, gives each to a free verifier, one at a time.
-A turn that waits for its reply goes first: there a sequence stands still.
+"""Which verifier grades what: each finished group goes to a free verifier, one at a time. A turn
+that waits for its reply goes first, since a sequence waits for it.
 
-A pure structure: the loop sends, hears and looks at the clock.
+A pure structure: the loop sends, receives and looks at the clock.
 """
 
 from collections import deque
@@ -12,30 +12,26 @@ from minirl.tasks.verifier import Ask, Grade
 
 class GradingQueue:
     def __init__(self) -> None:
-        self._waiting: deque[Grade] = deque()
-        self._asked: deque[Ask] = deque()
+        self._groups: deque[Grade | Ask] = deque()
+        self._turns: deque[Grade | Ask] = deque()
         self._busy: dict[str, Grade | Ask] = {}
 
     def add(self, request: Grade | Ask) -> None:
-        if isinstance(request, Ask):
-            self._asked.append(request)
-        else:
-            self._waiting.append(request)
+        (self._turns if isinstance(request, Ask) else self._groups).append(request)
 
     def assign(self, verifiers: Iterable[str]) -> Iterator[tuple[str, Grade | Ask]]:
-        """Pairs of a free verifier and what it now is at."""
+        """Pairs of a free verifier and the request that it now gets."""
         for name in verifiers:
-            if name not in self._busy and (self._asked or self._waiting):
-                first = self._asked.popleft() if self._asked else self._waiting.popleft()
-                self._busy[name] = first
-                yield name, first
+            if name not in self._busy and (waiting := self._turns or self._groups):
+                self._busy[name] = waiting.popleft()
+                yield name, self._busy[name]
 
     def done(self, verifier: str) -> Grade | Ask | None:
-        """What the verifier was at; it is free now."""
+        """Frees the verifier and gives the request it had."""
         return self._busy.pop(verifier, None)
 
     def is_busy(self, verifier: str) -> bool:
         return verifier in self._busy
 
     def __len__(self) -> int:
-        return len(self._asked) + len(self._waiting) + len(self._busy)
+        return len(self._turns) + len(self._groups) + len(self._busy)

@@ -1,20 +1,14 @@
 """Competition mathematics: the answer is an expression, compared by value (math-verify, sympy).
 
 An answer is right when the model ended it and math-verify finds the expression in its last box
-equal to the reference; without a box, the expression that math-verify itself finds in the text
-(after "the answer is", in $…$, or the last one). The reference column may hold the bare answer or a
-worked solution that ends in a box.
-
-math-verify bounds its own time by SIGALRM, which works in a process's main thread only: there, as
-in a verifier, a comparison that takes too long raises, and the group is dropped (rule 7). In
-another thread nothing bounds it but tasks.timeout_s.
+equal to the reference; without a box, the expression that math-verify itself finds in the text.
+The reference column may hold the bare answer or a worked solution that ends in a box. math-verify
+bounds its time by SIGALRM (so, in the main thread): a comparison that takes too long raises.
 
 Leaves out: proofs, and answers with units: these are what the text says.
 """
 
-import logging
 import re
-import threading
 from functools import cache, lru_cache
 from typing import Any
 
@@ -28,8 +22,7 @@ from minirl.tasks.sources import Row
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 LIMIT_S = 5
-MAX_CHARS = 1000
-"""A longer box is wrong: no reference comes near it, and to parse it costs."""
+MAX_CHARS = 1000  # a longer box is wrong: no reference comes near it, and to parse it costs
 
 
 class Mathematics(Task):
@@ -43,11 +36,10 @@ class Mathematics(Task):
 
     def example(self, row: Row) -> Example:
         asked = super().example(row)
-        reference = last_box(asked.reference)
-        prompt = instructed(asked, self.options["instruction"])
-        if reference is None:
+        prompt, box = instructed(asked, self.options["instruction"]), last_box(asked.reference)
+        if box is None:
             return Example(prompt, asked.reference)
-        return Example(prompt, reference, worked=asked.reference)
+        return Example(prompt, box[1], worked=asked.reference)
 
     def reward(self, example: Example, answer: Answer) -> float:
         return float(answer.stop is StopReason.STOP and is_equal(example.reference, answer.text))
@@ -59,35 +51,24 @@ class Mathematics(Task):
 def is_equal(reference: str, answer: str) -> bool:
     """Whether the answer's result is the reference. Raises where the reference cannot be read, or
     where it took too long to say."""
-    _warm_up()
+    from math_verify import verify
     from math_verify.errors import TimeoutException
 
-    try:
-        return _is_equal(reference, answer)
-    except TimeoutException:  # no Exception by its class: it would take the verifier down
-        raise TimeoutError(f"math-verify took longer than {LIMIT_S} s") from None
-
-
-def _is_equal(reference: str, answer: str) -> bool:
-    box = last_box(final(answer))
-    if box is not None and (len(box) > MAX_CHARS or _base(box) not in (0, _base(reference))):
+    text = final(answer)
+    box = last_box(text)
+    if box and (len(box[1]) > MAX_CHARS or _base(box[1]) not in (0, _base(reference))):
         return False
-    wanted = _parsed(reference)
-    if not wanted:
-        raise ValueError(f"the reference {reference!r} cannot be read as mathematics")
-    given = _parsed(final(answer)[-MAX_CHARS:], is_text=True) if box is None else _parsed(box)
-    if not given:
-        return False
-    from math_verify import verify
-
+    # x ≤ 3 is right for (-∞, 3], but a point is not for 1 < x < 2.
     is_interval = any(mark in reference for mark in ("[", "]", r"\infty", r"\cup"))
-    return verify(
-        list(wanted),
-        list(given),
-        allow_set_relation_comp=is_interval,  # x ≤ 3 for (-∞, 3], but no point for 1 < x < 2
-        timeout_seconds=_limit_s(),
-        raise_on_error=True,
-    )
+    try:
+        wanted = _parsed(reference)
+        given = _parsed(box[1]) if box else _parsed(text[-MAX_CHARS:], is_text=True)
+        if not wanted:
+            raise ValueError(f"the reference {reference!r} cannot be read as mathematics")
+        options = {"allow_set_relation_comp": is_interval, "timeout_seconds": LIMIT_S}
+        return bool(given) and verify(list(wanted), list(given), raise_on_error=True, **options)
+    except TimeoutException:  # not an Exception by its class: it would take the verifier down
+        raise TimeoutError(f"math-verify took longer than {LIMIT_S} s") from None
 
 
 @lru_cache(maxsize=1024)
@@ -96,25 +77,18 @@ def _parsed(latex: str, is_text: bool = False) -> tuple[Any, ...]:
     from math_verify import parse
 
     text = latex if is_text else rf"\boxed{{{plain(latex)}}}"
-    return tuple(parse(text, parsing_timeout=_limit_s(), raise_on_error=True))
+    return tuple(parse(text, parsing_timeout=LIMIT_S, raise_on_error=True))
 
 
 @cache
 def _warm_up() -> None:
-    """sympy imports much of itself at the first comparison: not within anybody's time limit."""
+    """sympy imports much of itself at the first comparison: do that outside of any time limit."""
     try:
         from math_verify import parse, verify
     except ImportError:
         rule = "math-verify is not installed"
         raise RecipeError("tasks.kind", "math", rule, "pip install 'minirl[math]'") from None
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of having no time limit
-    sides = [parse(text, parsing_timeout=None) for text in ("$(x+1)^2$", "$x^2+2x+1$")]
-    verify(*sides, timeout_seconds=None)
-
-
-def _limit_s() -> int | None:
-    is_main = threading.current_thread() is threading.main_thread()
-    return LIMIT_S if is_main else None
+    verify(*(parse(text, parsing_timeout=60) for text in ("$x+x$", "$2x$")), timeout_seconds=60)
 
 
 def plain(latex: str) -> str:

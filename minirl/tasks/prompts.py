@@ -1,8 +1,8 @@
-"""From examples to token prompts, in an order that a resumed run can go on with.
+"""From examples to token prompts, in an order that a resumed run can continue.
 
 Takes a task and a tokenizer, gives prompts one by one. A finite task is shuffled anew each epoch,
 by the seed. What was *consumed* (trained, or dropped for good) is remembered by index, not as a
-loader's offset: after a restart, what was in flight is given again and nothing else is.
+loader's offset: after a restart exactly the prompts that were in flight are requeued.
 """
 
 import heapq
@@ -26,25 +26,24 @@ class PromptStream:
         self._epoch = lru_cache(maxsize=2)(self._shuffled)
 
     def next(self) -> Prompt:
-        while True:
-            if self._again:
-                index = heapq.heappop(self._again)
-            else:
-                index, self._next = self._next, self._next + 1
-                if index in self.consumed:
-                    continue
-            example = self._task.train(self.place(index))
-            return Prompt(index, example, encode(example, self._tokenizer))
+        if self._again:
+            index = heapq.heappop(self._again)
+        else:
+            while self._next in self.consumed:
+                self._next += 1
+            index, self._next = self._next, self._next + 1
+        example = self._task.train(self.place(index))
+        return Prompt(index, example, encode(example, self._tokenizer))
 
     def put_back(self, index: int) -> None:
-        """A prompt whose group was lost to a fault, also after it was trained: it comes again.
-        Lowest index first, so that at η = 0 a step that is done again gets the same prompts."""
+        """Requeues a prompt whose group was lost to a fault, also after it was trained. Lowest
+        index first, so that at η = 0 a step that is repeated gets the same prompts."""
         self.consumed.discard(index)
         heapq.heappush(self._again, index)
 
     @property
     def waiting(self) -> list[int]:
-        """Put back, and not given again yet."""
+        """Requeued, and not given again yet."""
         return sorted(self._again)
 
     def place(self, index: int) -> int:
@@ -89,15 +88,13 @@ def encode(example: Example, tokenizer: Any) -> tuple[int, ...]:
     """What the model sees. A template writes its own special tokens, so none are added to it."""
     is_templated = not isinstance(example.prompt, str) and has_template(tokenizer)
     text = render(example, tokenizer)
-    if is_templated:
-        return tuple(tokenizer.encode(text, add_special_tokens=False))
-    return tuple(tokenizer.encode(text))
+    options = {"add_special_tokens": False} if is_templated else {}
+    return tuple(tokenizer.encode(text, **options))
 
 
 def render(example: Example, tokenizer: Any) -> str:
     """Text as it is; chat messages through the model's own template. A model without one gets the
-    text of a single message and a line break, and of several messages "role: text" a line each,
-    with "assistant:" at the end."""
+    text of a single message, and of several one "role: text" line each and "assistant:"."""
     if isinstance(example.prompt, str):
         return example.prompt
     messages = list(example.prompt)

@@ -1,17 +1,16 @@
 """Which graded groups are worth training, and by which rewards (between stages 3 and 4).
 
-Takes a group's trajectories and rewards, gives the Group that the buffer gets, or the reason why
-it gets none. Pure functions of the recipe.
+Takes a group's trajectories and rewards, gives the Group for the buffer, or the reason to drop it.
 
     failures       a trajectory whose reward failed is left out; past tasks.max_failures, the group
     over-long      an answer near the limit loses reward (tasks.overlong_tokens); evaluations and
                    reward/mean see the task's own
-    truncated      an answer that was cut may be kept out of the loss; its reward still counts in
-                   the group's mean
+    truncated      a truncated answer may be kept out of the loss; its reward still counts in the
+                   group's mean
     equal rewards  a group that teaches nothing is dropped (DAPO's dynamic sampling)
 
-A dropped group gives its slot back at once and another prompt takes it under the newest weights, so
-the batch is always full and nothing gets older by filtering.
+A dropped group frees its slot at once and another prompt takes it under the newest weights, so the
+batch is always full and filtering makes nothing older.
 
 Leaves out: any other shaping. A task's own `reward` does that, in Python.
 """
@@ -35,20 +34,18 @@ def filter_group(
         return Drop.REWARD_ERROR
     kept, plain = tuple(t for t, _ in graded), tuple(r for _, r in graded)
     trained = tuple(reward - overlong_penalty(config, t) for t, reward in graded)
-    masked = frozenset[int]()
-    if config.buffer.mask_truncated:
-        masked = frozenset(i for i, t in enumerate(kept) if t.stop is StopReason.LENGTH)
+    is_masked = config.buffer.mask_truncated
+    masked = [i for i, t in enumerate(kept) if is_masked and t.stop is StopReason.LENGTH]
     if len(masked) == len(kept):
         return Drop.TRUNCATED
     if config.buffer.drop_equal_rewards and min(trained) == max(trained):
         return Drop.EQUAL_REWARDS
-    return Group(*ticket, kept, trained, masked, plain if config.tasks.overlong_tokens else ())
+    own = plain if config.tasks.overlong_tokens else ()
+    return Group(*ticket, kept, trained, frozenset(masked), own)
 
 
 def overlong_penalty(config: Config, trajectory: Trajectory) -> float:
     """DAPO, eq. 13: 0 up to tasks.overlong_tokens before the limit, then rising to 1 at it."""
     zone = config.tasks.overlong_tokens
-    if not zone:
-        return 0.0
     over = trajectory.num_new - (config.rollout.max_new_tokens - zone)
-    return min(1.0, max(0.0, over / zone))
+    return min(1.0, max(0.0, over / zone)) if zone else 0.0

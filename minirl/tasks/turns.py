@@ -7,11 +7,10 @@ is tokenised; what the model wrote never is.
 Where a reply stands:
     after a stop text (Task.turn_stop, rollout.stop), or where the prompt is plain text: right there
     after the model's own end, where the prompt is chat messages and the model has a template: as a
-    user's message, with all that the template puts between two of the model's answers. That is
-    found once, by rendering a conversation of known words. The end that the model wrote is not
-    written again.
+    user's message, with what the template puts between two answers. Rendering a conversation of
+    known words finds that once. The end that the model wrote is not repeated.
 
-Leaves out: who asks whom, and when (conversations.py).
+Leaves out: when a reply is asked for.
 """
 
 from dataclasses import dataclass
@@ -27,8 +26,7 @@ from minirl.shm.ring import TrajectoryView
 from minirl.tasks import Task
 from minirl.tasks.prompts import has_template
 
-ASKED, ANSWERED, REPLIED = "FirstQuestion", "FirstAnswer", "SecondQuestion"
-OPEN, CLOSE = "⟦", "⟧"  # around a reply, where a person reads a whole conversation
+ANSWERED, REPLIED = "FirstAnswer", "SecondQuestion"
 
 
 @dataclass(frozen=True)
@@ -52,11 +50,9 @@ def dialogue_of(task: Task, kind: str, tokenizer: Any) -> Dialogue | None:
     if not has_turns(task):
         return None
     stop = getattr(task, "turn_stop", ())
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(text, str) and text for text in stop):
-        raise RecipeError(
-            "tasks.kind", kind, f"its turn_stop is {stop!r}", 'texts, such as ("</call>",)'
-        )
+    if not isinstance(stop, tuple) or not all(isinstance(text, str) and text for text in stop):
+        rule = f"its turn_stop is {stop!r}"
+        raise RecipeError("tasks.kind", kind, rule, 'a tuple of texts, such as ("</call>",)')
     if not has_template(tokenizer):
         return Dialogue(stop)
     before, after = _between(kind, tokenizer)
@@ -66,8 +62,8 @@ def dialogue_of(task: Task, kind: str, tokenizer: Any) -> Dialogue | None:
 
 def _between(kind: str, tokenizer: Any) -> tuple[str, str]:
     """What the template writes between an answer and the next message, and after that."""
-    said = (("user", ASKED), ("assistant", ANSWERED), ("user", REPLIED))
-    messages = [{"role": role, "content": text} for role, text in said]
+    said = {"FirstQuestion": "user", ANSWERED: "assistant", REPLIED: "user"}
+    messages = [{"role": role, "content": text} for text, role in said.items()]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         _, text = text.split(ANSWERED)
@@ -109,19 +105,14 @@ def reply_tokens(
 ) -> list[int]:
     """`last` is the token that the model's turn ends with."""
     is_chat = dialogue.has_template and not isinstance(example.prompt, str)
-    if not is_chat or last not in special_ids(tokenizer):
+    added = tokenizer.get_added_tokens_decoder()
+    if not is_chat or last not in added or not added[last].special:
         return tokenizer.encode(text, add_special_tokens=False).ids
     framed = dialogue.end + dialogue.before + text + dialogue.after
     tokens = tokenizer.encode(framed, add_special_tokens=False).ids
     return tokens[1:] if tokens[0] == last else tokens
 
 
-def special_ids(tokenizer: Any) -> set[int]:
-    added = tokenizer.get_added_tokens_decoder()
-    return {number for number, token in added.items() if token.special}
-
-
 def readable(turns: tuple[str, ...]) -> str:
     """A whole conversation as one text for people, replies in ⟦ ⟧."""
-    shown = [f"{OPEN}{text}{CLOSE}" if i % 2 else text for i, text in enumerate(turns)]
-    return "".join(shown)
+    return "".join(f"⟦{text}⟧" if i % 2 else text for i, text in enumerate(turns))

@@ -7,10 +7,9 @@ task's replies too, where it has several turns: both are the user's code.
     gives         Graded: a reward for each, or the reason why there is none; Replied: the same of a
                   reply, as tokens
 
-A reward that raises is never a 0 (rule 7): it is None, and one too many fails the whole group. One
-that hangs or crashes is the controller's business: it sees on the board which one this worker has
-been GRADING and for how long, replaces the worker, and may have the group graded without that one.
-One that runs out of memory takes this worker down, which comes to the same.
+A reward that raises is never a 0 (rule 7): it is None, and one too many fails the whole group. If
+one hangs, crashes or runs out of memory, the controller sees on the board which one was GRADING,
+replaces the worker, and may have the group graded without that one.
 
 Leaves out: what the recipe makes of a reward (rewards.py), and time limits: the controller watches.
 """
@@ -25,7 +24,7 @@ from typing import Any
 from minirl.config import Config
 from minirl.records import Answer, Example, Trajectory
 from minirl.shm.board import BEAT_S, BoardWriter, State
-from minirl.shm.ring import TornEntry, TrajectoryRing
+from minirl.shm.ring import TrajectoryRing
 from minirl.tasks import Task
 from minirl.tasks.registry import make_task
 from minirl.tasks.turns import Dialogue, readable, reply_tokens, texts_of
@@ -37,7 +36,7 @@ class Grade:
     example: Example
     trajectories: tuple[Trajectory, ...]
     max_failures: int = 0
-    skip: tuple[int, ...] = ()  # places that failed by taking their verifier down
+    skip: tuple[int, ...] = ()  # places that failed by crashing their verifier
 
 
 @dataclass(frozen=True)
@@ -81,101 +80,87 @@ def run(setup: VerifierSetup, board: BoardWriter, pipe: Connection) -> None:
     from tokenizers import Tokenizer  # not transformers: this process stays small
 
     tokenizer = Tokenizer.from_file(str(Path(setup.folder) / "tokenizer.json"))
-    task = make_task(setup.config)
+    verifier = Verifier(setup, make_task(setup.config), tokenizer, board)
     limit_memory(setup.config.tasks.memory_gib)
     while True:
         board.enter(State.WAITING_FOR_ANSWERS)
         while not pipe.poll(BEAT_S):
             board.enter(State.WAITING_FOR_ANSWERS)
-        request = pipe.recv()
-        if isinstance(request, Grade):
-            pipe.send(grade(request, task, setup, tokenizer, board))
-        elif isinstance(request, Ask):
-            pipe.send(reply(request, task, setup, tokenizer, board))
-        else:
-            return
+        match pipe.recv():
+            case Grade() as request:
+                pipe.send(verifier.grade(request))
+            case Ask() as request:
+                pipe.send(verifier.reply(request))
+            case _:
+                return
 
 
 def limit_memory(gib: float) -> None:
-    """Of this process: private memory only, since the ring's shared memory is not its own. What
-    goes beyond is a MemoryError in the code that asks for it."""
+    """Of this process: private memory only, since the ring's shared memory is not its own. Beyond
+    it, an allocation raises MemoryError."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = int(gib * 2**30)
     soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def grade(
-    request: Grade, task: Task, setup: VerifierSetup, tokenizer: Any, board: BoardWriter
-) -> Graded:
-    rewards: list[float | None] = []
-    texts: list[str] = []
-    error = ""
-    for place, trajectory in enumerate(request.trajectories):
-        if place in request.skip:
-            rewards.append(None)
-            texts.append("")
-            continue
-        board.serving(-1, place)
-        # Anew: tasks.timeout_s counts for each reward.
-        board.enter(State.GRADING, anew=True, group=request.group_id, place=place)
-        view = setup.ring.read(trajectory.cell, request.group_id)
-        turns = texts_of(view, tokenizer, setup.dialogue)
-        answer = Answer(turns[-1], trajectory.stop, int(view.mask.sum()), turns)
-        reward, why = compute(task, request.example, answer)
-        error = why or error
-        rewards.append(reward)
-        texts.append(readable(turns))
-        if rewards.count(None) > request.max_failures:
-            return Graded(request.group_id, (), (), error)
-    return Graded(request.group_id, tuple(rewards), tuple(texts), error)
+@dataclass(frozen=True)
+class Verifier:
+    setup: VerifierSetup
+    task: Task
+    tokenizer: Any
+    board: BoardWriter
 
+    def grade(self, request: Grade) -> Graded:
+        rewards: list[float | None] = [None] * len(request.trajectories)
+        texts, error = [""] * len(rewards), ""
+        num_failed = len(request.skip)
+        for place, trajectory in enumerate(request.trajectories):
+            if place in request.skip:
+                continue
+            self._show(request.group_id, place)
+            view = self.setup.ring.read(trajectory.cell, request.group_id)
+            turns = texts_of(view, self.tokenizer, self.setup.dialogue)
+            answer = Answer(turns[-1], trajectory.stop, int(view.mask.sum()), turns)
+            texts[place] = readable(turns)
+            try:
+                rewards[place] = reward = float(self.task.reward(request.example, answer))
+                if not math.isfinite(reward):
+                    raise ValueError(f"reward is {reward}")
+            except MemoryError:
+                raise  # too little may be left for the next reward
+            except Exception as failure:  # a task is the user's code: whatever it raises
+                rewards[place] = None
+                error, num_failed = f"{type(failure).__name__}: {failure}", num_failed + 1
+                if num_failed > request.max_failures:
+                    return Graded(request.group_id, (), (), error)
+        return Graded(request.group_id, tuple(rewards), tuple(texts), error)
 
-def compute(task: Task, example: Example, answer: Answer) -> tuple[float | None, str]:
-    """The reward, or None and why there is none."""
-    try:
-        reward = float(task.reward(example, answer))
-    except MemoryError:
-        raise  # what is left may be too little for the next: it takes this process down
-    except Exception as failure:  # a task is the user's code: whatever it raises is one failure
-        return None, f"{type(failure).__name__}: {failure}"
-    return (reward, "") if math.isfinite(reward) else (None, f"reward is {reward}")
+    def reply(self, request: Ask) -> Replied:
+        self._show(request.group_id, request.place, reply=True)
+        try:
+            tokens, error = self._reply(request), ""
+        except MemoryError:
+            raise
+        except Exception as failure:  # the user's code, or the cell is another group's by now
+            tokens, error = (), f"{type(failure).__name__}: {failure}"
+        return Replied(request.group_id, request.place, tokens, error)
 
+    def _show(self, group_id: int, place: int, **facts: Any) -> None:
+        """Anew: tasks.timeout_s counts for each reward."""
+        self.board.serving(-1, place)
+        self.board.enter(State.GRADING, anew=True, group=group_id, place=place, **facts)
 
-def reply(
-    request: Ask, task: Task, setup: VerifierSetup, tokenizer: Any, board: BoardWriter
-) -> Replied:
-    board.serving(-1, request.place)
-    board.enter(State.GRADING, anew=True, group=request.group_id, place=request.place, reply=True)
-    assert setup.dialogue is not None
-    try:
-        view = setup.ring.read(request.trajectory.cell, request.group_id)
-    except TornEntry as gone:  # the group was given up, and its cell is another's
-        return Replied(request.group_id, request.place, (), str(gone))
-    last, turns = int(view.tokens[-1]), texts_of(view, tokenizer, setup.dialogue)
-    try:
-        text = task.reply(request.example, turns)
+    def _reply(self, request: Ask) -> tuple[int, ...]:
+        dialogue = self.setup.dialogue
+        assert dialogue is not None
+        view = self.setup.ring.read(request.trajectory.cell, request.group_id)
+        last, turns = int(view.tokens[-1]), texts_of(view, self.tokenizer, dialogue)
+        text = self.task.reply(request.example, turns)
         if text is None:
-            return Replied(request.group_id, request.place, ())
-        tokens = reply_tokens(text, request.example, last, tokenizer, setup.dialogue)
+            return ()
+        tokens = reply_tokens(text, request.example, last, self.tokenizer, dialogue)
         if not tokens:
             raise ValueError("the reply has no token; None ends the conversation")
-    except MemoryError:
-        raise
-    except Exception as failure:  # the user's code, as above
-        why = f"{type(failure).__name__}: {failure}"
-        return Replied(request.group_id, request.place, (), why)
-    # As many as max_new_tokens never fit, and more need not be sent.
-    return Replied(
-        request.group_id, request.place, tuple(tokens[: setup.config.rollout.max_new_tokens])
-    )
-
-
-def reward_problem(reward: float, reward_range: tuple[float, ...]) -> str:
-    """Why a reward may not be trained on, or ""."""
-    if not math.isfinite(reward):
-        return f"reward is {reward}"
-    if reward_range and not reward_range[0] <= reward <= reward_range[1]:
-        low, high = reward_range
-        return f"reward is {reward:g}, outside guard.reward_range = [{low:g}, {high:g}]"
-    return ""
+        # As many as max_new_tokens never fit, and more need not be sent.
+        return tuple(tokens[: self.setup.config.rollout.max_new_tokens])
