@@ -110,12 +110,12 @@ def test_bad_rewards_are_as_many_as_asked_for_and_a_task_stays_what_it_is() -> N
     counts = Counter(bad_reward_at(5, 0.06, place) for place in range(20_000))
     assert 0.05 < 1 - counts[None] / 20_000 < 0.07
     assert all(counts[bad] > 50 for bad in BadReward)
-    made = soaked_task(max_start=9)
+    made = soaked_task(step_weights=[1.0])
     bad = [example for i in range(100) if isinstance(example := made.train(i), BadExample)]
     assert 15 < len(bad) < 45 and bad[0].prompt and made.train(3) == made.train(3)
     assert not any(isinstance(example, BadExample) for example in made.heldout(100))
     assert self_check(made, "soak").num_right == 32, "in the controller no reward is bad"
-    assert made.options["max_start"] == 9 and "soak_kind" not in made.options
+    assert made.options["step_weights"] == [1.0] and "soak_kind" not in made.options
     assert not has_turns(made) and has_turns(soaked_task(kind="calculator"))
 
 
