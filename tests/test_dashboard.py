@@ -14,17 +14,21 @@ from test_cli import minirl
 
 from minirl.run_dir import hold
 from minirl.shm.board import Row, State
-from minirl.view.dashboard import KEYS, SPEED, bar, braille, look, picture, resample
-from minirl.view.status import Lane, Sample, Status, lane_state
+from minirl.view.dashboard import KEYS, bar, braille, look, picture, resample
+from minirl.view.status import SPEED, Lane, Sample, Status, lane_state
 
 NOW = 1_700_000_000.0
 LAST = {"step": 40, "seconds": 320.0, "reward/mean": 0.7, "train/tokens_per_s": 12033.0}
+WORDS = (
+    "step 40/100   40%  5:21  ETA 8:00; generation-bound: trainers idle 41%; 96 slots; 90% busy; "
+    "rollout-0 generating 31 at v40; reward 0.931, from 0.064; held-out 81.0%, from 21.0%; 71%; "
+    "12,033 tok/s; sample 1/6 of step 5; > 7 + 12; was killed by SIGKILL; q finish and save"
+)
 
 
-def example(num_engines: int = 1, **changes: Any) -> Status:
-    """As a run in the middle of its work gives it."""
+def example(**changes: Any) -> Status:
     engine = Lane("rollout-0", "generating 31 at v40", "░" * 6 + "█" * 53 + "▓")
-    steps = [float(step) for step in range(1, 41)]
+    rewards = [(float(step), 1 - math.exp(-step / 15)) for step in range(1, 41)]
     values: dict[str, Any] = {
         "name": "smoke-20260101-120000",
         "time": NOW,
@@ -32,15 +36,12 @@ def example(num_engines: int = 1, **changes: Any) -> Status:
         "step": 40,
         "steps": 100,
         "seconds": 321.0,
+        "eta": "8:00",
         "verdict": "generation-bound: trainers idle 41%, one GPU more for rollout would give +20%",
-        "lanes": [*[engine] * num_engines, Lane("train-0", "waiting for batch", "█░" * 30)],
+        "lanes": [engine, Lane("train-0", "waiting for batch", "█░" * 30)],
         "slots": {"sampling": 48, "grading": 2, "ready": 12, "training": 32, "free": 2},
         "staleness": [71000, 24000, 5000],
-        "curves": {
-            "reward/mean": [(x, 1 - math.exp(-x / 15)) for x in steps],
-            "eval/accuracy": [(0.0, 0.21), (10.0, 0.44), (20.0, 0.7), (30.0, 0.81)],
-            "train/tokens_per_s": [(x, x) for x in steps],
-        },
+        "curves": {"reward/mean": rewards, "eval/accuracy": [(0.0, 0.21), (30.0, 0.81)]},
         "last": LAST,
         "samples": [Sample(f"of step {step}", "How many?", "7 + 12\n= 19") for step in range(6)],
         "notes": [(0.1, "waiting for workers"), (99.0, "rollout-1 was killed by SIGKILL")],
@@ -60,28 +61,20 @@ def lines_of(shown: Status, width: int, height: int, which: int = 0, now: float 
 numbers = st.one_of(st.floats(), st.integers(-5, 10**9).map(float))
 counts = st.integers(0, 10**6)
 text = st.text(st.characters(codec="utf-8"), max_size=60)
+curves = st.dictionaries(
+    st.sampled_from(["reward/mean", "eval/accuracy", SPEED[0][0]]),
+    st.lists(st.tuples(numbers, numbers), max_size=20),
+)
 statuses = st.builds(
-    Status,
-    name=text,
-    time=st.just(NOW),
-    state=st.sampled_from(["starting", "running", "failed"]),
-    doing=text,
-    reason=text,
-    step=counts,
-    steps=counts,
-    seconds=numbers,
-    verdict=text,
-    lanes=st.lists(st.builds(Lane, text, text, text), max_size=20),
+    Status, name=text, time=st.just(NOW), state=st.sampled_from(["starting", "running", "failed"]),
+    doing=text, reason=text, step=counts, steps=counts, seconds=numbers, verdict=text,
+    curves=curves, lanes=st.lists(st.builds(Lane, text, text, text), max_size=20),
     slots=st.dictionaries(st.sampled_from(["sampling", "ready"]), counts),
     staleness=st.lists(counts, max_size=12),
-    curves=st.dictionaries(
-        st.sampled_from(["reward/mean", "eval/accuracy", SPEED[0][0]]),
-        st.lists(st.tuples(numbers, numbers), max_size=20),
-    ),
     last=st.dictionaries(st.sampled_from([row[0] for row in SPEED]), numbers),
     samples=st.lists(st.builds(Sample, text, text, text), max_size=3),
     notes=st.lists(st.tuples(numbers, text), max_size=4),
-)
+)  # fmt: skip
 
 
 @settings(deadline=None, max_examples=100)
@@ -93,52 +86,29 @@ def test_whatever_a_status_holds_it_fits_and_obeys_no_text(
 
 
 @pytest.mark.parametrize("width, height", [(80, 24), (120, 40)])
-@pytest.mark.parametrize("num_engines", [1, 2])
-def test_everything_is_there(width: int, height: int, num_engines: int) -> None:
-    shown = "\n".join(lines_of(example(num_engines), width, height))
-    for words in (
-        "step 40/100",
-        "ETA 8:00",
-        "generation-bound: trainers idle 41%",
-        "rollout-0 generating 31 at v40",
-        "90% busy",
-        "50% busy",
-        "reward 0.931, from 0.064",
-        "held-out 81.0%, from 21.0%",
-        "71%",
-        "96 slots",
-        "12,033 tok/s",
-        "sample 1/6 of step 5",
-        "? How many?",
-        "> 7 + 12",
-        "was killed by SIGKILL",
-        "q finish and save",
-    ):
+def test_everything_is_there(width: int, height: int) -> None:
+    shown = "\n".join(lines_of(example(), width, height))
+    for words in WORDS.split("; "):
         assert words in shown, f"{words}\n{shown}"
 
 
-def test_p_shows_another_sample() -> None:
+def test_another_sample_silence_and_the_end() -> None:
     pictures = ["\n".join(lines_of(example(), 80, 24, which)) for which in range(7)]
     assert len(set(pictures)) == 6 and pictures[6] == pictures[0]
-
-
-def test_it_says_when_a_run_or_a_worker_is_silent_and_how_a_run_ended() -> None:
     assert "no news for 12 s" in lines_of(example(), 80, 24, now=NOW + 12)[1]
-    assert "no news" not in lines_of(example(), 80, 24, now=NOW + 2)[1]
     failed = example(state="failed", reason="train-0 was killed by SIGKILL")
-    second = lines_of(failed, 80, 24, now=NOW + 90)[1]
-    assert "ended 1:30 ago, failed: train-0 was killed by SIGKILL" in second
+    ended = "ended 1:30 ago, failed: train-0 was killed by SIGKILL"
+    assert ended in lines_of(failed, 80, 24, now=NOW + 90)[1]
     assert lane_state(Row(State.GENERATING, 95.0, 95.0, 3, 8)) == "generating, silent 1:35"
     assert lane_state(Row(State.STARTING, 95.0, 95.0, 3, 8)) == "starting"
 
 
 def test_plots() -> None:
     rows, low, high = braille(tuple(i / 19 for i in range(20)), 3)
-    assert [len(row) for row in rows] == [10, 10, 10] and (low, high) == (0.0, 1.0)
+    assert (low, high, len(rows[0])) == (0.0, 1.0, 10)
     assert rows[0][0] == "⠀" != rows[0][-1] and rows[2][-1] == "⠀" != rows[2][0]
     assert resample(((0.0, 0.0), (10.0, 1.0)), 5) == (0.0, 0.25, 0.5, 0.75, 1.0)
     assert resample(((0.0, 0.0), (1.0, 2.0), (2.0, 4.0), (3.0, 6.0)), 2) == (1.0, 5.0)
-    assert resample(((1.0, math.nan),), 3) == ()
     assert bar(0.0, 4) == "    " and bar(1e-6, 4) == "▏   " and bar(9.0, 4) == "████"
 
 
@@ -164,17 +134,12 @@ def test_watch_shows_a_run_that_is_over_and_one_that_is_gone(tmp_path: Path) -> 
     assert "failed: its process is gone" in done.stdout
     dataclasses.replace(gone, state="stopped", reason="saved").save(tmp_path)
     once = minirl("watch", str(tmp_path), "--once")
-    assert once.returncode == 0 and "stopped: saved" in once.stdout
-    assert len(once.stdout.splitlines()) >= 24 and "sample 1/6 of step 5" in once.stdout
+    assert "stopped: saved" in once.stdout and "sample 1/6 of step 5" in once.stdout
 
 
 def test_watch_names_a_run_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    for run, words in (
-        (["nowhere"], "no such directory"),
-        (["empty"], "has no status.json"),
-        ([], "there is no run in it"),
-    ):
-        done = minirl("watch", *run, cwd=tmp_path)
-        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-        assert words in done.stderr
+    cases = {"nowhere": "no such directory", "empty": "has no status.json", "": "there is no run"}
+    for run, words in cases.items():
+        done = minirl("watch", *run.split(), cwd=tmp_path)
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1

@@ -40,6 +40,10 @@ SUMMARY = {  # rows at the end; one whose value is not known is left out
 }
 
 
+def _stamped(seconds: float, text: str) -> Text:
+    return Text.assemble((f"{seconds:6.1f} s  ", "dim"), text)
+
+
 class ConsoleView:
     def __init__(self, steps: int, is_plain: bool = False):
         stream = cast(TextIO, LossyStream(sys.stdout))  # a full disk does not end a run
@@ -47,25 +51,22 @@ class ConsoleView:
         self.steps, self.is_plain, self._began = steps, is_plain, time.monotonic()
         self._notes: deque[tuple[float, str]] = deque(maxlen=NUM_PANEL_NOTES)
         self._unprinted: deque[tuple[float, str]] = deque(maxlen=NUM_NOTES)
-        self._screen: Screen | None = None
 
     def note(self, text: str) -> None:
         """From any thread, and from a signal's handler: takes no lock."""
         note = (time.monotonic() - self._began, text)
         self._notes.append(note)
         self._unprinted.append(note)
-        if self._screen is None or not self._screen.is_on:
+        if not self.console.is_alt_screen:
             self.close()
 
     def evaluated(self, version: int, accuracy: float) -> None:
         self.note(f"held-out accuracy {accuracy:.1%} at version {version}")
 
     def step(self, line: dict[str, Any]) -> None:
-        if self._screen is None or not self._screen.is_on:
-            self._print(time.monotonic() - self._began, step_text(line, self.steps))
-
-    def _print(self, seconds: float, text: str) -> None:
-        self.console.print(Text.assemble((f"{seconds:6.1f} s  ", "dim"), text))
+        if not self.console.is_alt_screen:
+            stamped = _stamped(time.monotonic() - self._began, step_text(line, self.steps))
+            self.console.print(stamped)
 
     @contextlib.contextmanager
     def watching(self, loop: "Loop", run_dir: Path) -> Iterator[None]:
@@ -73,9 +74,10 @@ class ConsoleView:
         observer = Observer(loop, run_dir.name, self._notes)
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
+            screen = None
             if not self.is_plain and can_draw(self.console):
-                self._screen = stack.enter_context(Screen(self.console, KEYS))
-            stack.enter_context(Reporter(observer, run_dir, self.note, self._screen))
+                screen = stack.enter_context(Screen(self.console, KEYS))
+            stack.enter_context(Reporter(observer, run_dir, self.note, screen))
             yield
 
     def finished(self, summary: dict[str, Any], try_next: str) -> None:
@@ -88,7 +90,7 @@ class ConsoleView:
     def close(self) -> None:
         """Prints the notes that were only in the panel."""
         while self._unprinted:
-            self._print(*self._unprinted.popleft())
+            self.console.print(_stamped(*self._unprinted.popleft()))
 
 
 class Bar:
@@ -101,11 +103,9 @@ class Bar:
         self._progress = Progress(console=self.console, transient=True, disable=is_plain)
 
     def note(self, text: str) -> None:
-        stamp = f"{time.monotonic() - self._began:6.1f} s  "
-        self.console.print(Text.assemble((stamp, "dim"), text))
+        self.console.print(_stamped(time.monotonic() - self._began, text))
 
     def total(self, count: int) -> None:
-        """Now it begins."""
         self._total = count
         self._bar = self._progress.add_task(self.what, total=count)
         self._progress.start()

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from itertools import count, groupby, pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -30,34 +30,15 @@ from rich.text import Text
 
 from minirl.errors import one_line
 from minirl.run_dir import RunDir, RunState
-from minirl.view.status import (
-    NUM_LETTERS,
-    Lane,
-    Observer,
-    Phase,
-    Point,
-    Status,
-    clock,
-    eta,
-    step_text,
-)
+from minirl.view.status import SPEED, Lane, Observer, Phase, Point, Status, clock, step_text
 
 Line = list[Segment]
 
 BLOCKS, EIGHTHS = " ▁▂▃▄▅▆▇█", " ▏▎▍▌▋▊▉█"
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # braille, by row and column
 COLOURS = {"█": "green", "▓": "magenta", "▒": "cyan"}  # of a strip's letters; others are dim
-SLOTS = dict(sampling="green", grading="yellow", ready="magenta", training="blue", free="dim")
-SPEED = (  # metric, name, form of a value, colour
-    ("rollout/tokens_per_s", "generation", "{:,.0f} tok/s", "green"),
-    ("train/tokens_per_s", "training", "{:,.0f} tok/s", "blue"),
-    ("rollout/length_mean", "length", "{:,.0f} tokens", ""),
-    ("rollout/truncated_frac", "truncated", "{:.0%}", ""),
-    ("train/logprob_gap", "logprob gap", "{:.1e}", "magenta"),
-)
 MIN_SIZE = (50, 14)  # in a smaller terminal plain lines say more
-NO_NEWS_S = 5.0  # a controller that writes no status is silent
-LOOK_S, JOIN_S = 1.0, 3.0
+NO_NEWS_S, LOOK_S, JOIN_S = 5.0, 1.0, 3.0
 KEYS = " q finish and save   p another sample   s save a checkpoint now"
 WATCH_KEYS = " q leave (the run continues)   p another sample"
 
@@ -137,13 +118,13 @@ def bar(share: float, width: int) -> str:
 
 
 def lane(one: Lane, width: int) -> Line:
-    style = COLOURS.get(one.strip[-1:], "bright_black")
-    style = "bold red" if ", silent" in one.state else style
+    is_silent = ", silent" in one.state
+    style = "bold red" if is_silent else COLOURS.get(one.strip[-1:], "bright_black")
     line = [paint(f"{one.name:<10.9}", "bold"), paint(f"{one.state:<27.26}", style)]
-    cells, letters = max(1, width - 47), one.strip[-NUM_LETTERS:].rjust(NUM_LETTERS)
-    for letter, run in groupby(letters[i * NUM_LETTERS // cells] for i in range(cells)):
+    cells, letters = max(1, width - 47), one.strip or " "
+    for letter, run in groupby(letters[i * len(letters) // cells] for i in range(cells)):
         line.append(paint("".join(run), COLOURS.get(letter, "bright_black")))
-    busy = sum(letter in COLOURS for letter in one.strip) / max(1, len(one.strip))
+    busy = sum(letter in COLOURS for letter in letters) / len(letters.strip() or " ")
     return [*line, paint(f" {busy:4.0%} busy")]
 
 
@@ -163,18 +144,17 @@ def plot(title: str, points: list[Point], form: str, width: int, height: int) ->
 def bars(title: str, counts: dict[str, int], form: str, width: int) -> list[Line]:
     lines, total = [header(title, width)], max(1, sum(counts.values()))
     for name, number in counts.items():
-        filled = paint(bar(number / total, max(1, width - 14)), SLOTS.get(name, "green"))
+        filled = paint(bar(number / total, max(1, width - 14)), "green")
         lines.append([paint(f"{name:<9}"), filled, paint(form.format(number, number / total))])
     return lines
 
 
 def speed(status: Status, width: int) -> list[Line]:
     lines = [header(f"speed of step {status.step}", width)]
-    for metric, name, form, colour in SPEED:
+    for metric, name, form in SPEED:
         value = form.format(status.last[metric]) if metric in status.last else "–"
-        points = tuple(status.curves.get(metric, ()))
-        drawn = sparkline(points, max(1, min(24, width - 25)))
-        lines.append([paint(f"{name:<12}{value:<12} "), paint(drawn, colour)])
+        drawn = sparkline(tuple(status.curves.get(metric, ())), max(1, min(24, width - 25)))
+        lines.append([paint(f"{name:<12}{value:<12} "), paint(drawn, "blue")])
     return lines
 
 
@@ -184,16 +164,15 @@ def sample(status: Status, width: int, height: int, which: int) -> list[Line]:
         return [header("sample", width), [paint("none yet", "dim")]]
     place = which % len(status.samples)
     one = status.samples[-1 - place]
-    title = f"sample {place + 1}/{len(status.samples)} {one.title}"
     asked = wrap(one.prompt.strip(), width - 2, max(1, (height - 1) // 3))
     answer = wrap(one.answer.strip() or "(empty)", width - 2, max(0, height - 1 - len(asked)))
     lines = [[paint("? ", "dim"), paint(text, "dim")] for text in asked]
     lines += [[paint("> ", "green"), paint(text)] for text in answer]
-    return [header(title, width), *lines]
+    return [header(f"sample {place + 1}/{len(status.samples)} {one.title}", width), *lines]
 
 
 def headline(status: Status, now: float) -> tuple[str, str]:
-    """How it ended, that nothing is heard, or what limits throughput; and its style."""
+    """How it ended, silence, or what limits throughput; and its style."""
     age = max(0.0, now - status.time)
     if status.is_over:
         why = status.reason or status.verdict
@@ -203,15 +182,6 @@ def headline(status: Status, now: float) -> tuple[str, str]:
         return f"no news for {age:.0f} s", "bold red"
     verdict = status.verdict or "what limits throughput is known after two steps"
     return f"{status.doing} · {verdict}" if status.doing else verdict, "bold"
-
-
-def progress(status: Status, width: int) -> Line:
-    share = min(1.0, status.step / max(1, status.steps))
-    right = f" step {status.step}/{status.steps}  {share:4.0%}  {clock(status.seconds)}"
-    right += " " if status.is_over else f"  ETA {eta(status.last, status.steps)} "
-    name = f" minirl {shorten(status.name, max(1, min(32, width - len(right) - 18)))} "
-    done = bar(share, max(1, width - cell_len(name) - len(right) - 2))
-    return [paint(name, "bold"), paint("▕"), paint(done, "green"), paint("▏"), paint(right)]
 
 
 def body(status: Status, width: int, height: int, which: int) -> list[Line]:
@@ -232,8 +202,7 @@ def body(status: Status, width: int, height: int, which: int) -> list[Line]:
     lines += sample(status, width, max(2, (height - len(lines)) * 3 // 5), which)
     lines.append(header("notes", width))
     for seconds, text in status.notes[-max(1, height - len(lines)) :]:
-        stamp = paint(f"{seconds:7.1f} s  ", "dim")
-        lines.append([stamp, paint(shorten(text, width - 11))])
+        lines.append([paint(f"{seconds:7.1f} s  ", "dim"), paint(shorten(text, width - 11))])
     return lines
 
 
@@ -241,8 +210,14 @@ def picture(
     status: Status, now: float, width: int, height: int, which: int = 0, keys: str = ""
 ) -> Segments:
     """Exactly as large as asked; what is too much is left out above the keys."""
+    share = min(1.0, status.step / max(1, status.steps))
+    right = f" step {status.step}/{status.steps}  {share:4.0%}  {clock(status.seconds)}"
+    right += " " if status.is_over else f"  ETA {status.eta} "
+    name = f" minirl {shorten(status.name, max(1, min(32, width - len(right) - 18)))} "
+    done = bar(share, max(1, width - cell_len(name) - len(right) - 2))
+    top = [paint(name, "bold"), paint("▕"), paint(done, "green"), paint("▏"), paint(right)]
     text, style = headline(status, now)
-    lines = [progress(status, width), [paint(f" {shorten(text, width - 1)}", style)]]
+    lines = [top, [paint(f" {shorten(text, width - 1)}", style)]]
     lines += body(status, width, height - 3, which)
     lines = [*lines[: height - 1], *[[]] * (height - 1 - len(lines)), [paint(keys, "dim")]]
     rows = (Segment.adjust_line_length(line, width) for line in lines)
@@ -266,10 +241,6 @@ class Screen:
     def __init__(self, console: Console, keys: str):
         self._console, self._keys, self._which = console, keys, 0
 
-    @property
-    def is_on(self) -> bool:
-        return self._console.is_alt_screen
-
     def __enter__(self) -> "Screen":
         """Keys come at once and unseen. Ctrl-Z is off: it would leave the screen as it is."""
         self._modes, modes = termios.tcgetattr(0), termios.tcgetattr(0)
@@ -283,7 +254,7 @@ class Screen:
     def __exit__(self, *error: object) -> None:
         with contextlib.suppress(termios.error):  # the terminal is gone
             termios.tcsetattr(0, termios.TCSAFLUSH, self._modes)
-        if self.is_on:
+        if self._console.is_alt_screen:
             self._console.show_cursor(True)
             self._console.set_alt_screen(False)
 
@@ -320,12 +291,10 @@ class Reporter:
         self._is_ending.set()
         self._thread.join(JOIN_S)  # a stopped terminal (Ctrl-S) may hold it up
         loop, reason = self._observer.loop, ""
-        state: Phase = "finished"
+        state: Phase = "finished" if loop.step >= loop.config.train.steps else "stopped"
         if error is not None:
             state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
             reason = one_line(str(error) or type(error).__name__)
-        elif loop.step < loop.config.train.steps:
-            state = "stopped"
         with contextlib.suppress(Exception):  # the result of the run is elsewhere
             last = self._observer.status(self._cost)
             replace(last, state=state, reason=reason, doing="").save(self._run_dir)
@@ -333,11 +302,12 @@ class Reporter:
     def _run(self) -> None:
         began = time.monotonic()
         try:
-            for tick in count(1):
+            while True:
                 status = self._observer.status(self._cost)
                 with contextlib.suppress(OSError):  # a full disk costs `minirl watch` alone
                     status.save(self._run_dir)
-                while (left := began + tick * LOOK_S - time.monotonic()) > 0:
+                until = time.monotonic() + LOOK_S
+                while (left := until - time.monotonic()) > 0:
                     if self._screen is None:
                         self._is_ending.wait(left)
                     else:
@@ -371,8 +341,7 @@ def look(run_dir: Path) -> Status:
 
 
 def watch(run_dir: Path, once: bool = False) -> None:
-    """The dashboard of a run that was started elsewhere, until `q`. Without a terminal: one plain
-    line per step, until the run is over."""
+    """Until `q`. Without a terminal: one plain line per step, until the run is over."""
     console = Console(highlight=False, soft_wrap=True)
     if once:
         height = max(24, console.height)

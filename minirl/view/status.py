@@ -32,14 +32,14 @@ Phase = Literal["starting", "running", "finished", "stopped", "failed"]
 FILE = "status.json"
 NUM_LETTERS = 60  # of a strip, one per second
 LETTERS = dict(zip(State, "·░█▓░█▓▒░█", strict=True))  # starts, waits, works, weights, saves
-CURVES = (
-    "reward/mean",
-    "rollout/tokens_per_s",
-    "train/tokens_per_s",
-    "rollout/length_mean",
-    "rollout/truncated_frac",
-    "train/logprob_gap",
+SPEED = (  # metric, name, form of a value
+    ("rollout/tokens_per_s", "generation", "{:,.0f} tok/s"),
+    ("train/tokens_per_s", "training", "{:,.0f} tok/s"),
+    ("rollout/length_mean", "length", "{:,.0f} tokens"),
+    ("rollout/truncated_frac", "truncated", "{:.0%}"),
+    ("train/logprob_gap", "logprob gap", "{:.1e}"),
 )
+CURVES = ("reward/mean", *(metric for metric, _, _ in SPEED))
 MAX_POINTS = 240  # of a curve
 MAX_TEXT = 2000  # characters of a prompt or an answer
 SILENT_S = 30.0  # a worker without a heartbeat
@@ -53,11 +53,9 @@ STEP_TEXT = (
 
 @dataclass(frozen=True)
 class Lane:
-    """One engine or rank."""
-
-    name: str = ""
+    name: str = ""  # of an engine or a rank
     state: str = ""  # "generating 31 at v40", "waiting for batch", …
-    strip: str = ""  # one of LETTERS per second, oldest first
+    strip: str = ""  # one of LETTERS per second, newest last
 
 
 @dataclass(frozen=True)
@@ -79,6 +77,7 @@ class Status:
     step: int = 0
     steps: int = 0
     seconds: float = 0.0  # since training began
+    eta: str = "?"
     verdict: str = ""  # what limits throughput
     lanes: list[Lane] = field(default_factory=list)
     slots: dict[str, int] = field(default_factory=dict)
@@ -119,12 +118,10 @@ def clock(seconds: float) -> str:
 
 def eta(line: dict[str, Any], steps: int) -> str:
     """After the step of this metrics line, if all take as long as those before."""
-    step = line.get("step", 0)
-    return clock(line["seconds"] / step * (steps - step) if step else math.nan)
+    return clock(line["seconds"] / line["step"] * (steps - line["step"]))
 
 
 def step_text(line: dict[str, Any], steps: int) -> str:
-    """A step in one plain line."""
     known = {**line, "steps": steps, "eta": eta(line, steps)}
     return STEP_TEXT.format_map(defaultdict(lambda: math.nan, known))
 
@@ -150,6 +147,7 @@ class Observer:
             step=loop.step,
             steps=config.train.steps,
             seconds=log.seconds if is_up else 0.0,
+            eta=eta(lines[-1], config.train.steps) if lines else "?",
             verdict=self._verdict(lines[-RECENT_STEPS:]),
             lanes=[self._lane(worker) for worker in self._workers],
             slots=self._slots(),
@@ -179,7 +177,7 @@ class Observer:
     def _lane(self, worker: Worker) -> Lane:
         row, strip = self._board.row(worker.row), self._strips[worker.name]
         strip.append(LETTERS[row.state])
-        return Lane(worker.name, lane_state(row), "".join(strip))
+        return Lane(worker.name, lane_state(row), "".join(strip).rjust(NUM_LETTERS))
 
     def _slots(self) -> dict[str, int]:
         buffer, sampling = self.loop.buffer, len(self.loop.sampling)
