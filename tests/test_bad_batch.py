@@ -26,7 +26,6 @@ from minirl.config import Config, LogConfig, ModelConfig
 from minirl.errors import MinirlError
 from minirl.recipe import to_toml
 from minirl.records import Batch
-from minirl.shm.ring import TrajectoryRing
 from minirl.train import bad_batch
 from minirl.train.bad_batch import COLUMNS, BatchSaver, Replayed, path_of
 from minirl.train.messages import Save
@@ -59,24 +58,16 @@ def looked_into(path: Path) -> Replayed:
     return found
 
 
-def test_a_batch_comes_back_whole_in_another_ring(data: Data, tmp_path: Path) -> None:
-    batch = replace(data.batches[3], groups=data.batches[3].groups[1:])
-    batch = replace(batch, groups=(batch.groups[0]._replace(masked=frozenset({1})), *batch.groups))
-    path = path_of(tmp_path, batch.step)
+def test_a_batch_comes_back_whole(data: Data, tmp_path: Path) -> None:
+    first, *rest = data.batches[3].groups
+    batch = replace(data.batches[3], groups=(first._replace(masked=frozenset({1})), *rest))
     values = {"train/loss": 0.1 + 0.2, "train/kl": None}
-    bad_batch.write(path, bad_batch.take(batch, data.ring, values=values, threads=2))
-    found = bad_batch.read(path)
-    assert (found.values, found.threads) == (values, 2)
-    ring = TrajectoryRing(len(found.lengths), max(found.lengths))
-    again = bad_batch.put(found, ring)
-    assert (again.step, again.version) == (batch.step, batch.version)
-    for old, new in zip(batch.groups, again.groups, strict=True):
-        assert old._replace(trajectories=()) == new._replace(trajectories=())
-        for a, b in zip(old.trajectories, new.trajectories, strict=True):
-            assert a._replace(cell=0) == b._replace(cell=0)
-            for name in COLUMNS:
-                views = data.ring.read(a.cell, old.id), ring.read(b.cell, new.id)
-                assert np.array_equal(getattr(views[0], name), getattr(views[1], name))
+    saved = bad_batch.take(batch, data.ring, values=values, threads=2)
+    bad_batch.write(path_of(tmp_path, batch.step), saved)
+    found = bad_batch.read(path_of(tmp_path, batch.step))
+    assert (found.batch, found.values, found.threads) == (saved.batch, values, 2)
+    assert found.batch.groups[0].masked == {1} and found.batch.groups[0].rewards == first.rewards
+    assert all(np.array_equal(found.columns[name], saved.columns[name]) for name in COLUMNS)
 
 
 def test_training_again_gives_the_same_losses_to_the_bit_and_a_difference_is_found(
@@ -187,24 +178,6 @@ def test_an_infinite_reward_is_found_by_the_command_and_only_the_first_few_are_k
     assert "gradients that are not finite: " in done.stdout
 
 
-def test_a_good_batch_gives_its_own_numbers(
-    data: Data, config: Config, tied_folder: Path, tmp_path: Path
-) -> None:
-    """As it is saved when an engine does not run the weights that it should."""
-    config = replace(config, train=replace(config.train, kl_coef=0.1, max_tokens=384))
-    rank = LocalRank(tied_folder, config, data.ring)
-    batch = fresh(data)
-    saver = saver_of(config, tmp_path, rank, data)
-    saver.save_bad(batch, FIRST_VERSION, "rollout-0: it runs other weights")
-    values = rank.train(batch)
-    found = looked_into(tmp_path / "bad_batches" / "step-000001")
-    for name in ("train/loss", "train/grad_norm", "train/entropy", "train/kl"):
-        assert found.values[name] == pytest.approx(values[name], rel=1e-5), name
-    assert found.is_good and found.lines[0] == "rollout-0: it runs other weights"
-    # No batch was in training: there is nothing to compute again.
-    assert saver.save_bad(Batch(2, FIRST_VERSION, ()), FIRST_VERSION, "the same") == ""
-
-
 def test_weights_that_are_not_finite_are_neither_published_nor_saved(
     data: Data, config: Config, tied_folder: Path, tmp_path: Path
 ) -> None:
@@ -220,9 +193,12 @@ def test_weights_that_are_not_finite_are_neither_published_nor_saved(
     with pytest.raises(MinirlError, match="is not finite, and was not saved"):
         rank.save(tmp_path / "checkpoints" / "step-000002")
     assert not (tmp_path / "checkpoints").exists()
-    # The controller saves the batch with the weights that the step began with.
-    saver_of(config, tmp_path, rank, data).save_bad(fresh(data, 2), batch.version, "spoiled")
-    assert looked_into(tmp_path / "bad_batches" / "step-000002").is_good
+    # The controller saves the batch, if there is one, with the weights that the step began with.
+    saver = saver_of(config, tmp_path, rank, data)
+    assert saver.save_bad(Batch(2, batch.version, ()), batch.version, "spoiled") == ""
+    saver.save_bad(fresh(data, 2), batch.version, "spoiled")
+    found = looked_into(tmp_path / "bad_batches" / "step-000002")
+    assert found.is_good and found.lines[0] == "spoiled"
 
 
 def test_readable_answers_have_their_tokens_versions_and_gaps(

@@ -98,16 +98,6 @@ def test_one_on_policy_step_has_the_gradient_of_reinforce(
     assert relative_error(rank.momentum(), expected) < 1e-5
 
 
-def test_log_linear_prox_needs_no_forward(data: Data, tied_folder: Path) -> None:
-    found: dict[str, list[int]] = {"forward": [], "loglinear": []}
-    for proximal, forwards in found.items():
-        config = with_train(proximal=proximal, num_minibatches=2)
-        rank = LocalRank(tied_folder, config, data.ring)
-        rank.trainer.policy.register_forward_hook(lambda *_, seen=forwards: seen.append(1))
-        rank.trainer.train(batch_of(data, FRESH))
-    assert 2 * len(found["loglinear"]) == len(found["forward"])
-
-
 def test_two_ranks_give_the_update_of_one_and_leave_one_out_together(
     data: Data, tied_folder: Path, tmp_path: Path
 ) -> None:

@@ -29,18 +29,13 @@ STEPS = {"hold_steps": 2, "cool_steps": 2, "sloppy_steps": 2, "num_probes": 4}
 MINIATURE = Schedule(**STEPS, min_skill=0.0, max_greedy=1.0, sampled=(0.0, 1.0))
 FILES = {"config.json", "generation_config.json", "model.safetensors"}
 FILES |= {"tokenizer.json", "tokenizer_config.json"}
-LONGEST = tuple(float(num_steps == 7) for num_steps in range(1, 8))
 WEIGHTS = "model.safetensors"
-
-
-def silent(line: str) -> None:
-    pass
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("built") / "tiny"
-    build_tiny_model(folder, 0, silent, MINIATURE)
+    build_tiny_model(folder, 0, print, MINIATURE)
     return folder
 
 
@@ -64,14 +59,6 @@ def test_digits_are_split_and_every_text_comes_back() -> None:
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-def test_the_task_fits_its_limits() -> None:
-    tokenizer = build_tokenizer()
-    for index in range(300):
-        problem = draw_problem(1, Stream.TRAIN, index, LONGEST)
-        assert len(tokenizer.encode(problem.prompt).ids) <= 200
-        assert len(tokenizer.encode(demonstration(problem)).ids) + 1 <= 128
-
-
 def test_the_folder_loads_with_transformers(built: Path) -> None:
     assert {path.name for path in built.iterdir()} == FILES
     model = AutoModelForCausalLM.from_pretrained(built)
@@ -91,7 +78,7 @@ def test_the_same_seed_gives_the_same_weights(built: Path, tmp_path: Path) -> No
     torch.manual_seed(123)
     before = torch.random.get_rng_state()
     for seed, name in enumerate(("again", "other")):
-        build_tiny_model(tmp_path / name, seed, silent, MINIATURE)
+        build_tiny_model(tmp_path / name, seed, print, MINIATURE)
         is_equal = (tmp_path / name / WEIGHTS).read_bytes() == (built / WEIGHTS).read_bytes()
         assert is_equal == (seed == 0)
     assert torch.equal(torch.random.get_rng_state(), before)
