@@ -18,7 +18,7 @@ Glossary
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class StopReason(IntEnum):
@@ -102,10 +102,6 @@ class Group(NamedTuple):
     @property
     def newest_version(self) -> int:
         return max([t.tail_version for t in self.trained])
-
-    def as_json(self) -> dict[str, Any]:
-        written = [trajectory._asdict() for trajectory in self.trajectories]
-        return {**self._asdict(), "trajectories": written, "masked": sorted(self.masked)}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,13 @@ def make_group(
     if not recipe.is_reward_equal:
         rewards = [float(i % 2) + i / 8 for i in range(recipe.group_size)]
     return Group(group_id, group_id, tuple(trajectories), tuple(rewards))
+
+
+def with_reward(batch: Batch, group: int, reward: float) -> Batch:
+    """The first trajectory of a group has another reward."""
+    groups = list(batch.groups)
+    groups[group] = groups[group]._replace(rewards=(reward, *groups[group].rewards[1:]))
+    return replace(batch, groups=tuple(groups))
 
 
 # Ranks ----------------------------------------------------------------------------------------

@@ -1,17 +1,24 @@
 """Batches on disk: they come back as they were, training on them again gives the same bits, and
 what went bad is found. Nothing that is not finite is published or saved."""
 
-import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from disks import files_up_to
-from ranks import CONFIG, FIRST_VERSION, FRESH, RECIPES, Data, LocalRank, are_equal, make_data
-from safetensors import safe_open
-from safetensors.numpy import save_file
+from ranks import (
+    CONFIG,
+    FIRST_VERSION,
+    FRESH,
+    RECIPES,
+    Data,
+    LocalRank,
+    are_equal,
+    make_data,
+    with_reward,
+)
 from typer.testing import CliRunner
 
 from minirl.cli import app
@@ -19,10 +26,10 @@ from minirl.config import Config, LogConfig, ModelConfig
 from minirl.errors import MinirlError
 from minirl.recipe import to_toml
 from minirl.records import Batch
-from minirl.shm.ring import TrajectoryRing
 from minirl.train import bad_batch
 from minirl.train.bad_batch import COLUMNS, BatchSaver, Replayed, path_of
 from minirl.train.messages import Save
+from minirl.train.policy import load_policy
 
 STATE = {"history": {}, "consumed_below": 0, "consumed_above": []}
 
@@ -51,34 +58,16 @@ def looked_into(path: Path) -> Replayed:
     return found
 
 
-def with_reward(batch: Batch, reward: float) -> Batch:
-    first, *rest = batch.groups
-    return replace(batch, groups=(first._replace(rewards=(reward, *first.rewards[1:])), *rest))
-
-
-# Record and replay ----------------------------------------------------------------------------
-
-
-def test_a_batch_comes_back_whole_in_another_ring(data: Data, tmp_path: Path) -> None:
-    batch = replace(data.batches[3], groups=data.batches[3].groups[1:])
-    batch = replace(batch, groups=(batch.groups[0]._replace(masked=frozenset({1})), *batch.groups))
-    path = path_of(tmp_path, batch.step)
+def test_a_batch_comes_back_whole(data: Data, tmp_path: Path) -> None:
+    first, *rest = data.batches[3].groups
+    batch = replace(data.batches[3], groups=(first._replace(masked=frozenset({1})), *rest))
     values = {"train/loss": 0.1 + 0.2, "train/kl": None}
-    bad_batch.write(path, bad_batch.take(batch, data.ring, values=values, threads=2))
-    found = bad_batch.read(path)
-    assert (found.values, found.threads) == (values, 2)
-    ring = TrajectoryRing(len(found.lengths), max(found.lengths))
-    again = bad_batch.put(found, ring)
-    assert (again.step, again.version) == (batch.step, batch.version)
-    for old, new in zip(batch.groups, again.groups, strict=True):
-        assert (old.id, old.prompt_index, old.rewards, old.masked) == (
-            (new.id, new.prompt_index, new.rewards, new.masked)
-        )
-        for a, b in zip(old.trajectories, new.trajectories, strict=True):
-            assert a._replace(cell=0) == b._replace(cell=0)
-            for name in COLUMNS:
-                views = data.ring.read(a.cell, old.id), ring.read(b.cell, new.id)
-                assert np.array_equal(getattr(views[0], name), getattr(views[1], name))
+    saved = bad_batch.take(batch, data.ring, values=values, threads=2)
+    bad_batch.write(path_of(tmp_path, batch.step), saved)
+    found = bad_batch.read(path_of(tmp_path, batch.step))
+    assert (found.batch, found.values, found.threads) == (saved.batch, values, 2)
+    assert found.batch.groups[0].masked == {1} and found.batch.groups[0].rewards == first.rewards
+    assert all(np.array_equal(found.columns[name], saved.columns[name]) for name in COLUMNS)
 
 
 def test_training_again_gives_the_same_losses_to_the_bit_and_a_difference_is_found(
@@ -101,52 +90,29 @@ def test_training_again_gives_the_same_losses_to_the_bit_and_a_difference_is_fou
 
     one = list(bad_batch.replay(bad_batch.plan(path_of(tmp_path, 4))))
     assert [f.saved.batch.step for f in one] == [3, 4], "from the checkpoint before it"
-    assert one[-1].difference == 0 and len(one[-1].worst) <= 3 and not one[-1].bad_tokens
+    assert one[-1].difference == 0 and one[-1].is_good
 
     for wrong, answer in ((np.nextafter(losses[4], 1), "close ("), (9.0, "DIFFERENT")):
-        retold(path_of(tmp_path, 5), float(wrong))
+        saved = bad_batch.read(path_of(tmp_path, 5))
+        saved.values["train/loss"] = float(wrong)
+        bad_batch.write(path_of(tmp_path, 5), saved)
         done = CliRunner().invoke(app, ["replay", str(tmp_path), "--from", "2"])
         assert done.exit_code == (answer == "DIFFERENT"), done
         rows = done.stdout.splitlines()
-        assert [row.split()[1] for row in rows] == ["3", "4", "5"]
+        assert [row.split()[1] for row in rows] == ["3:", "4:", "5:"]
         assert rows[0].endswith("equal") and repr(losses[2]) in rows[0] and answer in rows[2]
 
     saver.forget_after(3)  # as on resume
-    assert sorted(path.name[5:11] for path in (tmp_path / "record").iterdir()) == [
-        *("000001", "000002", "000003")
-    ]
-
-
-def retold(path: Path, loss: float) -> None:
-    """The same batch with another loss in its record."""
-    with safe_open(path, framework="np") as file:
-        header = json.loads(file.metadata()["batch"])
-        columns = {name: file.get_tensor(name) for name in COLUMNS}
-    header["values"]["train/loss"] = loss
-    save_file(columns, path, {"batch": json.dumps(header)})
-
-
-def test_what_cannot_be_recorded_is_told_once_and_counted(
-    data: Data, config: Config, tied_folder: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "record").write_text("a file is in the way")
-    rank = LocalRank(tied_folder, config, data.ring)
-    saver = saver_of(config, tmp_path, rank, data)
-    told = [saver.record(batch, {}) for batch in data.batches[:3]]
-    assert told[0].startswith("step 1 was not recorded: ") and told[1:] == ["", ""]
-    assert saver.num_missing == 3
+    assert sorted(int(p.name[5:11]) for p in (tmp_path / "record").iterdir()) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (
-            ["RUN", "--from", "1"],
-            "--from = 1: the run kept no checkpoint of this step; there are",
-        ),
+        (["RUN", "--from", "1"], "--from = 1: the run kept no checkpoint of this step; there are"),
         (["RUN/checkpoints"], "holds no saved batch; name a folder of a run's bad_batches/, or"),
         (["RUN/nowhere"], "does not exist; "),
-        (["RUN/gap"], "step 2 of RUN/gap was not recorded"),
+        (["RUN/gap"], "lacks recorded batches after step 0"),
         (["RUN/bad"], "has no weights: their version was gone when it was saved"),
     ],
 )
@@ -165,9 +131,6 @@ def test_a_wrong_path_is_one_line(
     result = CliRunner().invoke(app, ["replay", *given])
     assert isinstance(result.exception, MinirlError), result
     assert said.replace("RUN", str(tmp_path)) in str(result.exception)
-
-
-# Batches that go bad --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [float("-inf"), float("nan")])
@@ -191,8 +154,8 @@ def test_a_logprob_of_vllm_that_is_not_finite_costs_the_update_and_is_found(
     assert are_equal(rank.weights(), before)
     assert rank.trainer.problem == "vLLM's logprobs were not finite"
     (bad,) = looked_into(tmp_path / "bad_batches" / "step-000001").bad_tokens
-    assert (bad.group, bad.place, bad.token) == (group.id, 2, len(view.tokens) - 3)
-    assert bad.what == "vLLM's logprob is not finite"
+    place = f"group {group.id}, trajectory 2, token {len(view.tokens) - 3}"
+    assert bad == f"{place}: vLLM's logprob is not finite"
 
 
 def test_an_infinite_reward_is_found_by_the_command_and_only_the_first_few_are_kept(
@@ -201,7 +164,7 @@ def test_an_infinite_reward_is_found_by_the_command_and_only_the_first_few_are_k
     rank = LocalRank(tied_folder, config, data.ring)
     saver = saver_of(config, tmp_path, rank, data)
     for step in range(1, 5):
-        bad = with_reward(fresh(data, step), float("inf"))
+        bad = with_reward(fresh(data, step), 0, float("inf"))
         assert rank.train(bad)["train/skipped_updates"] == 1
         told = saver.save_bad(bad, rank.store.latest, rank.trainer.problem, must_save=step == 4)
         folder = tmp_path / "bad_batches" / f"step-00000{step}"
@@ -213,27 +176,6 @@ def test_an_infinite_reward_is_found_by_the_command_and_only_the_first_few_are_k
     num = len(bad.groups[0].trajectories)
     assert done.stdout.count("the advantage is not finite") == num
     assert "gradients that are not finite: " in done.stdout
-
-
-def test_a_good_batch_gives_its_own_numbers_and_the_canary_of_its_weights(
-    data: Data, config: Config, tied_folder: Path, tmp_path: Path
-) -> None:
-    """As it is saved when an engine does not run the weights that it should."""
-    config = replace(config, train=replace(config.train, kl_coef=0.1, max_tokens=384))
-    rank = LocalRank(tied_folder, config, data.ring)
-    batch = fresh(data)
-    saver = saver_of(config, tmp_path, rank, data)
-    saver.save_bad(batch, FIRST_VERSION, "rollout-0: it runs other weights")
-    values = rank.train(batch)
-    found = looked_into(tmp_path / "bad_batches" / "step-000001")
-    for name in ("train/loss", "train/grad_norm", "train/entropy", "train/kl"):
-        assert found.values[name] == pytest.approx(values[name], rel=1e-5), name
-    assert found.canary_gap == pytest.approx(0.0, abs=1e-5)
-    assert not found.bad_tokens and not found.bad_gradients
-    # No batch was in training: weights and canary alone.
-    saver.save_bad(Batch(2, FIRST_VERSION, ()), FIRST_VERSION, "the same")
-    found = looked_into(tmp_path / "bad_batches" / "step-000002")
-    assert not found.values and found.canary_gap == pytest.approx(0.0, abs=1e-5)
 
 
 def test_weights_that_are_not_finite_are_neither_published_nor_saved(
@@ -251,10 +193,12 @@ def test_weights_that_are_not_finite_are_neither_published_nor_saved(
     with pytest.raises(MinirlError, match="is not finite, and was not saved"):
         rank.save(tmp_path / "checkpoints" / "step-000002")
     assert not (tmp_path / "checkpoints").exists()
-    # The controller saves the batch with the weights that the step began with.
-    saver_of(config, tmp_path, rank, data).save_bad(fresh(data, 2), batch.version, "spoiled")
+    # The controller saves the batch, if there is one, with the weights that the step began with.
+    saver = saver_of(config, tmp_path, rank, data)
+    assert saver.save_bad(Batch(2, batch.version, ()), batch.version, "spoiled") == ""
+    saver.save_bad(fresh(data, 2), batch.version, "spoiled")
     found = looked_into(tmp_path / "bad_batches" / "step-000002")
-    assert np.isfinite(found.values["train/loss"]) and not found.bad_gradients
+    assert found.is_good and found.lines[0] == "spoiled"
 
 
 def test_readable_answers_have_their_tokens_versions_and_gaps(
@@ -272,39 +216,32 @@ def test_readable_answers_have_their_tokens_versions_and_gaps(
         assert all(gap is not None and gap < 1 for gap in shown.token_gaps)
 
 
-# A full disk ----------------------------------------------------------------------------------
-
-
 def test_a_checkpoint_or_batch_that_cannot_be_written_leaves_what_was_there(
     data: Data, config: Config, tied_folder: Path, tmp_path: Path
 ) -> None:
     rank = LocalRank(tied_folder, config, data.ring)
     rank.train(fresh(data))
+    saver = saver_of(config, tmp_path, rank, data)
     folders = [tmp_path / "checkpoints" / f"step-00000{step}" for step in (1, 2)]
-    state = {"step": 1, **STATE}
-
-    def save(place: int) -> str:
-        return rank.trainer.try_to_save(Save(str(folders[place]), state)).error
-
-    assert save(0) == ""
-    with files_up_to(300_000):
-        error = save(1)
-        told = saver_of(config, tmp_path, rank, data).save_bad(fresh(data), rank.store.latest, "")
+    requests = [Save(str(folder), {"step": 1, **STATE}) for folder in folders]
+    assert rank.trainer.try_to_save(requests[0]).error == ""
+    with files_up_to(3_000):
+        error = rank.trainer.try_to_save(requests[1]).error
+        told = saver.save_bad(fresh(data), rank.store.latest, "")
+        notes = [saver.record(batch, {}) for batch in data.batches[:3]]
     assert error.startswith("it could not be written (") and "too large" in error
     assert told.startswith("; its batch could not be saved: ")
+    assert notes[0].startswith("step 1 was not recorded: ") and notes[1:] == ["", ""]
+    assert saver.num_missing == 3
     assert list((tmp_path / "checkpoints").iterdir()) == folders[:1]
-    assert list((tmp_path / "bad_batches").glob("*")) == []
-    assert save(1) == ""
+    assert not [*(tmp_path / "bad_batches").glob("*"), *(tmp_path / "record").glob("*")]
+    assert rank.trainer.try_to_save(requests[1]).error == ""
 
 
-def test_torch_is_not_asked_for_a_pickle(tmp_path: Path, tied_folder: Path) -> None:
-    """A model whose only weights are a pickle is refused."""
-    import shutil
-
-    from minirl.train.policy import load_policy
-
+def test_a_model_whose_only_weights_are_a_pickle_is_refused(
+    tmp_path: Path, tied_folder: Path
+) -> None:
     shutil.copytree(tied_folder, tmp_path / "m")
-    (tmp_path / "m" / "model.safetensors").unlink()
-    torch.save({}, tmp_path / "m" / "pytorch_model.bin")
+    (tmp_path / "m" / "model.safetensors").rename(tmp_path / "m" / "pytorch_model.bin")
     with pytest.raises(OSError, match="safetensors"):
         load_policy(str(tmp_path / "m"))

@@ -20,7 +20,7 @@ from minirl.run_dir import read_lines
 from minirl.run_log import RunTotals
 from minirl.shm.ring import TrajectoryRing
 from minirl.train import bad_batch
-from minirl.train.checkpoint import newest_first, read_whole
+from minirl.train.checkpoint import found, read_whole
 from minirl.train.messages import Save
 from minirl.train.policy import load_policy
 
@@ -88,7 +88,7 @@ def test_a_broken_checkpoint_is_passed_over_with_a_note(
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(made / "checkpoints", run / "checkpoints")
-    last, before = newest_first(run)
+    before, last = found(run)
     harm(last / name)
     start = find_start(tied_folder, run, is_resumed=True)
     assert (start.folder, start.step, start.consumed.below) == (before, 1, 8)
@@ -104,7 +104,7 @@ def test_a_broken_checkpoint_is_passed_over_with_a_note(
 
 def test_a_shard_that_is_gone_is_missed(made: Path, tmp_path: Path) -> None:
     folder = tmp_path / "c"
-    shutil.copytree(newest_first(made)[0], folder)
+    shutil.copytree(found(made)[-1], folder)
     names = list(load_file(folder / "model.safetensors"))
     weight_map = {"weight_map": dict.fromkeys([*names, "zzz.weight"], "model.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(weight_map))
@@ -195,8 +195,8 @@ def test_any_checkpoint_is_read_or_refused(
 ) -> None:
     folder = tmp_path / "checkpoints" / "step-000002"
     if not folder.is_dir():
-        shutil.copytree(newest_first(made)[0], folder)
-    good = newest_first(made)[0] / name
+        shutil.copytree(found(made)[-1], folder)
+    good = found(made)[-1] / name
     (folder / name).write_bytes(data.draw(bytes_like(good)))
     try:
         start = find_start(tmp_path, tmp_path, is_resumed=True)

@@ -110,21 +110,21 @@ def test_what_a_killed_save_left_is_swept_and_a_replaced_one_comes_back(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("accuracies", "pending", "kept"),
+    ("accuracies", "kept"),
     [
-        ([], None, [5, 6]),
-        ([(2, 0.5), (6, 0.4)], None, [2, 5, 6]),  # the best stays besides
-        ([(2, 0.5), (3, 0.5)], None, [3, 5, 6]),  # of equals the later
-        ([(99, 1.0), (1, 0.1)], None, [1, 5, 6]),  # 99 was evaluated but not saved
-        ([(2, 0.5)], 3, [2, 3, 5, 6]),  # 3 is being evaluated, and may be the best
+        ([], [5, 6]),
+        ([(2, 0.5), (6, 0.4)], [2, 5, 6]),  # the best stays besides
+        ([(2, 0.5), (3, 0.5)], [3, 5, 6]),  # of equals the later
+        ([(6, 0.9), (2, 0.5)], [5, 6]),  # the best is among the last
+        ([(99, 1.0), (1, 0.1)], [1, 5, 6]),  # 99 was evaluated but not saved
     ],
 )
 def test_the_last_and_the_best_stay(
-    accuracies: list[tuple[int, float]], pending: int | None, kept: list[int], tmp_path: Path
+    accuracies: list[tuple[int, float]], kept: list[int], tmp_path: Path
 ) -> None:
     for step in range(1, 7):
         save(tmp_path, step)
-    checkpoint.prune(tmp_path, 2, accuracies, pending)
+    checkpoint.prune(tmp_path, 2, accuracies)
     assert [path.name for path in checkpoint.found(tmp_path)] == [f"step-{i:06d}" for i in kept]
 
 

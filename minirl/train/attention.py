@@ -4,15 +4,8 @@ Registers "minirl_packed" as an attention of transformers. The boundaries reach 
 arguments of the model's forward: `cu_seqlens` (int32, where each sequence starts, and the end) and
 `max_seqlen`. On CUDA in half precision it is torch's variable-length attention. On CPU, and in
 float32, each run of neighbours of equal length is one causal SDPA over views: no copy, no padding,
-no mask. Longest-first order, as
+no mask (80 ms against 92 ms for padded buckets, 16 k tokens of 60-250). Longest-first order, as
 `packing.micro_batches` gives it, makes the runs long; any order is right.
-
-Measured, one thread, forward and backward over 16 k tokens, 4 heads of 32, 2 KV heads, in ms:
-    lengths         8-24   20-60   60-120   60-250   200-1000
-    runs              32      42       58       80        173
-    buckets ≥ 0.9     45      56       71       92        191   padded copies of similar lengths
-    one by one       139      82       75       86        180
-Nested tensors have no causal kernel on CPU, and a block mask would be 16 k × 16 k.
 
 Leaves out sliding windows shorter than the sequences, soft caps and sinks: those are errors.
 
@@ -71,10 +64,7 @@ def packed_attention(
     scaling: float | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer. `rest` holds its arguments for other kernels.
-
-    `dropout` is among them and has no effect: the policy trained must be the one that sampled.
-    """
+    """What transformers calls in each layer. `rest` holds its arguments for other kernels."""
     _refuse_unsupported(module, attention_mask, max_seqlen, rest)
     query_THD, key_THD, value_THD = (
         x[0].transpose(0, 1) for x in (query_1HTD, key_1HTD, value_1HTD)
@@ -158,9 +148,5 @@ def _refuse_unsupported(
             )
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
 AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, _no_mask)
+AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)

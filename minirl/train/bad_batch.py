@@ -4,14 +4,11 @@
     bad_batches/step-000012/         a batch that went bad: batch.safetensors in the same form,
                                      recipe.toml, and weights/: what the step started from
 
-One file holds tokens, mask, logprobs and versions of all trajectories, end to end; in its header,
-as JSON, step, version, groups with their rewards, the step's metrics, and why it was saved.
-
 `BatchSaver` takes a batch's descriptors while its ring cells are still its own. A full disk costs a
-file and a note, never the run. `replay` gives a saved batch to the trainer's own code, without any
-engine: one process, one rank. From a checkpoint of the run it has the optimizer's state too, and
-its numbers equal a one-rank run's to the bit. A bad batch has only the published weights: its
-critic is new, LoRA is merged, and a second minibatch follows Adam's first step.
+file and a note, never the run. `replay` gives saved batches to the trainer's own code, without any
+engine, in one rank. From a checkpoint it has the optimizer's state too, and its numbers equal a
+one-rank run's to the bit. A bad batch has only the published weights: its critic is new, LoRA is
+merged, and a second minibatch follows Adam's first step.
 """
 
 import json
@@ -19,7 +16,6 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -27,15 +23,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from minirl import model
 from minirl.config import TINY, Config
 from minirl.devices import Placement, use_training_device
-from minirl.errors import MALFORMED, MinirlError, RecipeError, one_line
+from minirl.errors import MinirlError, RecipeError, one_line
 from minirl.recipe import load, to_toml
-from minirl.records import Batch, Group, StopReason, Trajectory
+from minirl.records import Batch
 from minirl.shm.ring import TrajectoryRing, TrajectoryView
 from minirl.shm.weights import WeightStore
+from minirl.train import checkpoint
 from minirl.train.messages import TrainerSetup
 
 if TYPE_CHECKING:  # the controller saves batches without loading a model's code
@@ -43,59 +41,53 @@ if TYPE_CHECKING:  # the controller saves batches without loading a model's code
 
 RECORD, BAD, FILE = "record", "bad_batches", "batch.safetensors"
 COLUMNS = {"tokens": np.int32, "mask": np.uint8, "logprobs": np.float32, "versions": np.int32}
-MAX_SAVED = 2  # bad batches of a run that goes on: each holds a whole model
-WITH_WEIGHTS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json")
+MAX_SAVED = 2  # bad batches of a run that continues: each holds a whole model
 COMPARED = ("train/loss", "train/grad_norm")
-NUM_WORST = 3
-CLOSE = 1e-3  # relative, of a loss: other ranks and threads sum in another order
+CLOSE = 1e-3  # relative: other ranks and threads sum in another order
 
 
 @dataclass(frozen=True)
-class SavedBatch:
-    """A batch apart from any ring. Cells are counted anew, in the order of its trajectories."""
-
+class Header:
     batch: Batch
-    columns: dict[str, NDArray]
     values: dict[str, float | None] = field(default_factory=dict)  # the step's metrics
     threads: int = 1  # of a trainer rank: the last bit of a sum may depend on them
     why: str = ""
-    canary: tuple[float, ...] = ()  # published with the weights
+
+
+@dataclass(frozen=True)
+class SavedBatch(Header):
+    columns: dict[str, NDArray] = field(default_factory=dict)
 
     @property
     def lengths(self) -> list[int]:
         return [t.length for group in self.batch.groups for t in group.trajectories]
 
 
+HEADER = TypeAdapter(Header)
+
+
 # Saving ----------------------------------------------------------------------------------------
 
 
 def take(batch: Batch, ring: TrajectoryRing, **about: Any) -> SavedBatch:
-    """A copy of all that the batch's cells hold."""
-    views = [ring.read(t.cell, g.id) for g in batch.groups for t in g.trajectories]
-    columns = {
-        name: np.concatenate([np.zeros(0, dtype), *(getattr(view, name) for view in views)])
-        for name, dtype in COLUMNS.items()
-    }
-    return SavedBatch(batch, columns, **about)
+    """A copy of all that the batch's cells hold. Cells are counted anew, from 0."""
+    cells, views, groups = count(), [], []
+    for group in batch.groups:
+        views += [ring.read(t.cell, group.id) for t in group.trajectories]
+        own = tuple(t._replace(cell=next(cells)) for t in group.trajectories)
+        groups.append(group._replace(trajectories=own))
+    columns = {name: np.concatenate([getattr(view, name) for view in views]) for name in COLUMNS}
+    return SavedBatch(replace(batch, groups=tuple(groups)), columns=columns, **about)
 
 
 def write(path: Path, saved: SavedBatch) -> None:
-    """Aside, then renamed."""
     from safetensors.numpy import save_file
 
-    header = {
-        "step": saved.batch.step,
-        "version": saved.batch.version,
-        "groups": [group.as_json() for group in saved.batch.groups],
-        "values": saved.values,
-        "threads": saved.threads,
-        "why": saved.why,
-        "canary": saved.canary,
-    }
+    header = json.dumps(HEADER.dump_python(saved, mode="json"))
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".tmp")
     try:
-        save_file(saved.columns, aside, {"batch": json.dumps(header)})
+        save_file(saved.columns, aside, {"batch": header})
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
@@ -119,7 +111,7 @@ class BatchSaver:
     num_saved: int = 0  # bad batches
 
     def record(self, batch: Batch, values: dict[str, float | None]) -> str:
-        """With log.record. Gives what a person should be told: the first step that is missing."""
+        """With log.record. Returns a note for the first step that is missing, else ""."""
         if not self.config.log.record:
             return ""
         try:
@@ -127,8 +119,8 @@ class BatchSaver:
             write(path_of(self.run_dir, batch.step), taken)
         except Exception as error:  # safetensors has its own kind for a full disk
             self.num_missing += 1
-            told = f"step {batch.step} was not recorded: {one_line(str(error))}"
-            return told if self.num_missing == 1 else ""
+            note = f"step {batch.step} was not recorded: {one_line(str(error))}"
+            return note if self.num_missing == 1 else ""
         return ""
 
     def forget_after(self, step: int) -> None:
@@ -138,87 +130,51 @@ class BatchSaver:
                 path.unlink()
 
     def save_bad(self, batch: Batch, version: int, why: str, must_save: bool = True) -> str:
-        """With the weights of `version`. Gives the end of a sentence that says where it is."""
-        if self.num_saved >= MAX_SAVED and not must_save:
+        """With the weights of `version`. Returns the end of a sentence that says where it is."""
+        if not batch.groups or (self.num_saved >= MAX_SAVED and not must_save):
             return ""
         self.num_saved += 1
         folder = self.run_dir / BAD / f"step-{batch.step:06d}"
-        aside = folder.with_name(f".{folder.name}.tmp")
         try:
-            shutil.rmtree(aside, ignore_errors=True)
-            canary = self._write_weights(aside / "weights", version)
-            taken = take(batch, self.ring, threads=self.threads, why=why, canary=canary)
-            write(aside / FILE, taken)
-            (aside / "recipe.toml").write_text(to_toml(self.config))
-            shutil.rmtree(folder, ignore_errors=True)
-            os.rename(aside, folder)
+            with checkpoint.written_aside(folder) as aside:
+                self._write_weights(aside / "weights", version)
+                write(aside / FILE, take(batch, self.ring, threads=self.threads, why=why))
+                (aside / "recipe.toml").write_text(to_toml(self.config))
         except Exception as error:  # safetensors has its own kind for a full disk
-            shutil.rmtree(aside, ignore_errors=True)
             return f"; its batch could not be saved: {one_line(str(error))}"
         return f"; look at its batch with: minirl replay {folder}"
 
-    def _write_weights(self, folder: Path, version: int) -> tuple[float, ...]:
-        """Gives the canary; nothing where the store no longer has that version."""
+    def _write_weights(self, folder: Path, version: int) -> None:
+        """Nothing where the store no longer has that version."""
         from safetensors.torch import save_file
 
-        folder.mkdir(parents=True)
-        found = self.store.snapshot(version)
-        if found is None:
-            return ()
-        save_file(found[0], folder / "model.safetensors", {"format": "pt"})
-        for pattern in WITH_WEIGHTS:
-            for path in self.source.glob(pattern):
-                shutil.copy2(path, folder / path.name)
-        return tuple(found[1].tolist())
+        folder.mkdir()
+        if (found := self.store.snapshot(version)) is not None:
+            save_file(found[0], folder / "model.safetensors", {"format": "pt"})
+            checkpoint.copy_tokenizer(self.source, folder)
+            shutil.copy2(self.source / "config.json", folder)
 
 
 # Reading ---------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _as_one_line(path: Path) -> Iterator[None]:
-    """Whatever a file that is not what it should be makes its reader, or a model, raise."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError, *MALFORMED) as error:
-        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        raise MinirlError(f"{path} cannot be computed again ({one_line(reason)})") from None
-
-
 def read(path: Path) -> SavedBatch:
     from safetensors import safe_open
 
-    with _as_one_line(path):
+    with checkpoint.as_one_line(path, "cannot be computed again"):
         with safe_open(path, framework="np") as file:
-            header = json.loads((file.metadata() or {})["batch"])
+            header = HEADER.validate_json((file.metadata() or {})["batch"])
             columns = {name: file.get_tensor(name) for name in COLUMNS}
-        cells = count()
-        groups = tuple(_group(group, cells) for group in header["groups"])
-        batch = Batch(int(header["step"]), int(header["version"]), groups)
-        about = [header[name] for name in ("values", "threads", "why", "canary")]
-        saved = SavedBatch(batch, columns, *about)
-        total = sum(saved.lengths)
+        saved = SavedBatch(**vars(header), columns=columns)
+        total, groups = sum(saved.lengths), saved.batch.groups
         for name, dtype in COLUMNS.items():
             if columns[name].dtype != dtype or columns[name].shape != (total,):
                 raise ValueError(f"{name} is not {total} times {np.dtype(dtype).name}")
+        cells = [t.cell for group in groups for t in group.trajectories]
+        are_graded = all(len(group.rewards) == len(group.trajectories) for group in groups)
+        if not are_graded or min(saved.lengths) < 1 or cells != list(range(len(cells))):
+            raise ValueError("a trajectory is empty, or has no cell or no reward")
     return saved
-
-
-def _group(entry: dict[str, Any], cells: Iterator[int]) -> Group:
-    trajectories = []
-    for found in entry["trajectories"]:
-        numbers: dict[str, Any] = {name: int(value) for name, value in found.items()}
-        numbers |= {"stop": StopReason(numbers["stop"]), "cell": next(cells)}
-        trajectories.append(Trajectory(**numbers))
-        if trajectories[-1].length < 1:
-            raise ValueError("a trajectory is empty")
-    rewards = tuple(float(reward) for reward in entry["rewards"])
-    if not trajectories or len(rewards) != len(trajectories):
-        raise ValueError("a group has not one reward per trajectory")
-    ids = int(entry["id"]), int(entry["prompt_index"])
-    return Group(*ids, tuple(trajectories), rewards, frozenset(entry["masked"]))
 
 
 def put(saved: SavedBatch, ring: TrajectoryRing) -> Batch:
@@ -237,66 +193,45 @@ def put(saved: SavedBatch, ring: TrajectoryRing) -> Batch:
 
 
 @dataclass(frozen=True)
-class TokenAt:
-    """A token that is worth a look: its group, its trajectory's place there, its own place."""
-
-    group: int
-    place: int
-    token: int
-    what: str
-
-
-@dataclass(frozen=True)
 class Replayed:
     saved: SavedBatch
     values: dict[str, float | None]  # the step's metrics, computed here
-    bad_tokens: tuple[TokenAt, ...] = ()  # the first that is not finite, of each trajectory
+    bad_tokens: tuple[str, ...] = ()  # the first that is not finite, of each trajectory
     bad_gradients: tuple[str, ...] = ()  # names of parameters
-    worst: tuple[TokenAt, ...] = ()  # the largest logprob gaps
-    canary_gap: float | None = None  # published against these weights
-    is_detailed: bool = False  # each token was looked at; else it is compared with its record
 
     @property
     def difference(self) -> float:
         """Of loss and gradient norm from the recorded ones, relative; 0: equal to the bit."""
-        found = 0.0
-        for name in COMPARED:
-            ours, theirs = self.values.get(name), self.saved.values.get(name)
-            ours = ours if ours is not None and math.isfinite(ours) else None
-            if ours is None or theirs is None:
-                found = found if ours is theirs else math.inf
-            elif ours != theirs:
-                found = max(found, abs(ours - theirs) / max(abs(ours), abs(theirs)))
-        return found
+        return max(_gap(self.values[name], self.saved.values.get(name)) for name in COMPARED)
 
     @property
     def is_good(self) -> bool:
-        numbers = [self.values.get(name) for name in COMPARED]
-        if not all(number is None or math.isfinite(number) for number in numbers):
-            return False
-        is_clean = not self.bad_tokens and not self.bad_gradients
-        return is_clean if self.is_detailed else self.difference < CLOSE
+        """Finite, and as recorded where there is a record of its numbers."""
+        is_same = not self.saved.values or self.difference < CLOSE
+        is_finite = not self.values["train/skipped_updates"]
+        return is_same and is_finite and not self.bad_tokens
 
     @property
     def lines(self) -> list[str]:
         """As `minirl replay` prints it."""
-        if not self.is_detailed:
-            losses = f"{self.saved.values.get('train/loss')}, here {self.values.get('train/loss')}"
-            gap = self.difference
+        here = ", ".join(f"{name} {self.values[name]!r}" for name in COMPARED)
+        if self.saved.values:
+            gap, loss = self.difference, self.saved.values.get("train/loss")
             answer = "equal" if not gap else f"close ({gap:.0e})" if gap < CLOSE else "DIFFERENT"
-            return [f"step {self.saved.batch.step:>6}  loss recorded {losses}  {answer}"]
-        shown = (*COMPARED, "train/logprob_gap", "train/entropy")
-        numbers = {n: self.values.get(n) for n in shown} | {"canary gap": self.canary_gap}
-        places = [
-            f"group {t.group}, trajectory {t.place}, token {t.token}: {t.what}"
-            for t in (*self.bad_tokens, *self.worst)
-        ]
-        return [
-            *([self.saved.why] if self.saved.why else []),
-            *(f"{name:<18}{value:.6g}" for name, value in numbers.items() if value is not None),
-            *places,
-            *(f"gradients that are not finite: {name}" for name in self.bad_gradients[:5]),
-        ]
+            here += f"; recorded loss {loss!r}: {answer}"
+        bad = [f"gradients that are not finite: {name}" for name in self.bad_gradients[:5]]
+        why = [self.saved.why] if self.saved.why else []
+        return [*why, f"step {self.saved.batch.step}: {here}", *self.bad_tokens, *bad]
+
+
+def _gap(ours: float | None, theirs: float | None) -> float:
+    """Relative. A record has null for what is not finite."""
+    ours = ours if ours is not None and math.isfinite(ours) else None
+    if ours == theirs:
+        return 0.0
+    if ours is None or theirs is None:
+        return math.inf
+    return abs(ours - theirs) / max(abs(ours), abs(theirs))
 
 
 @dataclass(frozen=True)
@@ -308,7 +243,6 @@ class Plan:
     source: Path  # the model that the run began with
     batches: list[SavedBatch]
     is_resumed: bool = False  # `folder` is a checkpoint
-    is_detailed: bool = True  # look at each token of the last batch
 
 
 def plan(path: Path, first: int = 0) -> Plan:
@@ -322,16 +256,15 @@ def plan(path: Path, first: int = 0) -> Plan:
         raise RecipeError("PATH", str(path), rule, remedy)
     run_dir = path if is_run else path.parent.parent
     config = load(run_dir / "recipe.toml").config
-    checkpoints = {int(p.name[5:]): p for p in sorted((run_dir / "checkpoints").glob("step-*"))}
-    last = None if is_run else read(path).batch.step
-    if last is not None:
+    checkpoints = {int(p.name[5:]): p for p in checkpoint.found(run_dir)}
+    last = math.inf if is_run else read(path).batch.step
+    if not is_run:
         first = max((step for step in checkpoints if step < last), default=0)
     if first and first not in checkpoints:
         remedy = f"there are {', '.join(map(str, checkpoints)) or 'none'}, and 0 is the beginning"
         raise RecipeError("--from", first, "the run kept no checkpoint of this step", remedy)
-    source = _source(config)
-    folder, batches = checkpoints.get(first, source), _recorded(run_dir, first, last)
-    return Plan(config, folder, source, batches, is_resumed=first > 0, is_detailed=not is_run)
+    source, batches = _source(config), _recorded(run_dir, first, last)
+    return Plan(config, checkpoints.get(first, source), source, batches, is_resumed=first > 0)
 
 
 def _plan_of_bad(path: Path) -> Plan:
@@ -344,43 +277,34 @@ def _plan_of_bad(path: Path) -> Plan:
 
 
 def _source(config: Config) -> Path:
-    from minirl.train.tiny import tiny_model_folder
+    from minirl.train.tiny import ensure_tiny_model
 
-    if config.model.path != TINY:
-        return model.local_folder(config)
-    folder = tiny_model_folder(config.seed)
-    if not folder.is_dir():
-        remedy = "any `minirl train` with this seed builds it"
-        raise RecipeError("model.path", TINY, "the tiny model is not on this machine", remedy)
-    return folder
+    if config.model.path == TINY:
+        return ensure_tiny_model(config.seed, lambda line: None)
+    return model.local_folder(config)
 
 
-def _recorded(run_dir: Path, first: int, last: int | None) -> list[SavedBatch]:
+def _recorded(run_dir: Path, first: int, last: float) -> list[SavedBatch]:
     """All steps after the first, without a gap. Each is small; together they fit in memory."""
     names = [path.stem[5:] for path in (run_dir / RECORD).glob("step-*.safetensors")]
-    steps = [step for step in sorted(map(int, names)) if first < step <= (last or math.inf)]
-    if not steps:
-        remedy = "record a run with --set log.record=true"
-        raise RecipeError("PATH", str(run_dir), f"has no recorded batch after step {first}", remedy)
-    missing = sorted(set(range(first + 1, steps[-1] + 1)) - set(steps))
-    if missing:
-        raise MinirlError(f"step {missing[0]} of {run_dir} was not recorded")
+    steps = [step for step in sorted(map(int, names)) if first < step <= last]
+    if not steps or steps[-1] - first != len(steps):
+        rule = f"lacks recorded batches after step {first}"
+        remedy = "take --from a later checkpoint, or record a run with --set log.record=true"
+        raise RecipeError("PATH", str(run_dir), rule, remedy)
     return [read(path_of(run_dir, step)) for step in steps]
 
 
 def replay(plan: Plan) -> Iterator[Replayed]:
     """Trains the batches again, one after another."""
-    with _as_one_line(plan.folder):
-        most = max(len(saved.lengths) for saved in plan.batches)
-        longest = max(max(saved.lengths, default=1) for saved in plan.batches)
-        ring = TrajectoryRing(max(1, most), longest)
+    with checkpoint.as_one_line(plan.folder, "cannot be computed again"):
+        num_cells = max(len(saved.lengths) for saved in plan.batches)
+        ring = TrajectoryRing(num_cells, max(max(saved.lengths) for saved in plan.batches))
         trainer = _trainer(plan, ring)
         for saved in plan.batches:
-            batch = put(saved, ring)
-            if plan.is_detailed and saved is plan.batches[-1]:
-                yield _look(trainer, saved, batch)
-            else:
-                yield Replayed(saved, trainer.train(batch))
+            values = trainer.train(put(saved, ring))
+            bad = tuple(_bad_tokens(trainer, saved.batch))
+            yield Replayed(saved, values, bad, tuple(trainer.bad_gradients))
 
 
 def _trainer(plan: Plan, ring: TrajectoryRing) -> "Trainer":
@@ -398,9 +322,6 @@ def _trainer(plan: Plan, ring: TrajectoryRing) -> "Trainer":
         config=config,
         folder=str(plan.folder),
         tokenizer_folder=str(plan.source),
-        rank=0,
-        num_ranks=1,
-        rendezvous="",
         placement=place,
         ring=ring,
         store=WeightStore(model.weight_table(plan.folder), config.model.dtype),
@@ -410,32 +331,17 @@ def _trainer(plan: Plan, ring: TrajectoryRing) -> "Trainer":
     return Trainer(setup, Board(1).writer(0))
 
 
-def _look(trainer: "Trainer", saved: SavedBatch, batch: Batch) -> Replayed:
-    """Trains a batch, and says which tokens and gradients are not finite."""
-    canary_gap = None
-    if saved.canary:
-        canary_gap = float(np.abs(trainer.canary() - np.array(saved.canary))[1:].mean())
-    if not batch.groups:
-        return Replayed(saved, {}, canary_gap=canary_gap, is_detailed=True)
-    prepared = trainer.preparer.prepare(batch)
-    values = trainer.train(batch)
+def _bad_tokens(trainer: "Trainer", batch: Batch) -> Iterator[str]:
+    prepared = trainer.prepared
+    assert prepared is not None
     places = [(group.id, i) for group in batch.groups for i in range(len(group.trajectories))]
-    bad, gaps = [], []
-    for at, item in zip(places, prepared.items, strict=True):
-        theirs, ours = item.view.logprobs, trainer.logprobs[item.place]
+    for (group, place), item in zip(places, prepared.items, strict=True):
         columns = {
-            "vLLM's logprob": theirs,
+            "vLLM's logprob": item.view.logprobs,
             "the advantage": prepared.advantages[item.place],
-            "the trainer's logprob": ours,
+            "the trainer's logprob": trainer.logprobs[item.place],
         }
         for what, column in columns.items():
             if len(tokens := np.flatnonzero(item.trainable & ~np.isfinite(column))):
-                bad.append(TokenAt(*at, int(tokens[0]), f"{what} is not finite"))
+                yield f"group {group}, trajectory {place}, token {tokens[0]}: {what} is not finite"
                 break
-        gap = np.where(item.trainable & item.at_equal_version, np.abs(ours - theirs), 0.0)
-        token = int(np.nan_to_num(gap, nan=np.inf).argmax())
-        said = f"vLLM {theirs[token]:.4f}, here {ours[token]:.4f}"
-        gaps.append((float(gap[token]), TokenAt(*at, token, said)))
-    worst = [token for gap, token in sorted(gaps, key=lambda pair: -pair[0])[:NUM_WORST] if gap]
-    names = tuple(trainer.bad_gradients)
-    return Replayed(saved, values, tuple(bad), names, tuple(worst), canary_gap, True)

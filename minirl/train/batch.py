@@ -10,7 +10,7 @@ where a micro-batch's tokens are in it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import numpy as np
@@ -149,22 +149,10 @@ def pack(items: Sequence[Item], device: str) -> MicroBatch:
 
 
 def _dummy(device: str) -> MicroBatch:
-    bounds = attention.boundaries([1], torch.device(device))
-    zeros_T = torch.zeros(1, device=device)
-    return MicroBatch(
-        tokens_T=zeros_T.long(),
-        positions_T=bounds.positions_T,
-        cu_seqlens_S1=bounds.cu_seqlens_S1,
-        max_seqlen=bounds.max_seqlen,
-        index_T=zeros_T.long(),
-        sequence_T=zeros_T.long(),
-        behav_T=zeros_T,
-        staleness_T=zeros_T,
-        trainable_T=zeros_T.bool(),
-        at_equal_version_T=zeros_T.bool(),
-        spliced_T=zeros_T.bool(),
-        is_dummy=True,
-    )
+    zero = np.zeros(1, np.int32)
+    view = TrajectoryView(zero, zero.astype(np.uint8), zero.astype(np.float32), zero)
+    item = Item(view, 0.0, 0, zero.astype(np.bool_), zero, zero.astype(np.bool_))
+    return replace(pack([item], device), is_dummy=True)
 
 
 def ages_of(items: Sequence[Item]) -> NDArray[np.int32]:

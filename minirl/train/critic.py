@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minirl.config import Config
 from minirl.devices import hide_broken_torchvision
 from minirl.train.batch import MicroBatch
-from minirl.train.policy import load_weights, without_dropout
+from minirl.train.policy import load_weights
 
 hide_broken_torchvision()
 
@@ -45,14 +46,11 @@ class Critic(nn.Module):
         return torch.where(positions_T > 0, F.pad(values_T[:-1], (1, 0)), 0.0 * values_T)
 
 
-def load_critic(
-    folder: str, dtype_str: str, gradient_checkpointing: bool, trust_remote_code: bool
-) -> Critic:
-    # The policy was loaded from the same folder, and told what is amiss with it.
-    backbone, _ = load_weights(AutoModel, folder, gradient_checkpointing, trust_remote_code)
-    critic = Critic(backbone, getattr(torch, dtype_str))
-    without_dropout(critic)
-    return critic.train()
+def build_critic(config: Config, folder: str) -> Critic:
+    # The policy was loaded from the same folder, and reported what is wrong with it.
+    model, is_checkpointed = config.model, config.train.gradient_checkpointing
+    backbone, _ = load_weights(AutoModel, folder, is_checkpointed, model.trust_remote_code)
+    return Critic(backbone, getattr(torch, model.dtype)).train()
 
 
 def value_loss(critic: nn.Module, micro: MicroBatch) -> Tensor:

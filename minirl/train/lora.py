@@ -44,10 +44,8 @@ def own_names(model: nn.Module) -> list[str]:
 
 
 def merged(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """The weights under the names of the model without adapters, each computed when asked for.
-
-    So a publication never has a second model in memory.
-    """
+    """The weights under the names of the model without adapters, each computed when asked for, so
+    that a publication never has a second model in memory."""
     adapted = {name: m for name, m in model.named_modules() if hasattr(m, "get_delta_weight")}
     weights: dict[str, Callable[[], Tensor]] = {}
     for name, tensor in model.state_dict().items():

@@ -19,14 +19,14 @@ class TrainerSetup:
     config: Config
     folder: str  # of the model; on resume, the checkpoint
     tokenizer_folder: str
-    rank: int
-    num_ranks: int
-    rendezvous: str  # a file where the ranks find each other
     placement: Placement
     ring: TrajectoryRing
     store: WeightStore
-    is_resumed: bool
     version: int
+    is_resumed: bool = False
+    rank: int = 0
+    num_ranks: int = 1
+    rendezvous: str = ""  # a file where the ranks find each other
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Save:
-    """To every rank: give rank 0 what it lacks (see train.shard_optimizer). Rank 0 writes a
-    checkpoint, with the controller's own state beside the trainer's."""
+    """To every rank: rank 0 writes a checkpoint, with the controller's state beside its own."""
 
     folder: str
     state: dict[str, Any]
@@ -109,8 +108,7 @@ class SaveModel:
 
 @dataclass(frozen=True)
 class Learned:
-    """From rank 0: before the first step the loss on held-out examples, if there are any; then one
-    per step. Values are named as in metrics.py."""
+    """From rank 0: once before the first step, then one per step."""
 
     values: dict[str, float | None]
     num_too_long: int

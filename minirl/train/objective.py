@@ -3,12 +3,10 @@
 Each gives the SUM over tokens of the negative objective and sums of metrics. The caller divides
 both by the number of trainable tokens of the global batch, so that neither the split into
 micro-batches nor the number of ranks changes the update. Other normalisations are weights of the
-tokens: see `batch.loss_weights`.
+tokens: see `batch.loss_weights`. docs/algorithms.md has every formula and its paper.
 
 Leaves out where the advantages and π_prox come from. With one minibatch to a batch π_prox is
 `logprobs_T.detach()`: then u = 1 and the gradient is that of w·A·log π_θ.
-docs/algorithms.md has every formula and its paper. `micro_loss` is the loss of one packed
-micro-batch under a recipe: the trainer, the replay of a batch and the benchmark share it.
 
 Axes: T tokens of all sequences of a micro-batch, packed; S sequences.
 """
@@ -71,10 +69,7 @@ class Metrics:
     num_tokens: Tensor
     num_clipped: Tensor  # train/clip_frac: where the clip cut the gradient, or the weight
     num_capped: Tensor  # w above the cap: masked out of the loss, or clamped
-    behav_ratio: (
-        Tensor  # train/behav_ratio_mean: w (decoupled) or u (naive), capped tokens included
-    )
-    behav_gap: Tensor  # |log π_θ - log π_behav|
+    behav_ratio: Tensor  # w (decoupled) or u (naive), capped tokens included
     kl: Tensor  # to the reference, where the loss has a KL term
 
 
@@ -88,11 +83,8 @@ Objective = Callable[[Tokens, Settings], Loss]
 
 
 def decoupled(tokens: Tokens, settings: Settings) -> Loss:
-    """Decoupled PPO, the paper's eq. 5: w · min(u·A, clip(u)·A).
-
-    u = π_θ/π_prox and w = π_prox/π_behav. w is a constant in the gradient, and tokens with w
-    above the cap are left out of the loss, or count with the cap.
-    """
+    """Decoupled PPO, the paper's eq. 5: w · min(u·A, clip(u)·A), where u = π_θ/π_prox, and
+    w = π_prox/π_behav is a constant in the gradient."""
     behav = behaviour_weights(tokens, settings)
     u_T = ratio(tokens.logprobs_T, tokens.prox_T.detach(), behav.kept_T)
     surrogate_T, clipped_T = clipped_surrogate(u_T, tokens.advantages_T, settings)
@@ -133,12 +125,7 @@ def cispo(tokens: Tokens, settings: Settings) -> Loss:
     return _loss(tokens, settings, behav, objective_T, bound_T != u_T)
 
 
-OBJECTIVES: dict[str, Objective] = {
-    "decoupled": decoupled,
-    "naive": naive,
-    "gspo": gspo,
-    "cispo": cispo,
-}
+OBJECTIVES: dict[str, Objective] = {f.__name__: f for f in (decoupled, naive, gspo, cispo)}
 
 
 # Parts ----------------------------------------------------------------------------------------
@@ -186,12 +173,9 @@ def behaviour_weights(tokens: Tokens, settings: Settings, by_sequence: bool = Fa
 def loglinear_prox(
     logprobs_T: Tensor, behav_T: Tensor, staleness_T: Tensor, progress: float
 ) -> Tensor:
-    """log π_prox ≈ log π_behav + s/(s + p) · (log π_θ - log π_behav), without a forward.
-
-    If log π moves evenly from version to version, a token of staleness s was written s versions
-    before the step's start, and π_θ is p = (minibatches done)/(minibatches) of a version past it.
-    At p = 0, π_prox is π_θ; at s = 0, it is π_behav; A-3PO has p = 1 throughout.
-    """
+    """log π_prox ≈ log π_behav + s/(s + p) · (log π_θ - log π_behav), without a forward: a token of
+    staleness s was written s versions before the step's start, and π_θ is p = (minibatches
+    done)/(minibatches) of a version past it. A-3PO has p = 1 throughout."""
     if progress == 0:
         return logprobs_T.detach()
     share_T = staleness_T / (staleness_T + progress)
@@ -225,13 +209,11 @@ def _loss(
         objective_T = objective_T - settings.kl_coef * kl_T
     if tokens.weights_T is not None:
         objective_T = objective_T * tokens.weights_T
-    gap_T = (tokens.logprobs_T.detach() - tokens.behav_T).abs()
     metrics = Metrics(
         num_tokens=mask_T.sum(),
         num_clipped=(clipped_T & behav.kept_T).sum(),
         num_capped=behav.capped_T.sum(),
         behav_ratio=torch.where(mask_T, behav.raw_T, 0.0).sum(),
-        behav_gap=torch.where(mask_T, gap_T, 0.0).sum(),
         kl=kl_T.detach().sum(),
     )
     return Loss(-objective_T.sum(), metrics)

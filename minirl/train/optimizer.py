@@ -8,6 +8,7 @@ updated.
 import contextlib
 from collections.abc import Iterator
 from math import cos, pi
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,14 +31,13 @@ def build_optimizer(
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    # Fused, also on CPU: 0.5 ms against 1.4 ms (tiny model), 27 ms against 96 ms (20 M weights).
+    # Fused, also on CPU: 27 ms against 96 ms (20 M weights).
+    options: dict[str, Any] = {"lr": lr, "betas": BETAS, "eps": EPSILON, "fused": True}
     if is_sharded:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        return ZeroRedundancyOptimizer(
-            groups, optim.AdamW, lr=lr, betas=BETAS, eps=EPSILON, fused=True
-        )
-    return optim.AdamW(groups, lr=lr, betas=BETAS, eps=EPSILON, fused=True)
+        return ZeroRedundancyOptimizer(groups, optim.AdamW, **options)
+    return optim.AdamW(groups, **options)
 
 
 def learning_rate(
@@ -112,9 +112,6 @@ class Replica:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.config.grad_clip, norm)
         return norm
 
-    def step(self) -> None:
-        self.optimizer.step()
-
     # -- what is not finite, by name
 
     def bad_gradients(self) -> list[str]:
@@ -125,57 +122,39 @@ class Replica:
         """The first, or "". By norms: one pass over the weights."""
         named = list(self.module.named_parameters())
         norms = torch.stack(torch._foreach_norm([p.detach() for _, p in named]))
-        if norms.isfinite().all():
-            return ""
-        return named[int((~norms.isfinite()).nonzero()[0, 0])][0]
+        bad = (~norms.isfinite()).nonzero()
+        return named[int(bad[0, 0])][0] if len(bad) else ""
 
-    def bad_state(self) -> str:
-        """The same of what the optimizer keeps."""
-        for state in self.optimizer.state.values():
-            for name, value in (state or {}).items():  # None: another rank's share
-                if torch.is_tensor(value) and not value.isfinite().all():
-                    return f"{name} of an optimizer"
-        return ""
+    # -- state by name: what a pickle would hold, without the pickle
 
+    def gather_state(self) -> None:
+        """By every rank before rank 0 asks for `state_by_name`; nothing to do unless sharded."""
+        if hasattr(self.optimizer, "consolidate_state_dict"):
+            self.optimizer.consolidate_state_dict(to=0)
 
-# State, by name: what a pickle would hold, without the pickle ---------------------------------
+    def state_by_name(self, named: nn.Module) -> dict[str, Tensor]:
+        """Under the names that the parameters have in `named`."""
+        state = self.optimizer.state_dict()["state"]
+        return {
+            f"{name}/{field}": torch.as_tensor(value)
+            for index, name in enumerate(self._names(named))
+            for field, value in state.get(index, {}).items()
+        }
 
+    def load_state(self, named: nn.Module, found: dict[str, Tensor]) -> None:
+        """Each rank is given all of it and keeps what is its own."""
+        parameters = dict(named.named_parameters())
+        state = optim.Optimizer.state_dict(self.optimizer)  # a sharded one has its own
+        places = {name: index for index, name in enumerate(self._names(named))}
+        state["state"] = {}
+        for key, tensor in found.items():
+            name, _, field = key.rpartition("/")
+            # `step` too: a fused AdamW keeps it where the weights are.
+            own = state["state"].setdefault(places[name], {})
+            own[field] = tensor.to(parameters[name].device)
+        self.optimizer.load_state_dict(state)
 
-def gather_state(optimizer: optim.Optimizer) -> None:
-    """By every rank before rank 0 asks for `state_by_name`; nothing to do unless sharded."""
-    if hasattr(optimizer, "consolidate_state_dict"):
-        optimizer.consolidate_state_dict(to=0)
-
-
-def state_by_name(module: nn.Module, optimizer: optim.Optimizer) -> dict[str, Tensor]:
-    state = optimizer.state_dict()["state"]
-    return {
-        f"{name}/{field}": torch.as_tensor(value)
-        for name, index in _places(module, optimizer)
-        for field, value in state.get(index, {}).items()
-    }
-
-
-def load_state(module: nn.Module, optimizer: optim.Optimizer, found: dict[str, Tensor]) -> None:
-    """Each rank is given all of it and keeps what is its own."""
-    parameters = dict(module.named_parameters())
-    state: dict[int, dict[str, Tensor]] = {}
-    by_name = dict(_places(module, optimizer))
-    for key, tensor in found.items():
-        name, _, field = key.rpartition("/")
-        # `step` too: a fused AdamW keeps it where the weights are.
-        state.setdefault(by_name[name], {})[field] = tensor.to(parameters[name].device)
-    groups, first = [], 0
-    for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**options, "params": list(range(first, first + len(group["params"])))})
-        first += len(group["params"])
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _places(module: nn.Module, optimizer: optim.Optimizer) -> Iterator[tuple[str, int]]:
-    """Each trained parameter's name and its place in the optimizer's order."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    for index, parameter in enumerate(parameters):
-        yield names[id(parameter)], index
+    def _names(self, named: nn.Module) -> list[str]:
+        """Of the trained parameters, in the optimizer's order."""
+        names = {id(parameter): name for name, parameter in named.named_parameters()}
+        return [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]

@@ -22,23 +22,14 @@ LINEAR_UNTIL = 16384
 
 @dataclass
 class MicroBatch:
-    """An open micro-batch: what is in it, and how many tokens that is."""
-
     indices: list[int] = field(default_factory=list)
     num_tokens: int = 0
-
-    def add(self, index: int, length: int) -> None:
-        self.indices.append(index)
-        self.num_tokens += length
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int, min_count: int = 1) -> list[list[int]]:
     """The paper's Algorithm 1: longest first, each sequence into the open micro-batch with the
     fewest sequences that has room; a new one is opened where none has, or while there are fewer
-    than `min_count`.
-
-    Gives at least `min_count` micro-batches; those beyond the number of sequences are empty.
-    """
+    than `min_count`. Those beyond the number of sequences are empty."""
     check_lengths(lengths, max_tokens)
     open_: list[MicroBatch] = []
     for index in longest_first(lengths):
@@ -47,7 +38,9 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, min_count: int = 1) -
         if not fitting or len(open_) < min_count:
             open_.append(MicroBatch())
             fitting = open_[-1:]
-        min(fitting, key=lambda m: len(m.indices)).add(index, length)
+        chosen = min(fitting, key=lambda m: len(m.indices))
+        chosen.indices.append(index)
+        chosen.num_tokens += length
     empty = max(0, min_count - len(open_))
     return [m.indices for m in open_] + [[] for _ in range(empty)]
 
@@ -55,11 +48,7 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, min_count: int = 1) -
 def split_over_ranks(
     lengths: Sequence[int], num_ranks: int, max_tokens: int
 ) -> list[list[list[int]]]:
-    """Micro-batches of indices, by rank: equally many on every rank, at least 1.
-
-    They are empty only where a rank has fewer sequences than there are micro-batches.
-    """
-    check_lengths(lengths, max_tokens)
+    """Micro-batches of indices, by rank: equally many on every rank, at least 1."""
     owned = balanced(lengths, num_ranks)
     count = max(len(_local(lengths, own, max_tokens, 1)) for own in owned)
     while True:

@@ -28,9 +28,7 @@ hide_broken_torchvision()
 
 from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 
-# Rows of logits in memory at once: 600 MB at a vocabulary of 150 k. On CPU 256 to 2048 measured
-# within 8 % of each other, and faster than no chunks at all.
-CHUNK = 1024
+CHUNK = 1024  # rows of logits in memory at once: 600 MB at a vocabulary of 150 k
 
 
 class Policy(nn.Module):
@@ -54,10 +52,8 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(logprobs_T, entropy_T) of the tokens that `needed_T` marks (default: all).
 
-        Elsewhere, and at the first token of each sequence, which nothing predicts, both are 0.
-        Every parameter is part of the graph even when no token is needed, so that a dummy
-        micro-batch gives zero gradients, as DDP wants.
-        """
+        Elsewhere, and at the first token of each sequence, both are 0. Every parameter is part of
+        the graph even when no token is needed: a dummy micro-batch gives zero gradients to DDP."""
         # transformers shares config objects between models: another may have switched ours.
         assert self.model.config._attn_implementation == attention.NAME
         kind = tokens_T.device.type
@@ -100,18 +96,13 @@ def head_logprobs(
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """(logprobs_N with gradient, entropy_N without) of softmax(hidden · weight / temperature).
-
-    Products are computed in `dtype`, everything else in float32.
-    """
+    Products are computed in `dtype`, everything else in float32."""
     return HeadLogprobs.apply(hidden_NE, weight_VE, targets_N, temperature, chunk, dtype)
 
 
 class HeadLogprobs(torch.autograd.Function):
     """`head_logprobs` with its gradient by hand: d logprob / d logits = onehot(target) - softmax.
-
-    60 ms against 97 ms for torch.utils.checkpoint over the same chunks (16 k tokens, V 384, E 128,
-    one thread), since backward needs neither the log-softmax's graph nor its copies.
-    """
+    60 ms against 97 ms for torch.utils.checkpoint over the same chunks (16 k tokens, V 384)."""
 
     @staticmethod
     def forward(
@@ -198,7 +189,6 @@ def load_policy(
     check_loaded(folder, info)
     policy = Policy(model, getattr(torch, dtype_str))
     check_head(policy)
-    without_dropout(policy)
     return policy.train()
 
 
@@ -217,6 +207,11 @@ def load_weights(
     )
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    # The policy that is trained must be the one that sampled, also in training mode, which
+    # gradient checkpointing needs.
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
     return model, info
 
 
@@ -231,14 +226,6 @@ def check_loaded(folder: str, info: dict[str, Any]) -> None:
         if names := sorted(info[kind]):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise RecipeError("model.path", folder, f"{rule} {names[0]}{more}", remedy)
-
-
-def without_dropout(model: nn.Module) -> None:
-    """The policy that is trained must be the one that sampled, also in training mode, which
-    gradient checkpointing needs."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
 
 
 @torch.no_grad()

@@ -123,48 +123,43 @@ class Preparer:
 
     def penalties(
         self, items: list[Item], flat: list[MicroBatch]
-    ) -> tuple[Column | None, dict[str, float | None]]:
+    ) -> tuple[Column, dict[str, float | None]]:
         """kl_coef · KL(π_behav‖π_ref) at each trained token, where it is a part of the reward.
-
         By k1 = log π_behav - log π_ref: the score function's gradient is the KL's only with k1."""
-        train = self.config.train
+        train, num_tokens = self.config.train, sum(item.length for item in items)
         if self.reference is None or train.kl_in != "reward":
-            return None, {}
+            return np.zeros(num_tokens, np.float32), {}
 
         def kl(micro: MicroBatch) -> Tensor:
             assert micro.ref_T is not None
             return torch.where(micro.trainable_T, micro.behav_T - micro.ref_T, 0.0)
 
-        kl_A = self.gather(flat, _num_tokens(items), kl)
+        kl_A = self.gather(flat, num_tokens, kl)
         num_trainable = sum(int(item.trainable.sum()) for item in items)
         return train.kl_coef * kl_A, {"train/kl": float(kl_A.sum() / max(1, num_trainable))}
 
-    def by_trajectory(self, groups: list[list[Item]], penalties_A: Column | None) -> Column:
+    def by_trajectory(self, groups: list[list[Item]], penalties_A: Column) -> Column:
         rewards = [[item.reward for item in group] for group in groups]
-        penalties = None
-        if penalties_A is not None:
-            penalties = [[float(penalties_A[i.place].sum()) for i in group] for group in groups]
+        penalties = [[float(penalties_A[i.place].sum()) for i in group] for group in groups]
         advantages = estimate(self.config.train.estimator, rewards, penalties)
         values = [value for group in advantages for value in group]
         lengths = [item.length for group in groups for item in group]
         return np.repeat(np.asarray(values, np.float32), lengths)
 
     def by_token(
-        self, items: list[Item], flat: list[MicroBatch], penalties_A: Column | None
+        self, items: list[Item], flat: list[MicroBatch], penalties_A: Column
     ) -> tuple[Column, Column]:
         """GAE over the written tokens, advantages normalised over the batch's trained tokens."""
         assert self.critic is not None
-        train, num_tokens = self.config.train, _num_tokens(items)
-        values_A = self.gather(flat, num_tokens, self.critic_values)
+        values_A = self.gather(flat, len(penalties_A), self.critic_values)
         advantages_A, returns_A = np.zeros_like(values_A), np.zeros_like(values_A)
         for item in items:
             at = np.flatnonzero(item.written) + item.start
             if len(at):
-                rewards_N = (
-                    -penalties_A[at] if penalties_A is not None else np.zeros_like(values_A[at])
-                )
+                rewards_N = -penalties_A[at]
                 rewards_N[-1] += item.reward
-                advantages_A[at], returns_A[at] = gae(rewards_N, values_A[at], train.gae_lambda)
+                lam = self.config.train.gae_lambda
+                advantages_A[at], returns_A[at] = gae(rewards_N, values_A[at], lam)
         trainable_A = np.concatenate([item.trainable for item in items])
         if trainable_A.any():
             trained = advantages_A[trainable_A]
@@ -201,7 +196,3 @@ def with_columns(micro: MicroBatch, columns: dict[str, Column | None]) -> MicroB
         if column_A is not None
     }
     return replace(micro, **own)
-
-
-def _num_tokens(items: list[Item]) -> int:
-    return sum(item.length for item in items)

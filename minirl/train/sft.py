@@ -5,24 +5,21 @@
     gives         Learned and Saved (from rank 0)
 
 An *example* is a prompt and the answer to learn: the task's worked answer where it has one, else
-`solution(example)`, and the token that ends an answer. Examples come in the prompt stream's order,
-so every rank draws the same batches. Those longer than the recipe's limits are left out.
+`solution(example)`, and the token that ends an answer. Every rank draws the same batches. Examples
+longer than the recipe's limits are left out.
 
 The loss is the mean of -logprob over the answers' tokens of the whole batch, so neither the number
-of ranks nor the micro-batch split changes an update. `SftRank` also warms the tiny model up
-(tiny.py).
+of ranks nor the micro-batch split changes an update. `SftRank` also warms the tiny model up.
 
 Axes: T tokens of all sequences in a micro-batch.
 """
 
-import os
-import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -37,7 +34,7 @@ from minirl.shm.board import BoardWriter, State
 from minirl.tasks import Task
 from minirl.tasks.prompts import PromptStream, encode
 from minirl.tasks.registry import make_task
-from minirl.train import attention, checkpoint, lora
+from minirl.train import attention, checkpoint
 from minirl.train.messages import Learn, Learned, Saved, SaveModel, SftSetup
 from minirl.train.optimizer import Replica, join_ranks
 from minirl.train.packing import split_over_ranks
@@ -64,12 +61,11 @@ class SftData:
 
     def batch(self, size: int) -> list[SftExample]:
         found: list[SftExample] = []
-        num_tried = 0
+        num_before = self.num_too_long
         while len(found) < size:
             prompt = self._stream.next()
             found += self._fitting([self.example(prompt.example, prompt.tokens)])
-            num_tried += 1
-            if num_tried > MAX_IN_A_ROW + 100 * len(found):
+            if self.num_too_long - num_before > MAX_IN_A_ROW + 100 * len(found):
                 limit = self.config.rollout.max_new_tokens
                 rule = "nearly all prompts or worked answers are longer than the recipe allows"
                 remedy = "raise it, or tasks.max_prompt_tokens"
@@ -78,16 +74,15 @@ class SftData:
 
     def heldout(self, count: int) -> list[SftExample]:
         examples = self._task.heldout(count)
-        return self._fitting(self.example(e, encode(e, self._tokenizer)) for e in examples)
+        return self._fitting([self.example(e, encode(e, self._tokenizer)) for e in examples])
 
     def example(self, asked: Example, prompt: tuple[int, ...]) -> SftExample:
         text = asked.worked or self._task.solution(asked)
         answer = self._tokenizer.encode(text, add_special_tokens=False)
         return SftExample(prompt, (*answer, self._tokenizer.eos_token_id))
 
-    def _fitting(self, examples: Iterable[SftExample]) -> list[SftExample]:
+    def _fitting(self, drawn: list[SftExample]) -> list[SftExample]:
         most = (self.config.tasks.max_prompt_tokens, self.config.rollout.max_new_tokens)
-        drawn = list(examples)
         found = [e for e in drawn if len(e.prompt) <= most[0] and len(e.answer) <= most[1]]
         self.num_too_long += len(drawn) - len(found)
         return found
@@ -99,14 +94,15 @@ class Update:
     grad_norm: float | None  # None: it was not finite, and no step was taken
 
 
+@dataclass
 class SftRank:
     """One rank's policy and how it takes a step."""
 
-    def __init__(
-        self, replica: Replica, max_tokens: int, device: str = "cpu", rank: int = 0, ranks: int = 1
-    ):
-        self.replica, self.max_tokens, self.device = replica, max_tokens, device
-        self.rank, self.num_ranks = rank, ranks
+    replica: Replica
+    max_tokens: int
+    device: str = "cpu"
+    rank: int = 0
+    num_ranks: int = 1
 
     def learn(self, examples: Sequence[SftExample]) -> Update:
         """All ranks are given the same examples; each takes its own part."""
@@ -121,22 +117,19 @@ class SftRank:
             total += loss.detach()
         norm = self.replica.clip()
         total = self.over_ranks(total)
-        if not bool(torch.isfinite(torch.stack([total, norm])).all()):  # the same on every rank
-            self.replica.zero_grad()
-            return Update(float(total) / num_tokens, None)
-        self.replica.step()
-        return Update(float(total) / num_tokens, float(norm))
+        is_finite = bool(torch.isfinite(torch.stack([total, norm])).all())  # the same on every rank
+        if is_finite:
+            self.replica.optimizer.step()
+        return Update(float(total) / num_tokens, float(norm) if is_finite else None)
 
     @torch.no_grad()
     def loss(self, examples: Sequence[SftExample]) -> float | None:
         """Of examples that are not learned."""
         num_tokens = sum(len(example.answer) for example in examples)
-        if not num_tokens:
-            return None
         total = torch.zeros((), device=self.device)
         for micro in self.micro_batches(examples):
             total += self.loss_sum(self.replica.module, micro)
-        return float(self.over_ranks(total)) / num_tokens
+        return float(self.over_ranks(total)) / num_tokens if num_tokens else None
 
     def loss_sum(self, policy: nn.Module, examples: Sequence[SftExample]) -> Tensor:
         """Examples end to end. Where there are none: one token that teaches nothing, for DDP."""
@@ -178,8 +171,8 @@ def run(setup: SftSetup, board: BoardWriter, pipe: Connection) -> None:
     devices.use_training_device(setup.placement)
     join_ranks(setup)
     config, is_first = setup.config, setup.rank == 0
-    own = build_rank(setup)
-    tokenizer = load_tokenizer(Path(setup.folder), config.model.trust_remote_code)
+    own, source = build_rank(setup), Path(setup.folder)
+    tokenizer = load_tokenizer(source, config.model.trust_remote_code)
     data = SftData(config, make_task(config), tokenizer)
     heldout = data.heldout(config.eval.num_prompts)
     answer: object = Learned({"sft/heldout_loss": own.loss(heldout)}, 0)
@@ -196,7 +189,8 @@ def run(setup: SftSetup, board: BoardWriter, pipe: Connection) -> None:
             answer = Learned(values, data.num_too_long)
         elif isinstance(request, SaveModel):
             if is_first:
-                save(own, Path(request.folder), Path(setup.folder))
+                with checkpoint.written_aside(Path(request.folder)) as aside:
+                    checkpoint.save_model(aside, cast(Policy, own.replica.module), source)
             answer = Saved(request.folder)
         else:
             return
@@ -207,25 +201,11 @@ def step(own: SftRank, data: SftData, size: int, number: int) -> dict[str, float
     lr = own.replica.begin_step(number)
     batch = data.batch(size)
     update = own.learn(batch)
-    seconds = time.perf_counter() - started
     return {
         "sft/loss": update.loss,
         "train/grad_norm": update.grad_norm,
         "train/skipped_updates": float(update.grad_norm is None),
         "train/lr": lr,
-        "train/tokens": float(sum(len(example.answer) for example in batch)),
-        "train/tokens_per_s": sum(example.length for example in batch) / seconds,
+        "train/tokens": float(sum(len(e.answer) for e in batch)),
+        "train/tokens_per_s": sum(e.length for e in batch) / (time.perf_counter() - started),
     }
-
-
-def save(own: SftRank, folder: Path, source: Path) -> None:
-    """Written aside and renamed: the folder is whole or absent."""
-    aside = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    policy = own.replica.module
-    assert isinstance(policy, Policy)
-    checkpoint.save_model(aside, policy, source)
-    if lora.is_adapted(policy.model):
-        lora.save_adapter(policy.model, aside / "adapter", str(source))
-    os.rename(aside, folder)

@@ -3,10 +3,8 @@
 Takes a seed; gives an ordinary Hugging Face folder in the cache. Two phases of supervised learning
 (sft.py) on worked answers of the arithmetic task: a clean one that teaches the skill, then a sloppy
 one that teaches to guess and to slip. What is left for RL is to find back to showing its working
-and to stop slipping. It sharpens a skill; it does not teach arithmetic from nothing.
-
-The schedule is fixed. After each phase a probe on held-out problems must find what the phase is to
-leave behind; a model that fails it is thrown away for one from the next sub-seed.
+and to stop slipping. A probe on held-out problems follows each phase; a model that fails it is
+thrown away for one from the next sub-seed.
 
 torch is loaded when a model is built, not before: the controller only asks where the folder is.
 Leaves out: RL, vLLM, devices (a CPU is faster at this size), other tasks.
@@ -18,8 +16,6 @@ import fcntl
 import hashlib
 import os
 import random
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -28,17 +24,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minirl.config import TasksConfig, TrainConfig
-from minirl.devices import hide_broken_torchvision
 from minirl.errors import MinirlError
 from minirl.records import Answer, Example, StopReason
 from minirl.shm.board import BoardWriter
-from minirl.tasks.arithmetic import (
-    Arithmetic,
-    Stream,
-    demonstration,
-    draw_problem,
-    sloppy_demonstration,
-)
+from minirl.tasks.arithmetic import Arithmetic, Stream, draw_problem
+from minirl.tasks.arithmetic import demonstration as clean
+from minirl.tasks.arithmetic import sloppy_demonstration as sloppy
+from minirl.train import checkpoint
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -91,19 +83,15 @@ class Schedule:
 SCHEDULE = Schedule()
 
 
-# Where it is kept ---------------------------------------------------------------------------------
-
-
 def tiny_model_folder(seed: int, schedule: Schedule = SCHEDULE) -> Path:
-    root = os.environ.get("MINIRL_CACHE")
-    cache = Path(root) if root else Path.home() / ".cache" / "minirl"
+    cache = Path(os.environ.get("MINIRL_CACHE") or Path.home() / ".cache" / "minirl")
     return cache / f"tiny-{_hash(schedule)}-seed{seed}"
 
 
 def _hash(schedule: Schedule) -> str:
     """Of the constants and of a sample of the task, so that a changed task is a new model too."""
     problems = [draw_problem(0, Stream.WARMUP, index) for index in range(50)]
-    taught = "".join(p.prompt + demonstration(p) for p in problems)
+    taught = "".join(p.prompt + clean(p) for p in problems)
     return hashlib.sha256(f"{MODEL}{schedule}{PIECES}{taught}".encode()).hexdigest()[:8]
 
 
@@ -125,9 +113,6 @@ def run(seed: int, board: BoardWriter, pipe: Connection) -> None:
     ensure_tiny_model(seed, pipe.send)
 
 
-# Its tokenizer ------------------------------------------------------------------------------------
-
-
 def build_tokenizer() -> "Tokenizer":
     """Byte-level BPE in which each word of the task is one token, the same for every seed."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -147,7 +132,7 @@ def build_tokenizer() -> "Tokenizer":
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((p.prompt + demonstration(p) for p in problems), trainer)
+    tokenizer.train_from_iterator((p.prompt + clean(p) for p in problems), trainer)
     return tokenizer
 
 
@@ -163,13 +148,10 @@ class TinyTokenizer:
         return self._tokenizer.encode(text).ids
 
 
-# The warm-up --------------------------------------------------------------------------------------
-
-
 def build_tiny_model(
     folder: Path, seed: int, report: Report, schedule: Schedule = SCHEDULE
 ) -> None:
-    """Make, warm up and write the model. A folder that is already there is left as it is."""
+    """Make, warm up and write the model."""
     import torch
 
     tokenizer = build_tokenizer()
@@ -191,39 +173,41 @@ def _new_rank(tokenizer: "Tokenizer", schedule: Schedule) -> "SftRank":
     from minirl.train.policy import Policy
     from minirl.train.sft import SftRank
 
-    hide_broken_torchvision()
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # isort: skip
 
+    ids: dict[str, Any] = {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None}
     config = Qwen3Config(
         **MODEL,
+        **ids,
         vocab_size=tokenizer.get_vocab_size(),
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=None,
         attn_implementation=attention.NAME,
     )
     policy, train = Policy(Qwen3ForCausalLM(config)), TrainConfig(weight_decay=0.0, grad_clip=1.0)
     return SftRank(Replica(policy, train, schedule.lr), MAX_TOKENS)
 
 
+@dataclass
 class Warmup:
     """A model in training, and how many steps it has taken."""
 
-    def __init__(
-        self, rank: "SftRank", tokenizer: "Tokenizer", schedule: Schedule, seed: int, report: Report
-    ):
-        self.rank, self.tokenizer, self.schedule = rank, tokenizer, schedule
-        self.seed, self.report = seed, report
-        self.model: Any = rank.replica.module.model
-        self.num_steps = 0
+    rank: "SftRank"
+    tokenizer: "Tokenizer"
+    schedule: Schedule
+    seed: int
+    report: Report
+    num_steps: int = 0
+
+    @property
+    def model(self) -> Any:
+        return self.rank.replica.module.model
 
     def learn_skill(self) -> bool:
         """Hold the learning rate while the model takes off, then let it fall."""
         plan, examples = self.schedule, self.batches(is_sloppy=False)
         self.train(examples, plan.hold_steps, plan.lr, plan.lr)
-        loss = self.train(examples, plan.cool_steps, plan.lr, plan.lr / 20)
+        self.train(examples, plan.cool_steps, plan.lr, plan.lr / 20)
         skill = self.probe(is_sampled=False)
-        self.report(f"warm-up: step {self.num_steps}, loss {loss:.3f}, {skill:.0%} right")
+        self.report(f"warm-up: step {self.num_steps}, {skill:.0%} right")
         return skill >= plan.min_skill
 
     def learn_sloppiness(self) -> bool:
@@ -231,28 +215,25 @@ class Warmup:
         plan, examples = self.schedule, self.batches(is_sloppy=True)
         self.train(examples, plan.sloppy_steps, plan.sloppy_lr, plan.sloppy_lr / 10)
         greedy, sampled = self.probe(is_sampled=False), self.probe(is_sampled=True)
-        right = f"{greedy:.0%} greedy, {sampled:.0%} sampled"
-        self.report(f"warm-up: step {self.num_steps}, made sloppy: right {right}")
+        self.report(f"warm-up: made sloppy, {greedy:.0%} right greedy, {sampled:.0%} sampled")
         return greedy <= plan.max_greedy and plan.sampled[0] <= sampled <= plan.sampled[1]
 
     def train(
         self, batches: "Iterator[list[SftExample]]", num_steps: int, lr_from: float, lr_to: float
-    ) -> float:
-        """The learning rate goes straight from one value to the other. Gives the last loss."""
-        loss = 0.0
+    ) -> None:
+        """The learning rate goes straight from one value to the other."""
         for step in range(num_steps):
             ramp = min(1.0, (self.num_steps + 1) / self.schedule.ramp_steps)
             lr = lr_from + (lr_to - lr_from) * step / num_steps
             self.rank.replica.set_learning_rate(lr * ramp)
-            loss = self.rank.learn(next(batches)).loss
+            self.rank.learn(next(batches))
             self.num_steps += 1
-            if self.num_steps % 100 == 0:
-                self.report(f"warm-up: step {self.num_steps}, loss {loss:.3f}")
-        return loss
 
     def batches(self, is_sloppy: bool) -> "Iterator[list[SftExample]]":
         """Without end. All numbers of steps are equally likely, so that long chains are learned
         too; pools of four batches are sorted by length, so that runs of equal length are long."""
+        from minirl.train.sft import SftExample
+
         plan, size = self.schedule, self.schedule.batch_size
         phase = "sloppy" if is_sloppy else "clean"
         for first in count(1 << 30 if is_sloppy else 0, 4 * size):
@@ -260,19 +241,12 @@ class Warmup:
             indices = range(first, first + 4 * size)
             drawn = [draw_problem(self.seed, Stream.WARMUP, i, (1,) * 7) for i in indices]
             examples = []
-            for problem in sorted(drawn, key=lambda problem: len(problem.steps)):
-                answer = demonstration(problem)
-                if is_sloppy:
-                    answer = sloppy_demonstration(problem, rng, plan.no_working, plan.slip)
-                examples.append(self.example(problem.prompt, answer))
+            for p in sorted(drawn, key=lambda problem: len(problem.steps)):
+                answer = sloppy(p, rng, plan.no_working, plan.slip) if is_sloppy else clean(p)
+                tokens = [tuple(self.tokenizer.encode(text).ids) for text in (p.prompt, answer)]
+                examples.append(SftExample(tokens[0], (*tokens[1], EOS)))
             for start in rng.sample(range(0, 4 * size, size), 4):
                 yield examples[start : start + size]
-
-    def example(self, prompt: str, answer: str) -> "SftExample":
-        from minirl.train.sft import SftExample
-
-        tokens = [tuple(self.tokenizer.encode(text).ids) for text in (prompt, answer)]
-        return SftExample(tokens[0], (*tokens[1], EOS))
 
     def probe(self, is_sampled: bool) -> float:
         """Mean reward of generated answers to held-out problems, at temperature 1 or greedy."""
@@ -307,12 +281,9 @@ class Warmup:
 
 
 def _write(folder: Path, model: Any, tokenizer: "Tokenizer") -> None:
-    """Write aside, then rename: the folder is whole or absent."""
     from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    try:
+    with checkpoint.written_aside(folder) as aside:
         model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
         model.save_pretrained(aside)
         PreTrainedTokenizerFast(
@@ -323,10 +294,3 @@ def _write(folder: Path, model: Any, tokenizer: "Tokenizer") -> None:
             model_max_length=POSITIONS,
             clean_up_tokenization_spaces=False,
         ).save_pretrained(aside)
-        aside.chmod(0o755)  # mkdtemp makes it private
-        os.rename(aside, folder)
-    except OSError:
-        if not folder.exists():  # else another process was faster, and its model stays
-            raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)

@@ -5,13 +5,11 @@
     unblocked by  Train
     gives         version n+1 in the weight store, then Trained
 
-Each rank reads its trajectories in place, packs them, and runs its micro-batches; gradients are
-summed over ranks with the last one. The loss is normalised by the trained tokens of the whole
-minibatch over all ranks, so the number of ranks and the micro-batch split do not change the update.
-
-An update whose loss, gradient or logprobs are not finite is left out on every rank and counted: the
-weights stay as they were, and the controller saves the batch (bad_batch.py). Weights that are not
-finite themselves end the run before they are published.
+The loss is normalised by the trained tokens of the whole minibatch over all ranks, so neither the
+number of ranks nor the micro-batch split changes the update. An update whose loss, gradient or
+logprobs are not finite is left out on every rank and counted: the weights stay as they were, and
+the controller saves the batch (bad_batch.py). Weights that are not finite themselves end the run
+before they are published.
 """
 
 import math
@@ -34,18 +32,15 @@ from minirl.shm.board import BEAT_S, BoardWriter, State
 from minirl.shm.weights import CANARY_TOKENS, canary_tokens
 from minirl.train import attention, checkpoint, lora
 from minirl.train.batch import MicroBatch, ages_of, staleness
-from minirl.train.critic import load_critic, value_loss
+from minirl.train.critic import build_critic, value_loss
 from minirl.train.messages import AnswerTokens, Ready, Save, Saved, Train, Trained, TrainerSetup
 from minirl.train.objective import MicroLoss, micro_loss
-from minirl.train.optimizer import Replica, gather_state, join_ranks
-from minirl.train.policy import Policy, build_policy, load_policy
+from minirl.train.optimizer import Replica, join_ranks
+from minirl.train.policy import build_policy, load_policy
 from minirl.train.prepare import Minibatch, Prepared, Preparer
 
 MAX_SHOWN_TOKENS = 512  # of an answer: a few dozen kB per step at most
-BAD_WEIGHTS = (
-    "go on from the last checkpoint with --resume; if it comes again, start anew with a lower "
-    "train.lr"
-)
+BAD_WEIGHTS = "continue with --resume; if it comes again, start anew with a lower train.lr"
 Sums = dict[str, Tensor]  # over this rank's tokens, on the device: no micro-batch waits for it
 
 
@@ -53,30 +48,34 @@ class Trainer:
     def __init__(self, setup: TrainerSetup, board: BoardWriter):
         self.setup, self.config, self.board = setup, setup.config, board
         self.device = setup.placement.torch_device
-        self.problem = ""  # of the last batch: why its first update was left out
+        # Of the last batch:
+        self.problem = ""  # why its first update was left out
         self.bad_gradients: list[str] = []  # parameters whose gradient was not finite then
         self.logprobs = np.zeros(0, np.float32)  # of its tokens, by the trainer; NaN: not known
+        self.prepared: Prepared | None = None
         self.samples: tuple[AnswerTokens, ...] = ()
+        self.ages: tuple[int, ...] = ()  # trained tokens by staleness
         self._tokenizer: Any = None
-        self.ages: tuple[int, ...] = ()  # of the last batch: trained tokens by staleness
         train, is_sharded = self.config.train, self.config.train.shard_optimizer
-        self.policy = self.build_policy()
+        # A checkpoint's weights are merged: LoRA resumes from the first model and the adapter.
+        folder = setup.tokenizer_folder if train.lora_rank else setup.folder
+        self.policy = build_policy(self.config, folder).to(self.device)
         self.learner = Replica(self.policy, train, train.lr, is_sharded)
         self.critic: Replica | None = None
         if train.estimator == "gae":
-            model = self.config.model
-            critic = load_critic(
-                setup.folder, model.dtype, train.gradient_checkpointing, model.trust_remote_code
-            )
-            self.critic = Replica(critic.to(self.device), train, train.critic_lr, is_sharded)
+            critic = build_critic(self.config, setup.folder).to(self.device)
+            self.critic = Replica(critic, train, train.critic_lr, is_sharded)
         self.replicas = [self.learner] + ([self.critic] if self.critic else [])
         if setup.is_resumed:
-            checkpoint.load(Path(setup.folder), self.learner, self.critic)
+            checkpoint.load(Path(setup.folder), self.learner, self.critic, setup.rank)
         for replica in self.replicas:
             replica.join(setup.num_ranks, setup.placement.kind)
-        if setup.is_resumed:
-            checkpoint.restore_generators(Path(setup.folder), setup.rank, self.device)
         self.publisher = devices.Publisher(setup.placement.kind, setup.store.memory)
+        reference = None  # the model that the run began with, frozen
+        if train.kl_coef:
+            source, trusts = setup.tokenizer_folder, self.config.model.trust_remote_code
+            reference = load_policy(source, self.config.model.dtype, trust_remote_code=trusts)
+            reference = reference.requires_grad_(False).to(self.device)
         self.preparer = Preparer(
             config=self.config,
             ring=setup.ring,
@@ -84,26 +83,10 @@ class Trainer:
             rank=setup.rank,
             num_ranks=setup.num_ranks,
             policy=self.policy,
-            reference=self.build_reference(),
+            reference=reference,
             critic=self.critic.module if self.critic else None,
             beat=lambda phase: board.enter(State.TRAINING, phase=phase),
         )
-
-    def build_policy(self) -> Policy:
-        """On resume from the checkpoint, whose weights are merged; LoRA goes on from the first
-        model and the checkpoint's adapter."""
-        setup = self.setup
-        folder = setup.tokenizer_folder if self.config.train.lora_rank else setup.folder
-        return build_policy(self.config, folder).to(self.device)
-
-    def build_reference(self) -> Policy | None:
-        """The model that the run began with, frozen."""
-        if not self.config.train.kl_coef:
-            return None
-        model = self.config.model
-        source = self.setup.tokenizer_folder
-        reference = load_policy(source, model.dtype, trust_remote_code=model.trust_remote_code)
-        return reference.requires_grad_(False).to(self.device)
 
     # -- a step
 
@@ -112,7 +95,7 @@ class Trainer:
         self.board.enter(State.TRAINING, phase=f"pack step {batch.step}", version=batch.version)
         lr, *_ = [replica.begin_step(batch.step - 1) for replica in self.replicas]
         prepared = self.preparer.prepare(batch)
-        self.problem, self.bad_gradients = "", []
+        self.problem, self.bad_gradients, self.prepared = "", [], prepared
         num_tokens = sum(item.length for item in prepared.items)
         self._logprobs_A = torch.zeros(num_tokens, device=self.device)
         sums: Sums = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
@@ -164,18 +147,22 @@ class Trainer:
                 sums["value_loss"] += error.detach()
         self.board.enter(State.TRAINING, phase="optimizer step")
         norms = [replica.clip() for replica in self.replicas]
-        if not self.is_finite(total, logprobs, behav, *norms):
-            seen = {
-                "vLLM's logprobs were": behav,
-                "the trainer's logprobs were": logprobs,
-                "the loss was": total,
-                "the gradient was": norms[0],
-            }
-            self.skip({name: float(value) for name, value in seen.items()})
-            return None
-        for replica in self.replicas:
-            replica.step()
-        return float(norms[0])
+        # In the order in which one spoils the next.
+        seen = {
+            "vLLM's logprobs were": behav,
+            "the trainer's logprobs were": logprobs,
+            "the loss was": total,
+            "the gradient was": torch.stack(norms).sum(),
+        }
+        if self.is_finite(*seen.values()):
+            for replica in self.replicas:
+                replica.optimizer.step()
+            return float(norms[0])
+        bad = [what for what, value in seen.items() if not value.isfinite()]
+        what = bad[0] if bad else "the loss or its gradient, on another rank, was"
+        self.problem = self.problem or f"{what} not finite"
+        self.bad_gradients += self.learner.bad_gradients()
+        return None
 
     def is_finite(self, *values: Tensor) -> bool:
         """On every rank: they must all step, or none."""
@@ -183,15 +170,6 @@ class Trainer:
         if self.setup.num_ranks > 1:
             dist.all_reduce(finite, dist.ReduceOp.MIN)
         return bool(finite)
-
-    def skip(self, seen: dict[str, float]) -> None:
-        """`seen` is in the order in which one spoils the next."""
-        bad = [what for what, value in seen.items() if not math.isfinite(value)]
-        what = bad[0] if bad else "the loss or its gradient, on another rank, was"
-        self.problem = self.problem or f"{what} not finite"
-        self.bad_gradients += self.learner.bad_gradients()
-        for replica in self.replicas:
-            replica.zero_grad()
 
     def bad_weight(self) -> str:
         """The first parameter that is not finite, or ""."""
@@ -301,38 +279,30 @@ class Trainer:
     def save(self, request: Save) -> None:
         self.board.enter(State.SAVING)
         for replica in self.replicas:
-            gather_state(replica.optimizer)
-        generators = self.gather_generators()
-        if self.setup.rank == 0:
-            states = (replica.bad_state() for replica in self.replicas)
-            if bad := self.bad_weight() or next(filter(None, states), ""):
-                raise MinirlError(f"{bad} is not finite, and was not saved; {BAD_WEIGHTS}")
-            source, folder, state = (
-                Path(self.setup.tokenizer_folder),
-                Path(request.folder),
-                request.state,
-            )
-            checkpoint.save(folder, self.learner, self.critic, source, state, generators)
-            keep, evaluating = self.config.checkpoint.keep, state.get("evaluating")
-            checkpoint.prune(folder.parent.parent, keep, request.accuracies, evaluating)
+            replica.gather_state()
+        generators = self.generators()
+        if self.setup.rank != 0:
+            return
+        if bad := self.bad_weight():
+            raise MinirlError(f"{bad} is not finite, and was not saved; {BAD_WEIGHTS}")
+        source, folder = Path(self.setup.tokenizer_folder), Path(request.folder)
+        checkpoint.save(folder, self.learner, self.critic, source, request.state, generators)
+        checkpoint.prune(folder.parent.parent, self.config.checkpoint.keep, request.accuracies)
 
-    def gather_generators(self) -> dict[str, Tensor]:
-        """Of all ranks, by rank."""
-        found = {}
-        for name, mine in checkpoint.generators(self.device).items():
-            parts = [mine]
-            if (count := self.setup.num_ranks) > 1:
-                parts = [torch.empty_like(mine, device=self.device) for _ in range(count)]
-                dist.all_gather(parts, mine.to(self.device))
-            found.update({f"rank-{rank}/{name}": part for rank, part in enumerate(parts)})
-        return found
+    def generators(self) -> dict[str, Tensor]:
+        """The state of every rank's random generator."""
+        mine = torch.get_rng_state().to(self.device)
+        parts = [mine]
+        if self.setup.num_ranks > 1:
+            parts = [torch.empty_like(mine) for _ in range(self.setup.num_ranks)]
+            dist.all_gather(parts, mine)
+        return {f"rank-{rank}": part for rank, part in enumerate(parts)}
 
     def try_to_save(self, request: Save) -> Saved:
-        """A disk that is full or gone is no reason to end: what was saved before stays."""
+        """A disk that is full or gone does not end the run: what was saved before stays."""
         try:
             self.save(request)
         except (OSError, SafetensorError) as error:
-            checkpoint.sweep(Path(request.folder).parent.parent)
             reason = getattr(error, "strerror", None) or str(error)
             return Saved(request.folder, f"it could not be written ({one_line(reason)})")
         return Saved(request.folder)
