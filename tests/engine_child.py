@@ -59,8 +59,8 @@ def reseed(engine: Engine, seed: int) -> None:
     engine.reseed(seed)
 
 
-def add(engine: Engine, key: int, prompt: list[int], sampling: Sampling) -> None:
-    engine.add(key, prompt, sampling, priority=key)
+def add(engine: Engine, key: int, prompt: list[int], sampling: Sampling, priority: int) -> None:
+    engine.add(key, prompt, sampling, priority)
 
 
 def steps(engine: Engine, count: int) -> list[tuple[int, Chunk]]:

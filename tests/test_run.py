@@ -225,33 +225,6 @@ def test_ppo_with_adapters_trains_and_what_kept_kv_makes_inexact_is_reported(
     assert max(line.get("train/spliced_gap", 0.0) for line in lines) > 1e-4
 
 
-@pytest.mark.slow
-def test_some_rewards_of_a_group_may_fail_and_every_filter_counts(
-    tmp_path: Path, tied_folder: Path
-) -> None:
-    run = Run(
-        tmp_path / "run",
-        model__path=tied_folder,
-        tasks__timeout_s=0.5,
-        tasks__max_failures=2,
-        tasks__overlong_tokens=20,
-        buffer__mask_truncated="true",
-        buffer__drop_equal_rewards="true",
-        tasks__kind=f'"{Path(__file__).parent / "noisy_task.py"}:Unsure"',
-    )
-    ended = run.end()
-    assert ended.code == 0, ended
-    lines = run.metrics()
-    assert_accounted(lines, max_staleness=2)
-    assert lines[-1]["buffer/groups_trained"] == 4 * 4, "batches are full"
-    assert all(0 <= line["reward/failures"] <= 2 * 4 for line in lines)
-    assert sum(line["reward/failures"] for line in lines) > 0
-    assert sum(line["buffer/truncated_masked"] for line in lines) > 0
-    assert any(line["reward/penalty_mean"] > 0 for line in lines)
-    reasons = {name for name in lines[-1] if name.startswith("buffer/dropped_")}
-    assert sum(lines[-1][name] for name in reasons) == lines[-1]["buffer/groups_dropped"]
-
-
 def test_smoke_recipe_learns(tmp_path: Path) -> None:
     """Sixteen of its thirty steps; `make learn` makes them all. With fewer sequences at once, so
     that some run when weights come, on any machine."""
