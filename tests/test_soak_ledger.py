@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from safetensors.numpy import load_file, save_file
-from test_recovery import STEPS, stage_config, staged
+from test_recovery import STEPS, stage, stage_config
 
 from minirl.buffer import Drop
 from minirl.rollout.worker import Stop
@@ -32,7 +32,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = replace(config, tasks=task.options(config.tasks, SEED, SHARE))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(task, "PARTS", {BadReward.RAISES: 1.0})
-        with staged(folder, config) as run:
+        with stage(folder, config) as run:
             run.loop.run()
             run.fleet.stop(Stop())
             assert run.buffer.drops[Drop.REWARD_ERROR] >= 2
