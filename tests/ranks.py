@@ -125,6 +125,18 @@ def read_store(store: WeightStore) -> Weights:
     return found
 
 
+def trainer_setup(
+    folder: Path, config: Config, ring: TrajectoryRing, store: WeightStore, **others: Any
+) -> TrainerSetup:
+    """Of the only rank, that starts from the folder's weights, unless `others` say otherwise."""
+    alone = {"rank": 0, "num_ranks": 1, "rendezvous": "", "placement": TRAINER_PLACE}
+    fresh = {"folder": str(folder), "is_resumed": False, "version": FIRST_VERSION}
+    fields: dict[str, Any] = {**alone, **fresh, **others}
+    return TrainerSetup(
+        config=config, tokenizer_folder=str(folder), ring=ring, store=store, **fields
+    )
+
+
 class LocalRank:
     """The only rank, in this process: what most options need, without the wait for a start."""
 
@@ -137,19 +149,8 @@ class LocalRank:
     ):
         self.store = WeightStore(weight_table(folder), config.model.dtype)
         torch.manual_seed(config.seed)
-        setup = TrainerSetup(
-            config=config,
-            folder=str(checkpoint or folder),
-            tokenizer_folder=str(folder),
-            rank=0,
-            num_ranks=1,
-            rendezvous="",
-            placement=TRAINER_PLACE,
-            ring=ring,
-            store=self.store,
-            is_resumed=checkpoint is not None,
-            version=FIRST_VERSION,
-        )
+        others = {"folder": str(checkpoint), "is_resumed": True} if checkpoint else {}
+        setup = trainer_setup(folder, config, ring, self.store, **others)
         self.board = Board(1)
         self.trainer = Trainer(setup, self.board.writer(0))
         self.trainer.publish(FIRST_VERSION)
@@ -210,16 +211,12 @@ def ranks(
     with crew(tmp_path / "logs", num_ranks) as inbox:
         workers = []
         for rank in range(num_ranks):
-            setup = TrainerSetup(
-                config=config,
-                folder=str(folder),
-                tokenizer_folder=str(folder),
+            setup = trainer_setup(
+                *(folder, config, ring, store),
                 rank=rank,
                 num_ranks=num_ranks,
                 rendezvous=str(tmp_path / "rendezvous"),
                 placement=place,
-                ring=ring,
-                store=store,
                 is_resumed=resumed_at is not None,
                 version=FIRST_VERSION if resumed_at is None else resumed_at,
             )

@@ -30,12 +30,11 @@ def answer(head: int, tail: int | None = None, stop: StopReason = StopReason.STO
 
 
 def test_its_groups_have_ids_and_cells_of_their_own() -> None:
-    run = evaluation(3)
-    assert run.group_ids == [EVAL_IDS, EVAL_IDS + 1, EVAL_IDS + 2]
+    run = evaluation(2)
+    assert run.group_ids == [EVAL_IDS, EVAL_IDS + 1]
     assert all(is_evaluation(group_id) for group_id in run.group_ids)
-    assert not is_evaluation(0) and not is_evaluation(EVAL_IDS - 1)
-    assert [run.cell(group_id) for group_id in run.group_ids] == [100, 101, 102]
-    assert [run.prompt(group_id).index for group_id in run.group_ids] == [0, 1, 2]
+    assert not is_evaluation(EVAL_IDS - 1)
+    assert [run.cell(group_id) for group_id in run.group_ids] == [100, 101]
 
 
 def test_accuracy_is_the_mean_of_what_was_graded() -> None:

@@ -37,7 +37,6 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
         log__trace="true",
         tasks__kind=f'"{Path(__file__).parent / "noisy_task.py"}:Talkative"',
         tasks__max_failures=2,
-        guard__min_entropy=50,  # every step is below
         checkpoint__every=2,
         checkpoint__keep=9,
         log__record="true",
@@ -76,7 +75,7 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
 
     assert addresses and addresses <= LOOPBACK
     check_secrets(run, ended, environments)
-    check_guard(run, ended)
+    assert sum(line["reward/failures"] for line in run.metrics()) > 0
     check_replay(run)
 
 
@@ -87,14 +86,6 @@ def check_secrets(run: Run, ended: Ended, environments: dict[str, str]) -> None:
     for path in run.dir.rglob("*"):
         assert not path.stat().st_mode & 0o022, f"{path} can be written by others"
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
-
-
-def check_guard(run: Run, ended: Ended) -> None:
-    assert [line["guard/warnings"] for line in run.metrics()] == [1, 1, 1, 1]
-    assert ended.out.count("warning: step 1: train/entropy is ") == 1
-    assert ended.out.count("warning: ") == 1, "told once, counted at every step"
-    assert sum(line["reward/failures"] for line in run.metrics()) > 0
-    assert max(line["reward/mean"] for line in run.metrics()) <= 1
 
 
 def check_replay(run: Run) -> None:
@@ -121,7 +112,8 @@ def check_trace(run_dir: Path) -> None:
     assert {"publishing", "saving", *(f"step {n}" for n in range(1, 5))} <= names("train-0")
     assert {"grading", "waiting for answers"} <= names("verify-0")
     starts, ends = ([e["id"] for e in events if e["ph"] == kind] for kind in "sf")
-    assert len(ends) == len(set(ends)) == 4 * 4 * 4 and set(ends) <= set(starts)
+    trained = [group["rewards"] for line in open_run(run_dir).batches for group in line["groups"]]
+    assert len(ends) == len(set(ends)) == sum(map(len, trained)) and set(ends) <= set(starts)
 
 
 def check_trajectories(run_dir: Path) -> None:
@@ -145,41 +137,6 @@ def check_trajectories(run_dir: Path) -> None:
     assert {len(line["answers"]) for line in run.evals} == {2}
     assert [run.evals[0]["version"], run.evals[-1]["version"]] == [0, 4]
     assert len(write([run], run_dir / "report")) > 10
-
-
-@pytest.mark.slow
-def test_answers_of_several_turns_are_trained_without_the_replies(
-    tmp_path: Path, tied_folder: Path
-) -> None:
-    run = Run(
-        tmp_path / "run",
-        model__path=tied_folder,
-        train__num_minibatches=2,
-        train__lr=1e-3,
-        train__steps=5,
-        rollout__max_num_seqs=8,  # of 48: some always run, or wait for a reply, at new weights
-        tasks__kind=f'"{Path(__file__).parent / "noisy_task.py"}:Again"',
-    )
-    ended = run.end()
-    assert ended.code == 0, ended
-    lines = run.metrics()
-    assert_accounted(lines, max_staleness=2)
-    assert all(1 < line["rollout/turns_mean"] <= 3 for line in lines)
-    # The trainer's forward over the whole flat record gives what the engine sampled from.
-    assert max(line["train/logprob_gap"] for line in lines) < 1e-4
-    assert max(line.get("train/spliced_gap", 0.0) for line in lines) < 1e-4
-    for line, batch in zip(lines, read_lines(run.dir / "batches.jsonl"), strict=True):
-        written = line["rollout/length_mean"] * 16
-        masked = line["buffer/masked_frac"] * written
-        assert line["train/tokens"] == pytest.approx(written - masked)  # and not one of a reply
-        lengths = [n for group in batch["groups"] for n in group["lengths"]]
-        assert sum(lengths) == pytest.approx(written)
-        prompts = [group["prompt_tokens"] for group in batch["groups"]]
-        assert all(len("Tom has 1 apples.") <= n <= 18 for n in prompts)
-    samples = read_lines(run.dir / "samples.jsonl")
-    assert any(sample["answer"].count("⟦ again?⟧") == 2 for sample in samples)
-    evals = read_lines(run.dir / "evals.jsonl")
-    assert [line["count"] for line in evals] == [8, 8]
 
 
 @pytest.mark.slow
