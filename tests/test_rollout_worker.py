@@ -106,6 +106,12 @@ class Station:
 
         self.inbox.wait_until(is_idle, listen_s=0.01)
 
+    def wait_version(self) -> None:
+        """Until it serves the newest."""
+        board, latest = self.inbox.fleet.board, self.versions.store.latest
+        row = self.worker.row
+        self.inbox.wait_until(lambda: board.row(row).version == latest, listen_s=0.001)
+
     @property
     def num_sampled(self) -> float:
         return self.inbox.fleet.board.total(self.worker.row, Total.TOKENS)

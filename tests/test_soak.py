@@ -100,39 +100,6 @@ def test_bad_rewards_are_as_many_as_asked_for_and_a_task_stays_what_it_is() -> N
     assert self_check(made, "soak").num_right == 32, "in the controller no reward is bad"
 
 
-# -- the disk
-
-DISK = """
-import os, sys
-from pathlib import Path
-from tests.soak.disk import Limit, small_disk
-folder = Path(sys.argv[1])
-folder.mkdir()
-disk = Limit() if "limit" in sys.argv else small_disk(folder, 4 << 20)
-def write():
-    try:
-        with (folder / "x").open("ab", buffering=0) as file:
-            return "ok" if file.write(bytes(9000)) == 9000 else "No space left on device"
-    except OSError as error:
-        return error.strerror
-said = [write()]
-for change in (disk.fill, disk.free):
-    change([os.getpid()])
-    said.append(write())
-print(type(disk).__name__, *said, sep=" | ")
-"""
-PATHS = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (HERE, ROOT)))}
-
-
-@pytest.mark.parametrize("kind", ["small", "limit"])
-def test_a_small_disk_is_full_and_then_not(tmp_path: Path, kind: str) -> None:
-    command = [sys.executable, "-c", DISK, str(tmp_path / "disk"), kind]
-    said = subprocess.run(command, capture_output=True, text=True, env=PATHS, check=True).stdout
-    limited = "Limit | ok | File too large | ok\n"
-    full = "Tmpfs | ok | No space left on device | ok\n"
-    assert said in ([limited] if kind == "limit" else [full, limited])
-
-
 # -- accuracy and the command
 
 
@@ -155,6 +122,9 @@ def test_the_docs_show_what_the_command_wrote() -> None:
     assert as_markdown(found) in (ROOT / "docs" / "faults.md").read_text()
     assert found["held"] and found["minutes"] >= 20
     assert {row["fault"] for row in found["faults"]} >= BY_NAME.keys()
+
+
+PATHS = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (HERE, ROOT)))}
 
 
 def soak(folder: Path, *extra: str, **changes: object) -> subprocess.CompletedProcess[str]:
