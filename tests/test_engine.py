@@ -330,16 +330,6 @@ def test_a_seed_repeats_what_is_sampled(tied: Remote) -> None:
     assert once[0] != once[1]
 
 
-def test_a_prompt_that_is_too_long_is_refused_and_the_engine_goes_on(tied: Remote) -> None:
-    running = tied.add(PROMPT)
-    tied.step(2)
-    with pytest.raises(ValueError, match="256"):
-        tied.add(PROMPT * 4)
-    tied.step()
-    assert running.stop is not None
-    assert tied.errors(PROMPT, running).max() < EXACT
-
-
 def test_trajectories_shorter_than_the_canary_are_sampled_too(engines: dict[str, Remote]) -> None:
     engine = engines["short"]
     answer = engine.add(PROMPT[:8], Sampling(4, 1.0))

@@ -182,19 +182,6 @@ def test_groups_run_through_new_versions_and_every_token_is_stamped_right(statio
     assert len({tuple(view.tokens) for view in views}) == len(views)
 
 
-def test_an_answer_ends_where_the_model_ends_it_or_at_the_limit(station: Station) -> None:
-    reasons = []
-    for eos_scale in (6.0, 0.0):
-        station.versions.publish_next(eos_scale)
-        group = station.request(size=8)
-        station.submit(group)
-        station.wait_done(group)
-        station.views(group)
-        reasons.append({t.stop for t in station.done[group.group_id].values()})
-    assert StopReason.STOP in reasons[0] and StopReason.LENGTH in reasons[1]
-    station.versions.publish_next()
-
-
 @pytest.mark.parametrize("is_running", [False, True])
 def test_an_aborted_group_is_gone_and_its_seats_are_free(
     is_running: bool, station: Station
