@@ -1,6 +1,6 @@
-"""Workers that only sleep, for a run that is only about faults. They say what real ones say, over
-real pipes, boards and a real weight store, whose one tensor counts the updates in it; the trainer
-writes checkpoints that hold that count. What goes wrong is in the script each is spawned with."""
+"""An engine and a trainer rank that only sleep, for runs that are about faults. They send what real
+ones send, over real pipes, boards and a real weight store, whose one tensor counts the updates in
+it; checkpoints hold that count. What goes wrong is in the script each is spawned with."""
 
 import json
 import os
@@ -14,13 +14,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from minirl.errors import StaleWeights
 from minirl.records import Group, StopReason, Trajectory
 from minirl.rollout.worker import Abort, Finished, Gone, GroupRequest, Started, Submit
 from minirl.shm.board import BEAT_S, BoardWriter, State, Total
 from minirl.shm.weights import CANARY_TOKENS, WeightStore
-from minirl.tasks.verifier import Grade, Graded
 from minirl.train.messages import AnswerTokens, Ready, Save, Saved, Train, Trained
-from tests.soak.task import BadExample
 
 TICK_S = 0.01
 LONG_S = 300.0  # nobody waits for it
@@ -40,7 +39,7 @@ class Script:
     bad: dict[str, int] = field(default_factory=dict)
     """What goes wrong, and when: "die_at_step", "die_in_save", "die_after_publishing", "unsaved"
     (a step), "dies" (at once), "deadly_prompt", "deaf" (an engine that never answers), "long_save"
-    (a step), "long_evaluation" (a version)."""
+    (a step), "long_evaluation" (a version), "stale" (an engine that new weights do not reach)."""
 
 
 def engine(script: Script, board: BoardWriter, pipe: Connection) -> None:
@@ -48,9 +47,10 @@ def engine(script: Script, board: BoardWriter, pipe: Connection) -> None:
     pipe.send(Started())
     running: list[tuple[float, GroupRequest, int, int]] = []
     while True:
-        is_idle = not running
-        board.enter(State.WAITING_FOR_PROMPTS if is_idle else State.GENERATING)
+        board.enter(State.GENERATING if running else State.WAITING_FOR_PROMPTS)
         board.serving(script.store.latest, len(running))
+        if "stale" in script.bad and script.store.latest > 0:
+            raise StaleWeights(f"version {script.store.latest} did not reach the engine")
         while pipe.poll(TICK_S):
             message = pipe.recv()
             if isinstance(message, Submit) and "deaf" not in script.bad:
@@ -74,23 +74,6 @@ def engine(script: Script, board: BoardWriter, pipe: Connection) -> None:
             tail = max(head, script.store.latest)
             done = Trajectory(group.cells[i], 12, 4, StopReason.STOP, head, tail)
             pipe.send(Finished(((group.group_id, i, done),)))
-
-
-def verifier(script: Script, board: BoardWriter, pipe: Connection) -> None:
-    while True:
-        board.enter(State.WAITING_FOR_ANSWERS)
-        while not pipe.poll(BEAT_S):
-            board.enter(State.WAITING_FOR_ANSWERS)
-        request = pipe.recv()
-        if not isinstance(request, Grade):
-            return
-        board.enter(State.GRADING, anew=True)
-        time.sleep(script.seconds / 10)
-        count = len(request.trajectories)
-        if isinstance(request.example, BadExample):
-            pipe.send(Graded(request.group_id, (), (), "no verdict"))
-        else:
-            pipe.send(Graded(request.group_id, (1.0,) * count, ("text",) * count))
 
 
 def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
@@ -125,10 +108,8 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
             stale = float(max(age for age in ages if age <= script.eta))  # older ones are masked
             values: dict[str, float | None] = {"train/tokens": 1.0, "train/loss": float(updates)}
             values |= {"buffer/staleness_max": stale, "buffer/staleness_mean": stale}
-            shown = tuple(
-                shown_tokens(group, version - script.eta) for group in request.batch.groups
-            )
-            pipe.send(Trained(version + 1, values, samples=shown))
+            shown = [shown_tokens(group, version - script.eta) for group in request.batch.groups]
+            pipe.send(Trained(version + 1, values, samples=tuple(shown)))
         elif isinstance(request, Save):
             board.enter(State.SAVING)
             step = request.state["step"]

@@ -63,31 +63,13 @@ def leave(setup: int, board: BoardWriter, pipe: Connection) -> None:
 
 def divide_by_zero(setup: Any, board: BoardWriter, pipe: Connection) -> None:
     pipe.send("before")
-    print("some last words", flush=True)
+    for number in range(30):
+        print(f"line {number}", flush=True)
     raise ZeroDivisionError("nothing goes into this")
 
 
 def give_up(setup: str, board: BoardWriter, pipe: Connection) -> None:
     raise MinirlError(setup)
-
-
-def print_lines(setup: int, board: BoardWriter, pipe: Connection) -> None:
-    for number in range(setup):
-        print(f"line {number}", flush=True)
-    print("to stderr", file=sys.stderr, flush=True)
-    pipe.send("printed")
-    pipe.recv()
-
-
-def stuck_in_a_reward(setup: Any, board: BoardWriter, pipe: Connection) -> None:
-    thread = threading.Thread(target=stuck_in_a_thread, daemon=True)
-    thread.start()
-    pipe.send("stuck")
-    time.sleep(600)
-
-
-def stuck_in_a_thread() -> None:
-    time.sleep(600)
 
 
 def with_children(setup: Any, board: BoardWriter, pipe: Connection) -> None:
@@ -102,13 +84,18 @@ def with_children(setup: Any, board: BoardWriter, pipe: Connection) -> None:
 
 
 def deaf(setup: Any, board: BoardWriter, pipe: Connection) -> None:
+    threading.Thread(target=deaf_in_a_thread, daemon=True).start()
     pipe.send("deaf")
+    time.sleep(600)
+
+
+def deaf_in_a_thread() -> None:
     time.sleep(600)
 
 
 def be_controller(log_dir: str) -> None:
     fleet = Fleet(Path(log_dir), num_workers=3)
-    for rank, body in enumerate(("echo", "deaf", "stuck_in_a_reward")):
+    for rank, body in enumerate(("echo", "deaf", "deaf")):
         fleet.spawn(Role.VERIFY, rank, f"fleet_bodies:{body}", None, place())
     waited_for = {worker.name for worker in fleet.workers}
     while waited_for:

@@ -36,31 +36,6 @@ class Endless(EvenLength):
     num_train = 10**8  # in order
 
 
-class Broken(EvenLength):
-    """Right always, but for one prompt in five that raises and one in ten that hangs."""
-
-    def reward(self, example: Example, answer: Answer) -> float:
-        number = int(str(example.prompt).split()[2])
-        if answer.text != "right" and example.prompt.startswith("Tom"):
-            if number % 5 == 3:
-                raise ValueError("no verdict")
-            if number % 10 == 4:
-                time.sleep(60)
-        return 1.0
-
-
-class Unsure(EvenLength):
-    """Even is right, but an answer in seven raises and a few hang."""
-
-    def reward(self, example: Example, answer: Answer) -> float:
-        kind = sum(answer.text.encode())
-        if answer.text != "right" and kind % 7 == 3:
-            raise ValueError("no verdict")
-        if answer.text != "right" and kind % 41 == 5:
-            time.sleep(60)
-        return super().reward(example, answer)
-
-
 class Talkative(EvenLength):
     """In training, one answer in five has no reward."""
 
@@ -103,17 +78,25 @@ class Moody(Again):
         return AGAIN if len(turns) < 5 else None
 
 
-class UnsureAgain(Unsure):
-    """The same in two turns; of the replies, too, one in seven raises and a few hang."""
+class UnsureAgain(EvenLength):
+    """Two turns. Of the rewards, and of the replies too, one in seven raises and a few hang."""
 
     turn_stop = Again.turn_stop
 
     def reply(self, example: Example, turns: tuple[str, ...]) -> str | None:
-        kind = sum(turns[-1].encode())
         if len(turns) == 3:
             return None
-        if kind % 7 == 6:
-            raise ValueError("nothing to say")
-        if kind % 41 == 9:
-            time.sleep(60)
+        fail("nothing to say", sum(turns[-1].encode()), raises=6, hangs=9)
         return AGAIN
+
+    def reward(self, example: Example, answer: Answer) -> float:
+        if answer.text != "right":
+            fail("no verdict", sum(answer.text.encode()), raises=3, hangs=5)
+        return super().reward(example, answer)
+
+
+def fail(words: str, kind: int, raises: int, hangs: int) -> None:
+    if kind % 7 == raises:
+        raise ValueError(words)
+    if kind % 41 == hangs:
+        time.sleep(60)

@@ -1,25 +1,30 @@
 """Processes of a loop without vLLM: real rollout workers around an engine that only counts, and a
 trainer that only publishes. Engines are slow to look at their inbox, each at its own pace."""
 
+import multiprocessing
 import random
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from crew import TRAINER_PLACE
 
 from minirl.config import Config
 from minirl.records import StopReason
 from minirl.rollout.engine import Chunk, Sampling
 from minirl.rollout.worker import RolloutWorker, Started
-from minirl.shm.board import BoardWriter, State
+from minirl.shm.board import BoardWriter
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import CANARY_TOKENS, TensorSpec, WeightStore
-from minirl.train.messages import Ready, Save, Saved, Train, Trained
+from minirl.workers import Fleet, Role
+from tests.bench.scripted import TrainerScript, serve_training
 
 STEP_S = 0.03
 TABLE = (TensorSpec("weight", (4,)),)
@@ -89,26 +94,32 @@ def engine(setup: CountingSetup, board: BoardWriter, pipe: Connection) -> None:
 
 
 def trainer(store: WeightStore, board: BoardWriter, pipe: Connection) -> None:
-    """Publishes as fast as it is told to."""
-    canary = np.zeros(CANARY_TOKENS, np.float32)
-    store.publish(0, [torch.zeros(4)], canary)
-    pipe.send(Ready())
-    while True:
-        board.enter(State.WAITING_FOR_BATCH)
-        request = pipe.recv()
-        if isinstance(request, Save):
-            pipe.send(Saved(request.folder))
-            continue
-        if not isinstance(request, Train):
-            return
-        time.sleep(STEP_S)
-        version = request.batch.version + 1
-        store.publish(version, [torch.full((4,), float(version))], canary)
-        ages = [request.batch.version - group.head_version for group in request.batch.groups]
-        values: dict[str, float | None] = {
-            "train/tokens": 0.0,
-            "train/tokens_per_s": 0.0,
-            "buffer/staleness_mean": float(np.mean(ages)),
-            "buffer/staleness_max": float(max(ages)),
-        }
-        pipe.send(Trained(version, values))
+    """Publishes version after version; the weights of version v are v."""
+
+    def publish() -> None:
+        version = store.latest + 1
+        weights = [torch.full((4,), float(version))]
+        store.publish(version, weights, np.zeros(CANARY_TOKENS, np.float32))
+
+    publish()
+    serve_training(TrainerScript(STEP_S), board, pipe, publish)
+
+
+@contextmanager
+def crew_of(
+    config: Config, folder: Path, slow_s: Sequence[float], has_turns: bool = False
+) -> Iterator[tuple[Fleet, TrajectoryRing]]:
+    """A trainer and as many engines as there are paces. The verifiers are the test's."""
+    fleet = Fleet(folder, len(slow_s) + 1 + config.tasks.verifiers)
+    # Forked: what they need is loaded here, and each would take seconds to load torch.
+    fleet._context = multiprocessing.get_context("fork")
+    store, cells = WeightStore(TABLE, "float32"), config.num_slots * config.rollout.group_size
+    ring = TrajectoryRing(cells + config.eval.num_prompts, config.max_tokens_per_trajectory)
+    try:
+        fleet.spawn(Role.TRAIN, 0, "pinned_crew:trainer", store, TRAINER_PLACE)
+        for rank, pace_s in enumerate(slow_s):
+            setup = CountingSetup(config, ring, store, rank, pace_s, has_turns)
+            fleet.spawn(Role.ROLLOUT, rank, "pinned_crew:engine", setup, TRAINER_PLACE)
+        yield fleet, ring
+    finally:
+        fleet.kill()

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from minirl.run_dir import read_lines
 from tests.soak.controller_process import children, living, orphaned_memory
@@ -105,9 +105,10 @@ class Run:
         return json.loads((self.dir / "summary.json").read_text())
 
 
-class Ended:
-    def __init__(self, code: int, out: str, err: str):
-        self.code, self.out, self.err = code, out, err
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
 
     def __repr__(self) -> str:
         return f"exit code {self.code}\n{self.out}\n{self.err}"

@@ -1,21 +1,23 @@
 """The buffer under random histories: every rule holds after every event.
 
-`World` drives a buffer with engines that lag, pinned evaluations, filters, a pace, deaths, trainers
-that go back to their checkpoint, and resumes in the middle; nothing of it has a process or a clock.
+`World` drives a buffer with engines that lag, pinned evaluations, filters, admission control,
+deaths, rollbacks of the trainer, and resumes in the middle. It has neither a process nor a clock.
 """
 
 import random
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_buffer import trajectory
 
 from minirl.buffer import Buffer, Drop, History, Ledger, OnStale, Ticket, republished_as
 from minirl.pace import AUTO, Pace
-from minirl.records import Batch, Group
+from minirl.records import Batch, Group, StopReason, Trajectory
+
+FILTERS = (Drop.EQUAL_REWARDS, Drop.TRUNCATED, Drop.REWARD_ERROR)
 
 
 @dataclass
@@ -27,75 +29,56 @@ class Engine:
 
 
 @dataclass
-class Running:
+class InFlight:
     ticket: Ticket
     engine: Engine
     tokens: list[list[int]]  # of each trajectory, the versions of its tokens so far
     is_ready: bool = False
 
 
-@dataclass
-class Checkpoint:
+class Checkpoint(NamedTuple):
     history: History
-    consumed: set[int]
-    trained_ids: set[int]
+    consumed: frozenset[int]
+    trained_ids: frozenset[int]
     lineage: tuple[int, ...]  # of the weights
-
-    @property
-    def num_submitted(self) -> int:
-        return self.history.trained + sum(self.history.drops.values())
 
 
 class World:
     """Engines, verifiers and a trainer around a buffer, and what must be true of it."""
 
     def __init__(self, batch_size: int, max_staleness: int, on_stale: OnStale, seed: int):
-        self.random = random.Random(seed)
-        self.now = 0.0
+        self.shape = (batch_size, max_staleness, on_stale)
+        self.random, self.now = random.Random(seed), 0.0
         self.target = self.random.choice([None, AUTO, AUTO, 0.0, 0.5, float(max_staleness)])
         self.filtered_share = self.random.choice([0.0, 0.0, 0.3, 0.8])
-        self.buffer = self.new_buffer(batch_size, max_staleness, on_stale, History())
-        self.engines = [Engine(0) for _ in range(self.random.randint(1, 3))]
         self.group_size = self.random.randint(1, 3)
-        self.groups: dict[int, Running] = {}  # running and ready
-        self.training: list[Ticket] = []
+        self.buffer = self.new_buffer(History())
+        self.engines = [Engine(0) for _ in range(self.random.randint(1, 3))]
+        self.groups: dict[int, InFlight] = {}  # running and ready
         self.batch: Batch | None = None
-        self.again: list[int] = []
-        self.next_prompt = 0
-        self.consumed: set[int] = set()
-        self.trained_ids: set[int] = set()
+        self.training: list[Ticket] = []  # the batch's
+        self.unsaved: list[Ticket] = []  # trained since the checkpoint
+        self.next_prompt, self.again = 0, list[int]()
+        self.consumed, self.trained_ids = set[int](), set[int]()
         self.num_submitted = self.num_trained = 0
         self.drops: Counter[Drop] = Counter()
         self.lineage: dict[int, tuple[int, ...]] = {0: ()}  # of each version: its updates, in order
         self.num_updates = self.base = 0
-        self.unsaved: list[Ticket] = []  # trained since the checkpoint
-        self.saved = self.checkpoint()
+        self.save()
         self.seen: Counter[str] = Counter()  # what this history really went through
-        self.events = [
-            (self.admit, 8),
-            (self.write_tokens, 8),
-            (self.finish_one, 8),
-            (self.learn, 8),
-            (self.publish, 6),
-            (self.drop_one, 1),
-            (self.pin_or_unpin, 1),
-            (self.kill_engine, 0.3),
-            (self.go_back, 0.4),
-            (self.save, 0.5),
-            (self.resume, 0.15),
-            (self.finish_all_and_train, 0.3),
-        ]
 
-    def new_buffer(
-        self, batch_size: int, max_staleness: int, on_stale: OnStale, history: History
-    ) -> Buffer:
+    def new_buffer(self, history: History) -> Buffer:
+        batch_size, max_staleness, on_stale = self.shape
         num_slots = (max_staleness + 1) * batch_size
         pace = None if self.target is None else Pace(batch_size, num_slots, self.target)
         return Buffer(batch_size, max_staleness, on_stale, history, pace)
 
     def run(self, num_events: int) -> None:
-        names, weights = zip(*self.events, strict=True)
-        for event in self.random.choices(names, weights, k=num_events):
+        often = [self.admit, self.write_tokens, self.finish_one, self.learn, self.publish]
+        seldom = [self.drop_one, self.pin_or_unpin, self.save]
+        rarely = [self.kill_engine, self.roll_back, self.resume, self.finish_all_and_train]
+        weights = [8.0] * len(often) + [0.8] * len(seldom) + [0.3] * len(rarely)
+        for event in self.random.choices([*often, *seldom, *rarely], weights, k=num_events):
             self.now += self.random.expovariate(1.0)
             event()
             self.check()
@@ -109,8 +92,7 @@ class World:
             if not self.buffer.room:
                 self.seen["held back"] += self.buffer.num_free > 0
                 return
-            engine = self.random.choice(self.engines)
-            newest = self.buffer.version
+            engine, newest = self.random.choice(self.engines), self.buffer.version
             bound = min(engine.version, newest) if engine.is_pinned else newest
             if not self.buffer.can_admit(bound):
                 assert bound < newest
@@ -120,9 +102,13 @@ class World:
             group_id = self.buffer.next_id
             ticket = self.buffer.admit(index, bound, self.now)
             assert ticket.group_id == group_id and group_id not in self.groups
-            self.groups[group_id] = Running(ticket, engine, [[] for _ in range(self.group_size)])
+            self.groups[group_id] = InFlight(ticket, engine, [[] for _ in range(self.group_size)])
             self.num_submitted += 1
             self.seen["old head bound"] += bound < newest
+
+    def running(self, engine: Engine | None = None) -> list[InFlight]:
+        groups = [g for g in self.groups.values() if not g.is_ready]
+        return [g for g in groups if engine is None or g.engine is engine]
 
     def write_tokens(self) -> None:
         """Engines step; some load the newest weights first. A group is never begun under older
@@ -136,47 +122,42 @@ class World:
                     if self.random.random() < 0.6:  # some wait, some are slow
                         versions.append(engine.version)
 
-    def running(self, engine: Engine | None = None) -> list[Running]:
-        groups = [g for g in self.groups.values() if not g.is_ready]
-        return [g for g in groups if engine is None or g.engine is engine]
-
     def finish_one(self) -> None:
-        running = self.running()
-        if running:
+        if running := self.running():
             # Mostly the newest: so that old ones straggle.
-            place = int(len(running) * self.random.random() ** 0.4)
+            group = running[int(len(running) * self.random.random() ** 0.4)]
             if self.random.random() < self.filtered_share:
-                filters = (Drop.EQUAL_REWARDS, Drop.TRUNCATED, Drop.REWARD_ERROR)
-                self.drop(running[place].ticket.group_id, self.random.choice(filters))
+                self.drop(group.ticket, self.random.choice(FILTERS))
                 self.seen["filtered"] += 1
             else:
-                self.finish(running[place])
+                self.finish(group)
 
-    def finish(self, group: Running) -> None:
-        engine = group.engine
-        if engine.version < group.ticket.head_bound:
-            engine.version = self.buffer.version
+    def finish(self, group: InFlight) -> None:
+        if group.engine.version < group.ticket.head_bound:
+            group.engine.version = self.buffer.version
         for versions in group.tokens:
             if not versions:
-                versions.append(engine.version)
+                versions.append(group.engine.version)
         if len(group.tokens) > 1 and self.random.random() < 0.2:  # it could not be graded
             group.tokens.pop(self.random.randrange(len(group.tokens)))
-        trajectories = tuple(trajectory(v[0], v[-1]) for v in group.tokens)
-        is_cut = [self.random.random() < 0.2 for _ in trajectories]
-        masked = frozenset() if all(is_cut) else frozenset(i for i, cut in enumerate(is_cut) if cut)
+        spans = [(v[0], v[-1]) for v in group.tokens]
+        trajectories = tuple(Trajectory(0, 10, 5, StopReason.STOP, *span) for span in spans)
+        cut = frozenset(i for i in range(len(spans)) if self.random.random() < 0.2)
+        masked = cut if len(cut) < len(spans) else frozenset()
         group.tokens = [v for i, v in enumerate(group.tokens) if i not in masked]
         self.seen["masked"] += len(masked)
-        ticket, rewards = group.ticket, (1.0,) * len(trajectories)
+        ticket, rewards = group.ticket, (1.0,) * len(spans)
         graded = Group(ticket.group_id, ticket.prompt_index, trajectories, rewards, masked)
         self.buffer.finish(graded, self.now)
         group.is_ready = True
 
     def drop_one(self) -> None:
         if self.groups:
-            self.drop(self.random.choice(list(self.groups)), self.random.choice(list(Drop)))
+            group = self.random.choice(list(self.groups.values()))
+            self.drop(group.ticket, self.random.choice(list(Drop)))
 
-    def drop(self, group_id: int, reason: Drop) -> None:
-        ticket = self.buffer.drop(group_id, reason)
+    def drop(self, ticket: Ticket, reason: Drop) -> None:
+        assert self.buffer.drop(ticket.group_id, reason) == ticket
         self.dropped(ticket, reason)
 
     def dropped(self, ticket: Ticket, reason: Drop) -> None:
@@ -200,13 +181,9 @@ class World:
     def kill_engine(self) -> None:
         place = self.random.randrange(len(self.engines))
         for group in self.running(self.engines[place]):
-            self.drop(group.ticket.group_id, Drop.WORKER_DIED)
+            self.drop(group.ticket, Drop.WORKER_DIED)
             self.seen["lost with its engine"] += 1
-        fresh = Engine(self.buffer.version)
-        for group in self.groups.values():
-            if group.engine is self.engines[place]:
-                group.engine = fresh
-        self.engines[place] = fresh
+        self.engines[place] = Engine(self.buffer.version)
 
     def learn(self) -> None:
         buffer, eta = self.buffer, self.buffer.max_staleness
@@ -214,7 +191,7 @@ class World:
             assert buffer.on_stale is OnStale.DROP
             assert self.groups[group_id].ticket.head_bound < buffer.version - eta
             if self.random.random() < 0.7:  # an abort takes a while; it may still finish
-                self.drop(group_id, Drop.STALE)
+                self.drop(self.groups[group_id].ticket, Drop.STALE)
                 self.seen["aborted"] += 1
         for ticket in buffer.take_untrainable():
             assert buffer.on_stale is not OnStale.WAIT, "wait lost a group"
@@ -226,61 +203,33 @@ class World:
             self.batch = batch
             self.training = [self.groups.pop(g.id).ticket for g in batch.groups]
 
-    def check_batch(self, batch: Batch) -> None:
-        buffer, oldest = self.buffer, self.buffer.version - self.buffer.max_staleness
-        assert self.batch is None and batch.version == buffer.version
-        assert len({g.id for g in batch.groups}) == buffer.batch_size
-        for group in batch.groups:
-            assert self.groups[group.id].is_ready
-            assert group.id not in self.trained_ids
-            tokens = [v for versions in self.groups[group.id].tokens for v in versions]
-            if buffer.on_stale is OnStale.MASK:
-                tokens = [v for v in tokens if v >= oldest]  # the trainer's rule (batch.py)
-                assert tokens, "nothing to train"
-            assert all(oldest <= v <= buffer.version for v in tokens)
-            assert all(self.updates_between(v) <= buffer.max_staleness for v in set(tokens))
-            if buffer.on_stale is not OnStale.MASK:
-                assert batch.version - group.head_version <= buffer.max_staleness
-            self.seen["several versions"] += len(set(tokens)) > 1
-        chosen = {group.id for group in batch.groups}
-        left = [g for i, g in self.groups.items() if g.is_ready and i not in chosen]
-        youngest = max(group.head_version for group in batch.groups)
-        assert all(min(v[0] for v in g.tokens) >= youngest for g in left), "not oldest first"
-
-    def updates_between(self, version: int) -> int:
-        """A version's weights and those that the trainer starts from: what staleness stands for."""
-        ours, theirs = self.lineage[self.buffer.version], self.lineage[version]
-        shared = sum(a == b for a, b in zip(ours, theirs, strict=False))
-        return len(ours) + len(theirs) - 2 * shared
+    def new_version(self, after: int) -> int:
+        self.num_updates += 1
+        self.lineage[after + 1] = (*self.lineage[after], self.num_updates)
+        return after + 1
 
     def publish(self) -> None:
         if self.batch is None:
             return
-        self.num_updates += 1
-        self.lineage[self.batch.version + 1] = (*self.lineage[self.batch.version], self.num_updates)
-        self.unsaved += self.training
+        self.new_version(self.batch.version)
         before = self.buffer.num_free
-        assert self.sorted(self.buffer.published(self.now)) == self.sorted(self.training)
+        assert set(self.buffer.published(self.now)) == set(self.training)
         assert self.buffer.num_free == before + self.buffer.batch_size
         for ticket in self.training:
             self.trained_ids.add(ticket.group_id)
             self.settle(ticket, is_lost=False)
         self.num_trained += len(self.training)
+        self.unsaved += self.training
         self.batch, self.training = None, []
 
-    @staticmethod
-    def sorted(tickets: list[Ticket]) -> list[Ticket]:
-        return sorted(tickets, key=lambda ticket: ticket.group_id)
-
-    def go_back(self) -> None:
-        """The trainer dies, perhaps when its version is out and nobody has heard of it yet, and its
-        successor publishes the checkpoint's weights."""
+    def roll_back(self) -> None:
+        """The trainer dies, perhaps when its version is out and the controller does not know yet;
+        its successor publishes the checkpoint's weights."""
         latest = self.buffer.version
         if self.batch is not None:
-            assert self.sorted(self.buffer.training_failed()) == self.sorted(self.training)
+            assert set(self.buffer.training_failed()) == set(self.training)
             if self.random.random() < 0.5:
-                latest, self.num_updates = latest + 1, self.num_updates + 1
-                self.lineage[latest] = (*self.lineage[latest - 1], self.num_updates)
+                latest = self.new_version(latest)
                 for engine in self.engines:
                     if not engine.is_pinned and self.random.random() < 0.5:
                         engine.version = latest
@@ -293,38 +242,32 @@ class World:
         self.num_trained -= len(self.unsaved)
         self.seen["lost with its trainer"] += len(self.training)
         self.seen["trained in vain"] += len(self.unsaved)
-        self.base = max(self.base, self.saved.history.version)
-        again = republished_as(self.base, latest)
+        again = republished_as(max(self.base, self.saved.history.version), latest)
         self.lineage[again] = self.saved.lineage
         too_old = self.buffer.rolled_back(again, len(self.unsaved))
         self.base, self.batch, self.training, self.unsaved = again, None, [], []
         for group_id in too_old:
-            self.drop(group_id, Drop.WORKER_DIED)
+            self.drop(self.groups[group_id].ticket, Drop.WORKER_DIED)
         self.seen["outlived its trainer"] += len(self.groups)
-
-    def checkpoint(self) -> Checkpoint:
-        lineage = self.lineage[self.buffer.version]
-        return Checkpoint(self.buffer.history, set(self.consumed), set(self.trained_ids), lineage)
 
     def save(self) -> None:
         if self.batch is None:  # as the loop does: between two steps
-            self.saved, self.unsaved = self.checkpoint(), []
+            lineage = self.lineage[self.buffer.version]
+            sets = frozenset(self.consumed), frozenset(self.trained_ids)
+            self.saved, self.unsaved = Checkpoint(self.buffer.history, *sets, lineage), []
 
     def resume(self) -> None:
-        """A new process goes on from the last checkpoint: nothing is in flight."""
-        saved, old = self.saved, self.buffer
-        self.buffer = self.new_buffer(
-            old.batch_size, old.max_staleness, old.on_stale, saved.history
-        )
-        self.groups, self.training, self.batch = {}, [], None
-        self.unsaved, self.base = [], saved.history.version
-        self.lineage = {self.base: saved.lineage}
-        self.consumed, self.trained_ids = set(saved.consumed), set(saved.trained_ids)
-        self.again = [i for i in range(self.next_prompt) if i not in self.consumed]
-        self.num_submitted = saved.num_submitted
-        self.num_trained = saved.history.trained
-        self.drops = Counter({Drop(k): n for k, n in saved.history.drops.items()})
-        self.engines = [Engine(self.buffer.version) for _ in self.engines]
+        """A new process starts from the last checkpoint: nothing is in flight."""
+        history, consumed, trained_ids, lineage = self.saved
+        self.buffer = self.new_buffer(history)
+        self.groups, self.batch, self.training, self.unsaved = {}, None, [], []
+        self.base, self.lineage = history.version, {history.version: lineage}
+        self.consumed, self.trained_ids = set(consumed), set(trained_ids)
+        self.again = [i for i in range(self.next_prompt) if i not in consumed]
+        self.drops = Counter({Drop(reason): n for reason, n in history.drops.items()})
+        self.num_trained = history.trained
+        self.num_submitted = history.trained + self.drops.total()
+        self.engines = [Engine(history.version) for _ in self.engines]
         self.seen["resumed"] += 1
 
     def finish_all_and_train(self) -> None:
@@ -346,16 +289,12 @@ class World:
     # -- what must be true
 
     def check(self) -> None:
-        buffer = self.buffer
+        buffer, in_flight = self.buffer, len(self.groups) + len(self.training)
         assert buffer.num_running == len(self.running())
         assert buffer.num_ready == len(self.groups) - len(self.running())
-        in_flight = len(self.groups) + len(self.training)
-        num_dropped = sum(self.drops.values())
-        expected = Ledger(self.num_submitted, self.num_trained, num_dropped, in_flight)
+        expected = Ledger(self.num_submitted, self.num_trained, self.drops.total(), in_flight)
         assert buffer.ledger == expected and expected.is_balanced
-        assert {r: n for r, n in buffer.drops.items() if n} == {
-            r: n for r, n in self.drops.items() if n
-        }
+        assert +Counter(buffer.drops) == +self.drops
         tickets = [g.ticket for g in self.groups.values()] + self.training
         slots = {ticket.slot for ticket in tickets}
         assert len(slots) == len(tickets), "a slot was given twice"
@@ -363,14 +302,38 @@ class World:
         assert buffer.num_free == buffer.num_slots - in_flight, "a slot was lost"
         assert buffer.num_in_flight == in_flight and 0 <= buffer.room <= buffer.num_free
         in_hand = [t.prompt_index for t in tickets] + self.again
-        assert len(set(in_hand)) == len(in_hand)
-        assert set(in_hand) | self.consumed == set(range(self.next_prompt))
-        assert not set(in_hand) & self.consumed, "a prompt is both consumed and to come"
+        assert sorted([*in_hand, *self.consumed]) == [*range(self.next_prompt)], "not once each"
+
+    def check_batch(self, batch: Batch) -> None:
+        buffer, oldest = self.buffer, self.buffer.version - self.buffer.max_staleness
+        chosen = {group.id for group in batch.groups}
+        assert self.batch is None and batch.version == buffer.version
+        assert len(chosen) == buffer.batch_size and not chosen & self.trained_ids
+        for group in batch.groups:
+            assert self.groups[group.id].is_ready
+            tokens = {v for versions in self.groups[group.id].tokens for v in versions}
+            if buffer.on_stale is OnStale.MASK:
+                tokens = {v for v in tokens if v >= oldest}  # the trainer's rule (batch.py)
+                assert tokens, "nothing to train"
+            else:
+                assert group.head_version >= oldest
+            assert all(oldest <= v <= buffer.version for v in tokens)
+            assert all(self.updates_between(v) <= buffer.max_staleness for v in tokens)
+            self.seen["several versions"] += len(tokens) > 1
+        left = [g for i, g in self.groups.items() if g.is_ready and i not in chosen]
+        youngest = max(group.head_version for group in batch.groups)
+        assert all(min(v[0] for v in g.tokens) >= youngest for g in left), "not oldest first"
+
+    def updates_between(self, version: int) -> int:
+        """A version's weights and those that the trainer starts from: what staleness stands for."""
+        ours, theirs = self.lineage[self.buffer.version], self.lineage[version]
+        shared = sum(a == b for a, b in zip(ours, theirs, strict=False))
+        return len(ours) + len(theirs) - 2 * shared
 
 
 @pytest.mark.parametrize("on_stale", OnStale)
-@settings(max_examples=500, deadline=None, derandomize=True)
-@given(st.integers(1, 8), st.integers(0, 5), st.integers(0, 2**32), st.integers(1, 400))
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.integers(1, 8), st.integers(0, 5), st.integers(0, 2**32), st.integers(1, 300))
 def test_any_history(
     on_stale: OnStale, batch_size: int, max_staleness: int, seed: int, num_events: int
 ) -> None:
@@ -380,12 +343,12 @@ def test_any_history(
 @pytest.mark.slow
 @pytest.mark.parametrize("on_stale", OnStale)
 def test_a_hundred_thousand_histories(on_stale: OnStale) -> None:
-    """Under each rule, one of a hundred of them long. A failure names the seed to run again."""
+    """Of each rule. By plain seeds: a failure names the one to run again."""
     for seed in range(100_000):
         shape = random.Random(f"shape {seed}")
         world = World(shape.randint(1, 8), shape.randint(0, 5), on_stale, seed)
         try:
-            world.run(shape.randint(1, 80 if seed % 100 else 1500))
+            world.run(shape.randint(1, 1500 if seed % 50 == 0 else 80))
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
 
@@ -393,27 +356,14 @@ def test_a_hundred_thousand_histories(on_stale: OnStale) -> None:
 @pytest.mark.parametrize("on_stale", OnStale)
 def test_the_random_histories_go_through_what_they_claim(on_stale: OnStale) -> None:
     seen: Counter[str] = Counter()
-    num_steps = 0
     for seed in range(24):
         world = World(1 + seed % 4, 1 + seed % 3, on_stale, seed)
-        world.run(600)
+        world.run(400)
         seen += world.seen
-        num_steps += world.num_trained // world.buffer.batch_size
-    expected = {
-        "several versions",
-        "lost with its engine",
-        "lost with its trainer",
-        "trained in vain",
-        "outlived its trainer",
-        "resumed",
-        "old head bound",
-        "filtered",
-        "masked",
-        "held back",
-    }
-    if on_stale is OnStale.DROP:
-        expected |= {"aborted"}
-    if on_stale is not OnStale.WAIT:
-        expected |= {"untrainable"}
-    assert expected <= {name for name, count in seen.items() if count}
-    assert num_steps > 200
+        seen["steps"] += world.num_trained // world.buffer.batch_size
+    losses = "lost with its engine, lost with its trainer, trained in vain, outlived its trainer"
+    expected = {*losses.split(", "), "several versions", "resumed", "old head bound"}
+    expected |= {"filtered", "masked", "held back"}
+    expected |= {"aborted"} if on_stale is OnStale.DROP else set()
+    expected |= set() if on_stale is OnStale.WAIT else {"untrainable"}
+    assert expected <= seen.keys() and seen["steps"] > 200

@@ -50,33 +50,26 @@ def test_a_reply_goes_to_the_engine_that_has_the_turn(desk: Desk) -> None:
     assert desk.sent() == {} and not desk.talk.is_awaited(one)
 
 
-def test_without_a_reply_the_last_turn_is_the_trajectory(desk: Desk) -> None:
-    assert desk.talk.reply(desk.asked(5), ()) == TURN
-    assert desk.sent() == {0: Continue(((5, 0, ()),))}
-
-
 @pytest.mark.parametrize(
-    "turn, reply, goes_on",
+    ("turn", "reply", "goes_on"),
     [
+        (TURN, (), None),
         (TURN, (7,) * 15, True),  # one written token fits after it
         (TURN, (7,) * 16, False),
         (TURN._replace(num_replied=11), (7,) * 4, True),
         (TURN._replace(num_replied=11), (7,) * 5, False),
         (TURN._replace(num_turns=2), (7,), True),
         (TURN._replace(num_turns=3), (7,), False),
+        (TURN._replace(num_turns=3), (), None),  # it ends by itself
     ],
 )
 def test_what_cannot_go_on_is_cut(
-    desk: Desk, turn: Trajectory, reply: tuple[int, ...], goes_on: bool
+    desk: Desk, turn: Trajectory, reply: tuple[int, ...], goes_on: bool | None
 ) -> None:
     ended = desk.talk.reply(desk.asked(5, 0, turn), reply)
-    assert ended == (None if goes_on else turn._replace(stop=StopReason.LENGTH))
+    cut = turn._replace(stop=StopReason.LENGTH)
+    assert ended == {True: None, False: cut, None: turn}[goes_on]
     assert desk.sent() == {0: Continue(((5, 0, reply if goes_on else ()),))}
-
-
-def test_the_last_turn_that_is_allowed_may_end_by_itself(desk: Desk) -> None:
-    turn = TURN._replace(num_turns=3)
-    assert desk.talk.reply(desk.asked(5, 0, turn), ()) == turn
 
 
 def test_nobody_waits_for_a_reply_to_a_group_that_is_gone(desk: Desk) -> None:

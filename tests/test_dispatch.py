@@ -1,6 +1,5 @@
 """Each group goes to the engine with the least to do, and a dead engine's groups are known."""
 
-import heapq
 from random import Random
 
 from hypothesis import given, settings
@@ -9,16 +8,21 @@ from hypothesis import strategies as st
 from minirl.rollout.dispatch import Dispatcher
 
 
-def test_a_group_goes_to_the_worker_with_the_least_outstanding() -> None:
-    """A straggler counts until it is done: the worker that holds one gets less."""
-    dispatcher = Dispatcher(3, max_new_tokens=10)
-    sizes = (4, 1, 2, 2, 1, 1)
-    assert [dispatcher.assign(i, size) for i, size in enumerate(sizes)] == [0, 1, 2, 1, 2, 1]
+def test_an_aborted_group_frees_all_it_still_held() -> None:
+    dispatcher = Dispatcher(2, max_new_tokens=10)
+    dispatcher.assign(0, 8)
+    dispatcher.assign(1, 1)
+    dispatcher.trajectory_done(0, 10)
+    dispatcher.forget(0)
+    dispatcher.forget(0)  # it may come twice
+    assert dispatcher.assign(2, 1) == 0
 
 
 @settings(deadline=None)
 @given(st.integers(1, 4), st.randoms(use_true_random=False))
-def test_load_is_what_is_outstanding(num_workers: int, random: Random) -> None:
+def test_a_group_goes_to_the_worker_with_the_least_outstanding(
+    num_workers: int, random: Random
+) -> None:
     dispatcher = Dispatcher(num_workers, max_new_tokens=10)
     left: dict[int, tuple[int, int]] = {}  # group: (worker, trajectories to come)
     for group_id in range(60):
@@ -34,68 +38,22 @@ def test_load_is_what_is_outstanding(num_workers: int, random: Random) -> None:
                 dispatcher.trajectory_done(done, 10)
                 if n > 1:
                     left[done] = (worker, n - 1)
-        if left and random.random() < 0.1:
-            aborted = random.choice(list(left))
-            del left[aborted]
-            dispatcher.forget(aborted)
-            dispatcher.forget(aborted)  # the controller may say so twice
         if random.random() < 0.05:
             dead = random.randrange(num_workers)
             assert set(dispatcher.lost(dead)) == {g for g, (w, _) in left.items() if w == dead}
-            assert dispatcher.lost(dead) == []
             left = {g: entry for g, entry in left.items() if entry[0] != dead}
             for each in range(num_workers):  # speeds are another test's business
                 dispatcher.measured(each, 1.0)
-    for group_id in range(60):
-        worker_left = left[group_id][0] if group_id in left else None
-        assert dispatcher.worker_of(group_id) == worker_left
-
-
-def simulate(speeds: list[float], num_groups: int, seed: int = 0) -> tuple[list[int], float]:
-    """Workers that sample eight sequences at once, at their own speeds, long-tailed lengths; as
-    many groups are outstanding as the buffer's slots allow. Gives groups by worker, and the time.
-    """
-    random = Random(seed)
-    dispatcher = Dispatcher(len(speeds), max_new_tokens=1000)
-    events: list[tuple[float, int, int, int]] = []  # (time, worker, group, tokens)
-    free_at = [[0.0] * 8 for _ in speeds]
-    counts = [0] * len(speeds)
-    done_tokens, now = [0] * len(speeds), 0.0
-
-    def start(group_id: int) -> None:
-        worker = dispatcher.assign(group_id, 4)
-        counts[worker] += 1
-        for _ in range(4):
-            tokens = min(1000, max(1, int(random.lognormvariate(4, 1))))
-            place = free_at[worker].index(min(free_at[worker]))
-            begin = max(now, free_at[worker][place])
-            free_at[worker][place] = begin + tokens * 8 / speeds[worker]
-            heapq.heappush(events, (free_at[worker][place], worker, group_id, tokens))
-
-    next_id = min(24, num_groups)
-    for group_id in range(next_id):
-        start(group_id)
-    left = {group_id: 4 for group_id in range(num_groups)}
-    while events:
-        now, worker, group_id, tokens = heapq.heappop(events)
-        done_tokens[worker] += tokens
-        dispatcher.trajectory_done(group_id, tokens)
-        left[group_id] -= 1
-        if not left[group_id]:
-            for each, done in enumerate(done_tokens):
-                if done:
-                    dispatcher.measured(each, done / now)
-            if next_id < num_groups:
-                start(next_id)
-                next_id += 1
-    return counts, now
+    workers = {group_id: dispatcher.worker_of(group_id) for group_id in range(60)}
+    assert workers == {g: left[g][0] if g in left else None for g in workers}
 
 
 def test_workers_of_different_speed_get_groups_in_proportion() -> None:
-    counts, seconds = simulate([100.0, 300.0], 400)
-    assert 0.15 < counts[0] / sum(counts) < 0.35  # a quarter is fair
-    alone = simulate([400.0], 400)[1]  # one worker as fast as both
-    assert seconds < 1.15 * alone
+    dispatcher = Dispatcher(2, max_new_tokens=100)
+    for worker, tokens_per_s in enumerate((100.0, 300.0)):
+        dispatcher.measured(worker, tokens_per_s)
+    given = [dispatcher.assign(group_id, 4) for group_id in range(40)]
+    assert 9 <= given.count(0) <= 11
 
 
 def test_a_restarted_worker_gets_less_until_it_proves_itself() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from crew import TRAINER_PLACE
-from pinned_crew import TABLE, CountingSetup
+from pinned_crew import crew_of
 
 from minirl.config import Config
 from minirl.evaluation import EVAL_IDS, Evaluation, is_evaluation
@@ -16,9 +16,7 @@ from minirl.launch import make_buffer
 from minirl.loop import Loop
 from minirl.records import Example, Prompt, StopReason, Trajectory
 from minirl.run_log import RunLog
-from minirl.shm.ring import TrajectoryRing
-from minirl.shm.weights import WeightStore
-from minirl.workers import Fleet, Role
+from minirl.workers import Role
 from tests.bench.loop_harness import Prompts, Silent
 
 
@@ -32,12 +30,11 @@ def answer(head: int, tail: int | None = None, stop: StopReason = StopReason.STO
 
 
 def test_its_groups_have_ids_and_cells_of_their_own() -> None:
-    run = evaluation(3)
-    assert run.group_ids == [EVAL_IDS, EVAL_IDS + 1, EVAL_IDS + 2]
+    run = evaluation(2)
+    assert run.group_ids == [EVAL_IDS, EVAL_IDS + 1]
     assert all(is_evaluation(group_id) for group_id in run.group_ids)
-    assert not is_evaluation(0) and not is_evaluation(EVAL_IDS - 1)
-    assert [run.cell(group_id) for group_id in run.group_ids] == [100, 101, 102]
-    assert [run.prompt(group_id).index for group_id in run.group_ids] == [0, 1, 2]
+    assert not is_evaluation(EVAL_IDS - 1)
+    assert [run.cell(group_id) for group_id in run.group_ids] == [100, 101]
 
 
 def test_accuracy_is_the_mean_of_what_was_graded() -> None:
@@ -86,7 +83,7 @@ def test_a_dead_engine_s_prompts_are_lost_and_make_it_void() -> None:
 
 # A whole loop without vLLM ------------------------------------------------------------------------
 
-NUM_ENGINES, NUM_HELDOUT, STEPS, KILL_AT = 2, 24, 80, 40
+NUM_ENGINES, NUM_HELDOUT, STEPS, KILL_AT = 2, 24, 60, 30
 BASE = Config()
 CONFIG = replace(
     BASE,
@@ -133,21 +130,12 @@ class Endless(Prompts):
 def loop(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     """Run to its end."""
     folder = tmp_path_factory.mktemp("pinned")
-    fleet, store = Fleet(folder, NUM_ENGINES + 2), WeightStore(TABLE, "float32")
-    cells = CONFIG.num_slots * CONFIG.rollout.group_size + NUM_HELDOUT
-    ring = TrajectoryRing(cells, CONFIG.max_tokens_per_trajectory)
-    try:
-        fleet.spawn(Role.TRAIN, 0, "pinned_crew:trainer", store, TRAINER_PLACE)
-        for rank in range(NUM_ENGINES):
-            setup = CountingSetup(CONFIG, ring, store, rank, slow_s=0.004 * 4**rank)
-            fleet.spawn(Role.ROLLOUT, rank, "pinned_crew:engine", setup, TRAINER_PLACE)
-        fleet.spawn(Role.VERIFY, 0, "tests.bench.scripted:verifier", None, TRAINER_PLACE)
+    with crew_of(CONFIG, folder, slow_s=[0.004, 0.016]) as (fleet, _):
+        fleet.spawn(Role.VERIFY, 0, "tests.bench.scripted:verifier", "", TRAINER_PLACE)
         heldout = [Prompt(i, Example(str(i), "!"), (1, 2, 3)) for i in range(NUM_HELDOUT)]
         log = RunLog(CONFIG, folder, fleet, Silent())
         loop = Watched(CONFIG, fleet, Endless(), heldout, make_buffer(CONFIG), log)
         loop.run()
-    finally:
-        fleet.kill()
     return loop
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_recovery import soon, stage  # noqa: F401 (a fixture)
+from test_recovery import soon, stage, stage_config  # noqa: F401 (a fixture)
 
-from minirl.rollout.worker import Stop
 from minirl.run_dir import read_lines
 from minirl.train.checkpoint import read_whole
 from tests.soak.controller_process import living, orphaned_memory
@@ -24,7 +23,7 @@ LONG_S = 300.0  # only a hang comes to it
 
 def controller(folder: Path, **settings: Any) -> int:
     """A run in a session of its own, which goes on with what is in the folder. Its exit code is 0
-    only if all that `Stage.check` asks for is true at the end."""
+    only if all that `run_and_check` asks for is true at the end."""
     pid = os.fork()
     if pid:
         return pid
@@ -32,9 +31,7 @@ def controller(folder: Path, **settings: Any) -> int:
     try:
         os.setsid()
         with stage(folder, is_resumed=True, **settings) as run:
-            run.loop.run()
-            run.fleet.stop(Stop())
-            run.check()
+            run.run_and_check()
             code = 0
     except BaseException:
         traceback.print_exc()
@@ -90,12 +87,13 @@ def test_while_a_checkpoint_is_written(tmp_path: Path, struck: Callable[[int], N
 
 def test_while_it_evaluates(tmp_path: Path, struck: Callable[[int], None]) -> None:
     """No line of evals.jsonl tells of the evaluation that was under way: it is done again."""
-    pid = controller(tmp_path, every=2, rollout={"bad": {"long_evaluation": 2}})
+    config = stage_config(every=2)
+    pid = controller(tmp_path, config=config, rollout={"bad": {"long_evaluation": 2}})
     saved = tmp_path / "checkpoints" / "step-000002"
     wait_until(saved.is_dir)
     struck(pid)
     assert read_whole(saved)["evaluating"] == 2
     assert 2 not in [line["version"] for line in read_lines(tmp_path / "evals.jsonl")]
-    goes_on(tmp_path, every=2)
+    goes_on(tmp_path, config=config)
     versions = [line["version"] for line in read_lines(tmp_path / "evals.jsonl")]
     assert 2 in versions and versions == sorted(set(versions))

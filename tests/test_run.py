@@ -75,7 +75,7 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
 
     assert addresses and addresses <= LOOPBACK
     check_secrets(run, ended, environments)
-    check_guard(run, ended)
+    assert sum(line["reward/failures"] for line in run.metrics()) > 0
     check_replay(run)
 
 
@@ -86,12 +86,6 @@ def check_secrets(run: Run, ended: Ended, environments: dict[str, str]) -> None:
     for path in run.dir.rglob("*"):
         assert not path.stat().st_mode & 0o022, f"{path} can be written by others"
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
-
-
-def check_guard(run: Run, ended: Ended) -> None:
-    assert [line["guard/warnings"] for line in run.metrics()] == [0, 0, 0, 0]
-    assert sum(line["reward/failures"] for line in run.metrics()) > 0
-    assert max(line["reward/mean"] for line in run.metrics()) <= 1
 
 
 def check_replay(run: Run) -> None:
@@ -144,41 +138,6 @@ def check_trajectories(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_answers_of_several_turns_are_trained_without_the_replies(
-    tmp_path: Path, tied_folder: Path
-) -> None:
-    run = Run(
-        tmp_path / "run",
-        model__path=tied_folder,
-        train__num_minibatches=2,
-        train__lr=1e-3,
-        train__steps=5,
-        rollout__max_num_seqs=8,  # of 48: some always run, or wait for a reply, at new weights
-        tasks__kind=f'"{Path(__file__).parent / "noisy_task.py"}:Again"',
-    )
-    ended = run.end()
-    assert ended.code == 0, ended
-    lines = run.metrics()
-    assert_accounted(lines, max_staleness=2)
-    assert all(1 < line["rollout/turns_mean"] <= 3 for line in lines)
-    # The trainer's forward over the whole flat record gives what the engine sampled from.
-    assert max(line["train/logprob_gap"] for line in lines) < 1e-4
-    assert max(line.get("train/spliced_gap", 0.0) for line in lines) < 1e-4
-    for line, batch in zip(lines, read_lines(run.dir / "batches.jsonl"), strict=True):
-        written = line["rollout/length_mean"] * 16
-        masked = line["buffer/masked_frac"] * written
-        assert line["train/tokens"] == pytest.approx(written - masked)  # and not one of a reply
-        lengths = [n for group in batch["groups"] for n in group["lengths"]]
-        assert sum(lengths) == pytest.approx(written)
-        prompts = [group["prompt_tokens"] for group in batch["groups"]]
-        assert all(len("Tom has 1 apples.") <= n <= 18 for n in prompts)
-    samples = read_lines(run.dir / "samples.jsonl")
-    assert any(sample["answer"].count("⟦ again?⟧") == 2 for sample in samples)
-    evals = read_lines(run.dir / "evals.jsonl")
-    assert [line["count"] for line in evals] == [8, 8]
-
-
-@pytest.mark.slow
 def test_tensor_parallel_engine_trains_and_leaves_nothing(
     tmp_path: Path, tied_folder: Path
 ) -> None:
@@ -193,59 +152,6 @@ def test_tensor_parallel_engine_trains_and_leaves_nothing(
     assert ended.code == 0, ended
     assert run.summary()["logprob_gap_max"] < 1e-3
     assert_accounted(run.metrics(), max_staleness=2)
-
-
-@pytest.mark.slow
-def test_ppo_with_adapters_trains_and_what_kept_kv_makes_inexact_is_reported(
-    tmp_path: Path, tied_folder: Path
-) -> None:
-    run = Run(
-        tmp_path / "run",
-        model__path=tied_folder,
-        train__algorithm="ppo",
-        train__lora_rank=4,
-        train__lr=1e-2,  # adapters begin at 0: versions must differ to be told apart
-        train__kl_coef=0.01,
-        train__steps=6,
-        rollout__on_update="keep",
-        rollout__max_num_seqs=8,  # of 48: some always run when weights come
-        tasks__kind=f'"{Path(__file__).parent / "noisy_task.py"}:EvenLength"',
-    )
-    ended = run.end()
-    assert ended.code == 0, ended
-    lines = run.metrics()
-    assert_accounted(lines, max_staleness=2)
-    assert all(line["train/value_loss"] > 0 for line in lines)
-    assert lines[0]["train/kl"] == pytest.approx(0, abs=1e-5) and lines[-1]["train/kl"] > 0
-    assert lines[0]["train/logprob_gap"] < 1e-5, "nothing was kept yet"
-    assert max(line.get("train/spliced_gap", 0.0) for line in lines) > 1e-4
-
-
-@pytest.mark.slow
-def test_some_rewards_of_a_group_may_fail_and_every_filter_counts(
-    tmp_path: Path, tied_folder: Path
-) -> None:
-    run = Run(
-        tmp_path / "run",
-        model__path=tied_folder,
-        tasks__timeout_s=0.5,
-        tasks__max_failures=2,
-        tasks__overlong_tokens=20,
-        buffer__mask_truncated="true",
-        buffer__drop_equal_rewards="true",
-        tasks__kind=f'"{Path(__file__).parent / "noisy_task.py"}:Unsure"',
-    )
-    ended = run.end()
-    assert ended.code == 0, ended
-    lines = run.metrics()
-    assert_accounted(lines, max_staleness=2)
-    assert lines[-1]["buffer/groups_trained"] == 4 * 4, "batches are full"
-    assert all(0 <= line["reward/failures"] <= 2 * 4 for line in lines)
-    assert sum(line["reward/failures"] for line in lines) > 0
-    assert sum(line["buffer/truncated_masked"] for line in lines) > 0
-    assert any(line["reward/penalty_mean"] > 0 for line in lines)
-    reasons = {name for name in lines[-1] if name.startswith("buffer/dropped_")}
-    assert sum(lines[-1][name] for name in reasons) == lines[-1]["buffer/groups_dropped"]
 
 
 def test_smoke_recipe_learns(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from test_recovery import STEPS, stage
+from test_recovery import STEPS, stage, stage_config
 
 from minirl.launch import _signals
 from minirl.run_dir import read_lines
@@ -58,17 +58,14 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("eta", [0, 2])
 def test_an_interrupted_run_finishes_its_step_and_saves_it(eta: int, tmp_path: Path) -> None:
-    with stage(tmp_path, eta, every=0) as run:
+    with stage(tmp_path, stage_config(eta, every=0)) as run:
         run.notes.at_step[3] = lambda: setattr(run.loop, "is_interrupted", True)
         run.loop.run()
         assert 3 <= run.loop.step == run.loop.saved_step < STEPS
         assert len(read_lines(tmp_path / "metrics.jsonl")) == run.loop.step
         _, state, _ = newest_whole(tmp_path)
-        assert (
-            state is not None
-            and state["step"] == run.loop.step
-            and state["recipe"].startswith("seed = 0")
-        )
+        assert state is not None and state["step"] == run.loop.step
+        assert state["recipe"].startswith("seed = 0")
         in_flight = {prompt.index for prompt in run.loop.prompts.values()}
         consumed = set(range(state["consumed_below"])) | set(state["consumed_above"])
         assert not in_flight & consumed

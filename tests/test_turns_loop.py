@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from crew import TRAINER_PLACE
 from noisy_task import AGAIN
-from pinned_crew import TABLE, CountingSetup
+from pinned_crew import crew_of
 from tiny_models import tokenizer
 
 from minirl.config import Config
@@ -21,12 +21,11 @@ from minirl.loop import Loop
 from minirl.records import Prompt, StopReason, Trajectory
 from minirl.run_log import RunLog
 from minirl.shm.ring import TrajectoryRing
-from minirl.shm.weights import WeightStore
 from minirl.tasks.prompts import PromptStream
 from minirl.tasks.registry import make_task
 from minirl.tasks.turns import Dialogue, runs
 from minirl.tasks.verifier import VerifierSetup
-from minirl.workers import Fleet, Role
+from minirl.workers import Role
 from tests.bench.loop_harness import Silent
 
 NUM_ENGINES, NUM_HELDOUT, STEPS, KILL_AT = 2, 6, 24, 8
@@ -82,24 +81,17 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     folder, plain = tmp_path_factory.mktemp("turns"), tokenizer(512)
     plain.save_pretrained(folder)
     task = make_task(CONFIG)
-    fleet, store = Fleet(folder, NUM_ENGINES + 3), WeightStore(TABLE, "float32")
-    cells = CONFIG.num_slots * CONFIG.rollout.group_size + NUM_HELDOUT
-    ring = TrajectoryRing(cells, CONFIG.max_tokens_per_trajectory)
-    try:
-        fleet.spawn(Role.TRAIN, 0, "pinned_crew:trainer", store, TRAINER_PLACE)
-        for rank in range(NUM_ENGINES):
-            setup = CountingSetup(CONFIG, ring, store, rank, slow_s=0.004, has_turns=True)
-            fleet.spawn(Role.ROLLOUT, rank, "pinned_crew:engine", setup, TRAINER_PLACE)
+    with crew_of(CONFIG, folder, [0.004] * NUM_ENGINES, has_turns=True) as (fleet, ring):
         for rank in range(CONFIG.tasks.verifiers):
             grader = VerifierSetup(CONFIG, str(folder), ring, Dialogue())
             fleet.spawn(Role.VERIFY, rank, "minirl.tasks.verifier:run", grader, TRAINER_PLACE)
         heldout = [Prompt(i, e, (1, 2)) for i, e in enumerate(task.heldout(NUM_HELDOUT))]
-        stream = PromptStream(task, plain, CONFIG.seed)
-        log = RunLog(CONFIG, folder, fleet, Silent())
+        stream, log = (
+            PromptStream(task, plain, CONFIG.seed),
+            RunLog(CONFIG, folder, fleet, Silent()),
+        )
         loop = Watched(ring, CONFIG, fleet, stream, heldout, make_buffer(CONFIG), log)
         loop.run()
-    finally:
-        fleet.kill()
     return loop
 
 

@@ -15,9 +15,10 @@ from multiprocessing.connection import Connection
 from minirl.evaluation import is_evaluation
 from minirl.records import StopReason, Trajectory
 from minirl.rollout.worker import Finished, GroupRequest, Pinned, Started, Submit
-from minirl.shm.board import BoardWriter, State, Total
+from minirl.shm.board import BEAT_S, BoardWriter, State, Total
 from minirl.tasks.verifier import Grade, Graded
 from minirl.train.messages import Ready, Save, Saved, Train, Trained
+from tests.soak.task import BadExample
 
 TICK_S = 0.02  # an engine reports what is done this often, as a step would
 
@@ -147,12 +148,19 @@ def reply(request: Train | Save, script: TrainerScript, board: BoardWriter) -> T
     return Trained(version, values, ages=(3, 2, 1))
 
 
-def verifier(answer: str, board: BoardWriter, pipe: Connection) -> None:
+def verifier(answer: object, board: BoardWriter, pipe: Connection) -> None:
+    """Every second answer is right; an example whose reward is broken gets none."""
+    text = answer if isinstance(answer, str) else ""
     while True:
         board.enter(State.WAITING_FOR_ANSWERS)
+        while not pipe.poll(BEAT_S):
+            board.enter(State.WAITING_FOR_ANSWERS)
         request = pipe.recv()
         if not isinstance(request, Grade):
             return
         count = len(request.trajectories)
-        rewards = tuple(float(i % 2) for i in range(count))
-        pipe.send(Graded(request.group_id, rewards, (answer,) * count))
+        if isinstance(request.example, BadExample):
+            pipe.send(Graded(request.group_id, (), (), "no verdict"))
+        else:
+            rewards = tuple(float(i % 2) for i in range(count))
+            pipe.send(Graded(request.group_id, rewards, (text,) * count))
