@@ -42,7 +42,7 @@ LEVELS = (
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 FOREIGN = {
     "vllm": {"rollout", "devices", "bench"},
-    "pydantic": {"config", "recipe"},
+    "pydantic": {"config", "recipe", "train"},
     "typer": {"cli"},
     "rich": {"console", "dashboard", "cli"},
     "transformers": {"train", "model", "rollout", "bench"},
