@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ from minirl.config import BufferConfig, Config, RolloutConfig, TrainConfig
 from minirl.devices import Placement
 from minirl.model import weight_table
 from minirl.records import Batch, Group, StopReason, Trajectory
+from minirl.rollout.worker import Stop
 from minirl.shm.board import Board
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.train.messages import Ready, Save, Saved, Train, Trained, TrainerSetup
 from minirl.train.trainer import Trainer
-from minirl.workers import Role, Worker
+from minirl.workers import Died, Role, Worker
 
 ETA = 2
 FIRST_VERSION = 5  # so that there are versions to be stale by
@@ -47,13 +48,16 @@ class Recipe:
     versions: tuple[int, ...] = (0,)  # of equal spans of an answer, relative to the batch's
     noise: float = 0.0  # of the logprobs that came with the tokens
     is_reward_equal: bool = False
+    shortest: int = 4  # tokens of an answer
 
 
 EQUAL = Recipe(is_reward_equal=True, noise=0.3)
 STALE = Recipe(versions=(-ETA - 2, -ETA - 1), noise=0.3)
 FRESH = Recipe()
 MIXED = Recipe(versions=(-ETA - 1, -ETA, -1, 0), noise=0.8)
-FEW = Recipe(num_groups=2, group_size=2, versions=(-1, 0), noise=0.3)
+# Two of its answers do not fit LONGEST tokens: with two ranks and two minibatches one rank has two
+# micro-batches of one trajectory, and the other has an empty one.
+FEW = Recipe(num_groups=2, versions=(-1, 0), noise=0.3, shortest=40)
 RECIPES = (EQUAL, STALE, FRESH, MIXED, FEW)
 
 
@@ -88,14 +92,15 @@ def make_group(
     free: Iterator[int],
     model: torch.nn.Module,
     rng: random.Random,
+    temperature: float = CONFIG.rollout.temperature,
 ) -> Group:
     prompt = [rng.randrange(2, 384) for _ in range(rng.randrange(3, 9))]
     trajectories = []
     for _ in range(recipe.group_size):
-        answer = [rng.randrange(2, 384) for _ in range(rng.randrange(4, LONGEST - 8))]
+        answer = [rng.randrange(2, 384) for _ in range(rng.randrange(recipe.shortest, LONGEST - 8))]
         tokens = prompt + answer
         with torch.no_grad():
-            exact_T = plain_script.logprobs(model, tokens, CONFIG.rollout.temperature)
+            exact_T = plain_script.logprobs(model, tokens, temperature)
         logprobs = [value + rng.gauss(0, recipe.noise) for value in exact_T[len(prompt) :].tolist()]
         spans = np.array_split(np.arange(len(answer)), len(recipe.versions))
         ages = zip(spans, recipe.versions, strict=True)
@@ -109,6 +114,13 @@ def make_group(
     if not recipe.is_reward_equal:
         rewards = [float(i % 2) + i / 8 for i in range(recipe.group_size)]
     return Group(group_id, group_id, tuple(trajectories), tuple(rewards))
+
+
+def with_reward(batch: Batch, group: int, reward: float) -> Batch:
+    """The first trajectory of a group has another reward."""
+    groups = list(batch.groups)
+    groups[group] = groups[group]._replace(rewards=(reward, *groups[group].rewards[1:]))
+    return replace(batch, groups=tuple(groups))
 
 
 # Ranks ----------------------------------------------------------------------------------------
@@ -125,18 +137,6 @@ def read_store(store: WeightStore) -> Weights:
     return found
 
 
-def trainer_setup(
-    folder: Path, config: Config, ring: TrajectoryRing, store: WeightStore, **others: Any
-) -> TrainerSetup:
-    """Of the only rank, that starts from the folder's weights, unless `others` say otherwise."""
-    alone = {"rank": 0, "num_ranks": 1, "rendezvous": "", "placement": TRAINER_PLACE}
-    fresh = {"folder": str(folder), "is_resumed": False, "version": FIRST_VERSION}
-    fields: dict[str, Any] = {**alone, **fresh, **others}
-    return TrainerSetup(
-        config=config, tokenizer_folder=str(folder), ring=ring, store=store, **fields
-    )
-
-
 class LocalRank:
     """The only rank, in this process: what most options need, without the wait for a start."""
 
@@ -146,22 +146,34 @@ class LocalRank:
         config: Config,
         ring: TrajectoryRing,
         checkpoint: Path | None = None,
+        version: int = FIRST_VERSION,
     ):
         self.store = WeightStore(weight_table(folder), config.model.dtype)
         torch.manual_seed(config.seed)
-        others = {"folder": str(checkpoint), "is_resumed": True} if checkpoint else {}
-        setup = trainer_setup(folder, config, ring, self.store, **others)
+        setup = TrainerSetup(
+            config=config,
+            folder=str(checkpoint or folder),
+            tokenizer_folder=str(folder),
+            rank=0,
+            num_ranks=1,
+            rendezvous="",
+            placement=TRAINER_PLACE,
+            ring=ring,
+            store=self.store,
+            is_resumed=checkpoint is not None,
+            version=version,
+        )
         self.board = Board(1)
         self.trainer = Trainer(setup, self.board.writer(0))
-        self.trainer.publish(FIRST_VERSION)
+        self.trainer.publish(version)
 
     def train(self, batch: Batch) -> dict[str, float | None]:
         values = self.trainer.train(batch)
         self.trainer.publish(self.store.latest + 1)
         return values
 
-    def save(self, folder: Path) -> Path:
-        self.trainer.save(Save(str(folder), {}))
+    def save(self, folder: Path, state: dict[str, Any] | None = None) -> Path:
+        self.trainer.save(Save(str(folder), state or {}))
         return folder
 
     def weights(self) -> Weights:
@@ -193,6 +205,12 @@ class Ranks:
             worker.send(Save(str(folder), state))
         assert self.inbox.take(self.workers[0], Saved).folder == str(folder)
 
+    def stop(self) -> None:
+        for worker in self.workers:
+            worker.send(Stop())
+        for worker in self.workers:
+            assert self.inbox.take(worker, Died).how == "ended with exit code 0"
+
     def weights(self) -> Weights:
         return read_store(self.store)
 
@@ -211,12 +229,16 @@ def ranks(
     with crew(tmp_path / "logs", num_ranks) as inbox:
         workers = []
         for rank in range(num_ranks):
-            setup = trainer_setup(
-                *(folder, config, ring, store),
+            setup = TrainerSetup(
+                config=config,
+                folder=str(folder),
+                tokenizer_folder=str(folder),
                 rank=rank,
                 num_ranks=num_ranks,
                 rendezvous=str(tmp_path / "rendezvous"),
                 placement=place,
+                ring=ring,
+                store=store,
                 is_resumed=resumed_at is not None,
                 version=FIRST_VERSION if resumed_at is None else resumed_at,
             )
