@@ -10,7 +10,7 @@ from typing import TypeVar
 from minirl.devices import Placement, vllm_environment
 from minirl.workers import Died, Fleet, Worker
 
-LIMIT_S = 120.0  # a hang is a failure, however slow the machine
+LIMIT_S = 300.0  # a hang is a failure, however slow the machine
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 TRAINER_PLACE = Placement("cpu", env=ONE_THREAD)
 ENGINE_PLACE = Placement("cpu", env={**ONE_THREAD, **vllm_environment("cpu")})
@@ -20,6 +20,13 @@ CUDA_TRAINER_PLACE = Placement("cuda", gpus=(FIRST_GPU,), env=ON_GPU)
 CUDA_ENGINE_PLACE = Placement("cuda", gpus=(FIRST_GPU,), env={**ON_GPU, **vllm_environment("cuda")})
 
 Message = TypeVar("Message")
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.002)
 
 
 class Inbox:

@@ -86,7 +86,7 @@ class Run:
             out, err = self.process.communicate(timeout=limit_s)
         finally:
             self.process.kill()
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + LONG_S
         while self.traces() and time.monotonic() < deadline:
             time.sleep(0.2)  # others' memory is orphaned for an instant too, as it comes and goes
         assert self.traces() == []

@@ -11,7 +11,7 @@ from crew import TRAINER_PLACE
 from pinned_crew import crew_of
 
 from minirl.config import Config
-from minirl.evaluation import EVAL_IDS, Evaluation, is_evaluation
+from minirl.evaluation import EVAL_IDS, Evaluation
 from minirl.launch import make_buffer
 from minirl.loop import Loop
 from minirl.records import Example, Prompt, StopReason, Trajectory
@@ -27,14 +27,6 @@ def evaluation(count: int) -> Evaluation:
 
 def answer(head: int, tail: int | None = None, stop: StopReason = StopReason.STOP) -> Trajectory:
     return Trajectory(0, 2, 1, stop, head, head if tail is None else tail)
-
-
-def test_its_groups_have_ids_and_cells_of_their_own() -> None:
-    run = evaluation(2)
-    assert run.group_ids == [EVAL_IDS, EVAL_IDS + 1]
-    assert all(is_evaluation(group_id) for group_id in run.group_ids)
-    assert not is_evaluation(EVAL_IDS - 1)
-    assert [run.cell(group_id) for group_id in run.group_ids] == [100, 101]
 
 
 def test_accuracy_is_the_mean_of_what_was_graded() -> None:

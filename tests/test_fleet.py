@@ -5,19 +5,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fleet_bodies
 import pytest
+from crew import LIMIT_S, wait_until
 from fleet_bodies import place
 
 from minirl import workers as fleet_module
 from minirl.shm.board import State
 from minirl.workers import LAST_WORDS_LINES, Died, Fleet, Role, Worker
-
-LONG_S = 60.0  # far more than anything here takes: only a hang comes to it
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def start(fleet: Fleet, body: str, setup: Any = None, **env: str) -> Worker:
 def hear(fleet: Fleet, count: int) -> list[tuple[Worker, Any]]:
     """The next messages, at least so many."""
     heard: list[tuple[Worker, Any]] = []
-    deadline = time.monotonic() + LONG_S
+    deadline = time.monotonic() + LIMIT_S
     while len(heard) < count:
         assert time.monotonic() < deadline, heard
         heard += fleet.hear(1.0)
@@ -44,13 +43,6 @@ def hear(fleet: Fleet, count: int) -> list[tuple[Worker, Any]]:
 
 def messages(fleet: Fleet, count: int) -> list[Any]:
     return [message for _, message in hear(fleet, count)]
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def is_there(pid: int) -> bool:

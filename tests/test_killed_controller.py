@@ -5,20 +5,18 @@ workers; the controller is a fork of this process, so that a life takes a second
 
 import os
 import signal
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from crew import LIMIT_S, wait_until
 from test_recovery import soon, stage, stage_config  # noqa: F401 (a fixture)
 
 from minirl.run_dir import read_lines
 from minirl.train.checkpoint import read_whole
 from tests.soak.controller_process import living, orphaned_memory
-
-LONG_S = 300.0  # only a hang comes to it
 
 
 def controller(folder: Path, **settings: Any) -> int:
@@ -37,13 +35,6 @@ def controller(folder: Path, **settings: Any) -> int:
         traceback.print_exc()
     finally:
         os._exit(code)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not is_so():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.002)
 
 
 @pytest.fixture
@@ -67,7 +58,7 @@ def goes_on(folder: Path, **settings: Any) -> None:
 
 
 def test_while_workers_start(tmp_path: Path, struck: Callable[[int], None]) -> None:
-    pid = controller(tmp_path, rollout={"start_s": LONG_S})
+    pid = controller(tmp_path, rollout={"start_s": LIMIT_S})
     wait_until(lambda: len(living(pid)) == 4)  # none of them has begun, one never will
     struck(pid)
     assert read_lines(tmp_path / "metrics.jsonl") == []
