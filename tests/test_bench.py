@@ -42,7 +42,7 @@ def test_a_figure_knows_whether_it_reached_its_goal() -> None:
     [
         ("tests.bench", ["wieghts"], 'bench = "wieghts": no such bench; one of weights, queue'),
         ("tests.bench", ["queue", "--json", "no/such/x.json"], "cannot be written (No such file"),
-        ("minirl.cli", ["bench", "x"], 'command = "bench": is no command any more; use py'),
+        ("minirl.cli", ["bench", "x"], "No such command 'bench'; use python -m tests.bench"),
     ],
 )
 def test_wrong_input_is_one_line(module: str, args: list[str], words: str) -> None:

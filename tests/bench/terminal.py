@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+FIXED_SIZE = ("COLUMNS", "LINES")  # of another terminal: rich would keep to them
 LIMIT_S = 180.0  # a hang is a failure, however slow the machine
 
 
@@ -21,6 +22,7 @@ class Terminal:
         self.resize(width, height)
         self.modes = self._modes()
         self.seen = b""
+        own = {name: value for name, value in os.environ.items() if name not in FIXED_SIZE}
         self.process = subprocess.Popen(
             command,
             stdin=self._theirs,
@@ -28,7 +30,7 @@ class Terminal:
             stderr=self._theirs,
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-            env={**os.environ, "TERM": "xterm-256color", **(env or {})},
+            env={**own, "TERM": "xterm-256color", **(env or {})},
         )
 
     def _modes(self) -> list[Any]:
