@@ -108,7 +108,7 @@ def braille(values: tuple[float, ...], height: int) -> tuple[list[str], float, f
 def sparkline(points: tuple[Point, ...], width: int) -> str:
     values = resample(points, width)
     top = max(values, default=0.0)
-    return "".join(BLOCKS[round(8 * max(0.0, v) / top)] if top > 0 else " " for v in values)
+    return "".join(BLOCKS[round(8 * (max(0.0, v) / top))] if top > 0 else " " for v in values)
 
 
 def bar(share: float, width: int) -> str:
