@@ -194,8 +194,9 @@ def body(status: Status, width: int, height: int, which: int) -> list[Line]:
     reward = plot("reward", status.curves.get("reward/mean", []), "{:.3f}", half, rows)
     accuracy = plot("held-out", status.curves.get("eval/accuracy", []), "{:.1%}", half, rows)
     lines += beside(rows, (reward, half), (accuracy, half))
-    ages = [*status.staleness[:4], sum(status.staleness[4:])]
-    counts = dict(zip(("0", "1", "2", "3", "older"), ages, strict=False))
+    newer, older = status.staleness[:4], status.staleness[4:]
+    counts = {str(age): count for age, count in enumerate(newer)}
+    counts |= {"older": sum(older)} if older else {}
     stale = bars(f"staleness, η {status.max_staleness}", counts, "{1:>5.0%}", quarter)
     slots = bars(f"{sum(status.slots.values())} slots", status.slots, "{0:>5}", quarter)
     lines += beside(6, (stale, quarter), (slots, quarter), (speed(status, rest), rest))
