@@ -186,6 +186,8 @@ def test_weights_that_are_not_finite_are_neither_published_nor_saved(
     published = rank.weights()
     name, parameter = next(iter(rank.trainer.policy.model.named_parameters()))
     rank.trainer.learner.optimizer.state[parameter]["exp_avg"][0, 0] = float("nan")
+    with pytest.raises(MinirlError, match="exp_avg of an optimizer is not finite, and was not"):
+        rank.save(tmp_path / "checkpoints" / "step-000001")
     batch = replace(fresh(data, step=2), version=FIRST_VERSION + 1)
     with pytest.raises(MinirlError, match=f"step 2: .*{name} is not finite after the update"):
         rank.train(batch)

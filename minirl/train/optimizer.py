@@ -125,6 +125,14 @@ class Replica:
         bad = (~norms.isfinite()).nonzero()
         return named[int(bad[0, 0])][0] if len(bad) else ""
 
+    def bad_state(self) -> str:
+        """The same of the optimizer's state: saved, it would spoil every resume."""
+        for state in self.optimizer.state.values():
+            for name, value in (state or {}).items():  # None: another rank's share
+                if torch.is_tensor(value) and not value.isfinite().all():
+                    return f"{name} of an optimizer"
+        return ""
+
     # -- state by name: what a pickle would hold, without the pickle
 
     def gather_state(self) -> None:

@@ -283,7 +283,8 @@ class Trainer:
         generators = self.generators()
         if self.setup.rank != 0:
             return
-        if bad := self.bad_weight():
+        states = (replica.bad_state() for replica in self.replicas)
+        if bad := self.bad_weight() or next(filter(None, states), ""):
             raise MinirlError(f"{bad} is not finite, and was not saved; {BAD_WEIGHTS}")
         source, folder = Path(self.setup.tokenizer_folder), Path(request.folder)
         checkpoint.save(folder, self.learner, self.critic, source, request.state, generators)
