@@ -23,6 +23,7 @@ class ControllerProcess:
         self.log = log
         self._memory = set(os.listdir("/dev/shm"))
         self.began = time.monotonic()
+        self.began_at = time.time()  # as status.json has it
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             # Through a pipe: what it prints comes here, whatever becomes of its files.

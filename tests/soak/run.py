@@ -115,7 +115,8 @@ class Run:
         if self.is_saving:
             return "save"
         seen = run_files.status(self.run_dir)
-        if seen is None or seen["pid"] != self.controller.pid or seen["state"] == "starting":
+        is_older = seen is not None and seen["time"] < self.controller.began_at
+        if seen is None or is_older or seen["state"] == "starting":
             return "start"
         every = self.config.eval.every
         lines = run_files.lines(self.run_dir, run_files.METRICS)
