@@ -43,6 +43,7 @@ from minirl.shm.tracer import TraceFile, Tracer
 
 LAST_WORDS_LINES = 12
 STOP_GRACE_S = 10.0
+STACKS_WAIT_S = 10.0  # a frozen worker never answers
 CAUSE_GRACE_S = 1.0  # a rank that is killed takes the others with it, and theirs may be heard first
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -118,6 +119,9 @@ class Worker:
         self.pipe, self.failure = pipe, None
         self._outbox.clear()
         self.num_starts += 1
+
+    def is_alive(self) -> bool:
+        return self.process is not None and bool(self.process.is_alive())
 
     @property
     def pid(self) -> int:
@@ -273,17 +277,23 @@ class Fleet:
 
     def stacks(self) -> str:
         """Every worker's Python stacks, through its log."""
-        sizes = {}
-        for worker in self.workers:
-            log = self.log_dir / f"{worker.name}.log"
-            sizes[log] = log.stat().st_size if log.is_file() else 0
-            is_listening = log.is_file()  # before it has a log, the signal would end it
-            if is_listening and worker.process is not None and worker.process.is_alive():
-                os.kill(worker.pid, signal.SIGUSR1)
-        time.sleep(1.0)  # the handlers write on their own
+        logs = {worker: self.log_dir / f"{worker.name}.log" for worker in self.workers}
+        start = {worker: _size(log) for worker, log in logs.items()}
+        asked = [worker for worker in self.workers if logs[worker].is_file() and worker.is_alive()]
+        for worker in asked:  # without a log there is no handler yet: the signal would kill it
+            os.kill(worker.pid, signal.SIGUSR1)
+        sizes: dict[Worker, int] = {}
+        deadline = time.monotonic() + STACKS_WAIT_S
+        while time.monotonic() < deadline:
+            before, sizes = sizes, {worker: _size(logs[worker]) for worker in asked}
+            if sizes == before and all(sizes[worker] > start[worker] for worker in asked):
+                break
+            time.sleep(0.25)
         parts = []
-        for log, size in sizes.items():
-            text = log.read_bytes()[size:].decode(errors="replace") if log.is_file() else ""
+        for worker, log in logs.items():
+            text = (
+                log.read_bytes()[start[worker] :].decode(errors="replace") if log.is_file() else ""
+            )
             parts.append(f"--- {log.stem}\n{text or '(no answer: frozen or gone)'}")
         return "\n".join(parts)
 
@@ -336,6 +346,10 @@ def graceful(stop: Callable[[str], None]) -> Iterator[list[int]]:
 
     with signals(handle):
         yield came
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
 
 
 def _kill_tree(process: Any) -> None:
