@@ -1,30 +1,31 @@
 """The buffer: which groups may run, and which are trained next (stage 4).
 
 Takes group tickets and finished groups, gives batches in which no trained token is staler than η.
-It is a pure data structure: no processes, no torch, and the time is handed in, so that a test can
+It is a pure data structure: no processes, no torch, and the time is passed in, so that a test can
 drive it through any history and the loop cannot disagree with the simulator. Every call costs the
 same however many groups there are: groups are kept by version, and few versions are alive.
 
     slots      (η+1)·B of them. A group holds one while it is running, ready or in training; it
-               comes back when the weights trained on it are *published*, or when the group is
-               dropped. So η = 0 is exactly synchronous.
-    pace       of the free slots only as many are given out as keep the trainer fed (pace.py).
+               comes back (`release`) after the weights trained on it are *published*, or when the
+               group is dropped. So η = 0 is exactly synchronous.
+    admission  of the free slots only as many are given out as keep the trainer fed (`Admission`).
     order      a batch takes ready groups oldest head version first.
     stragglers a group may still be too old when it is done:
                mask   train it; its tokens staler than η are masked out of the loss by the trainer.
                       A group with no token left to train is dropped.
                drop   abort it while it runs (`expired`) or leave it out when ready; count it.
                wait   the step waits for it, decided early enough: a batch may leave a group behind
-                      only if all outstanding groups can still be trained in time at B a step.
+                      only if all outstanding groups can still be trained in time at B per step.
     ledger     submitted = trained + dropped + in flight, at every moment, each drop with a reason.
-    going back a trainer that died goes on from older weights. They come under a new, higher number
+    rollback   a trainer that died restarts from older weights. They get a new, higher number
                (`republished_as`), chosen so that a token's staleness by number is never less than
                the updates that lie between its weights and the trainer's. Groups that this makes
-               too old are given up, and what was trained since counts as dropped.
+               too old are abandoned, and what was trained since counts as dropped.
 
-Leaves out: who runs a group (rollout/dispatch.py) and what a reward is (tasks/).
+Leaves out: which engine runs a group (rollout/dispatch.py) and what a reward is (tasks/).
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,29 +33,17 @@ from enum import StrEnum
 from itertools import islice
 from typing import NamedTuple
 
-from minirl.pace import Pace
-from minirl.records import Batch, Group
+from minirl.records import Batch, Drop, Group
+
+AUTO = -1.0  # buffer.target_staleness: as few groups in flight as keep the trainer fed
+STARVED = 0.01  # share of a step above which a wait for groups counts as starvation
+RELEASE = 0.1  # share of the left-over stock by which the margin shrinks at each step
 
 
 class OnStale(StrEnum):
     MASK = "mask"
     DROP = "drop"
     WAIT = "wait"
-
-
-class Drop(StrEnum):
-    """Why a group was dropped; each has a count, and a metric of its own."""
-
-    STALE = "stale"
-    REWARD_ERROR = "reward_error"
-    REWARD_TIMEOUT = "reward_timeout"
-    REPLY_ERROR = "reply_error"  # of a task with several turns
-    REPLY_TIMEOUT = "reply_timeout"
-    TOO_LONG = "too_long"  # the prompt is longer than tasks.max_prompt_tokens
-    REFUSED = "refused"  # the engine would not take the prompt
-    EQUAL_REWARDS = "equal_rewards"  # nothing to learn from it (DAPO's dynamic sampling)
-    TRUNCATED = "truncated"  # all its answers were cut, and cut answers are not trained
-    WORKER_DIED = "worker_died"  # its prompt is queued again under a new group id
 
 
 class Ticket(NamedTuple):
@@ -74,10 +63,6 @@ class Ledger:
     dropped: int
     in_flight: int
 
-    @property
-    def is_balanced(self) -> bool:
-        return self.submitted == self.trained + self.dropped + self.in_flight
-
 
 @dataclass(frozen=True)
 class History:
@@ -89,7 +74,7 @@ class History:
     drops: dict[str, int] = field(default_factory=dict)
 
 
-class Ready(NamedTuple):
+class ReadyGroup(NamedTuple):
     ticket: Ticket
     group: Group
     head: int
@@ -101,7 +86,7 @@ def republished_as(base: int, latest: int) -> int:
 
     A token of version v between the two was written v - base updates away from them, on a way that
     was given up: n - v is no less than that for every v ≤ latest from n = 2·latest - base on. By an
-    odd distance, so that they go into the store's other slot, which nobody is reading.
+    odd distance, so that they go into the store's other slot, which no engine reads.
     """
     distance = max(1, latest - base)
     return latest + distance + (distance + 1) % 2
@@ -138,8 +123,70 @@ class ByVersion:
         return Counter({version: len(ids) for version, ids in self._ids.items()})
 
 
+class Admission:
+    """How far generation may run ahead of the trainer (`buffer.target_staleness`), as a limit on
+    the groups in flight. When training is the bottleneck, slots alone would let every batch become
+    η old, so only as many groups are kept in flight as the trainer needs:
+
+        B in training  +  B · turn-around / step time under way  +  a margin
+
+    The second term is Little's law and at least one batch. The margin makes up for what the means
+    do not show: it grows when the trainer starves, and shrinks by what was left in stock after a
+    batch was taken. When generation is the bottleneck the trainer always starves, the margin grows,
+    and the limit is all slots: admission control never costs throughput.
+    """
+
+    def __init__(self, batch_size: int, num_slots: int, target_staleness: float = AUTO):
+        self._batch_size, self._num_slots = batch_size, num_slots
+        self._target = target_staleness
+        self._turnaround_s = 0.0
+        self._num_turnarounds = 0
+        self._step_s = 0.0
+        self._margin = 0.0
+
+    @property
+    def limit(self) -> int:
+        """Groups that may be running, ready or in training at once."""
+        if self._target != AUTO:
+            wanted = self._batch_size * (1 + self._target)
+        else:
+            wanted = self._needed + self._margin
+        return max(self._batch_size, min(self._num_slots, math.ceil(wanted)))
+
+    @property
+    def _needed(self) -> float:
+        ahead = self._turnaround_s / self._step_s if self._step_s else 1.0
+        return self._batch_size * (1 + max(1.0, ahead))
+
+    def group_took(self, seconds: float) -> None:
+        """From its admission until it was ready."""
+        self._num_turnarounds += 1
+        weight = 1 / min(self._num_turnarounds, self._batch_size)
+        self._turnaround_s += weight * (seconds - self._turnaround_s)
+
+    def step_took(self, seconds: float) -> None:
+        """From taking a batch until its version was published."""
+        weight = 0.3 if self._step_s else 1.0
+        self._step_s += weight * (seconds - self._step_s)
+
+    def batch_taken(self, starved_s: float, num_left: int) -> None:
+        """The trainer had starved for this long; this many groups were ready beyond B."""
+        if not self._step_s:  # the first batch is always waited for
+            return
+        starved = starved_s / self._step_s
+        if starved > STARVED:
+            self._margin += 1 + self._batch_size * min(1.0, starved)
+        else:
+            self._margin -= RELEASE * num_left
+        # Clamp the margin to the range in which it has an effect, so that it reacts at once when
+        # the bottleneck changes (no wind-up).
+        low, high = 2 * self._batch_size - self._needed, self._num_slots - self._needed
+        self._margin = min(max(self._margin, low), max(low, high))
+
+
 class Buffer:
-    """`now` is any clock's seconds; only differences count, and only for the pace."""
+    """`now` is any clock's seconds: only differences count, and only for admission control.
+    `target_staleness` None: every free slot may be taken."""
 
     def __init__(
         self,
@@ -147,18 +194,20 @@ class Buffer:
         max_staleness: int,
         on_stale: OnStale = OnStale.MASK,
         history: History | None = None,
-        pace: Pace | None = None,
+        target_staleness: float | None = None,
     ):
         self.batch_size, self.max_staleness, self.on_stale = batch_size, max_staleness, on_stale
-        self.pace = pace
         history = history or History()
         self.version = history.version
         self.num_slots = (max_staleness + 1) * batch_size
+        self.admission: Admission | None = None
+        if target_staleness is not None:
+            self.admission = Admission(batch_size, self.num_slots, target_staleness)
         self.drops: Counter[Drop] = Counter({Drop(k): n for k, n in history.drops.items()})
         self._free = deque(range(self.num_slots))
         self._running: dict[int, Ticket] = {}
         self._running_bounds = ByVersion()
-        self._ready: dict[int, Ready] = {}
+        self._ready: dict[int, ReadyGroup] = {}
         self._ready_heads, self._ready_tails = ByVersion(), ByVersion()
         self._training: list[Ticket] = []
         self._took_batch_s = 0.0
@@ -185,27 +234,24 @@ class Buffer:
     def num_in_flight(self) -> int:
         return len(self._running) + len(self._ready) + len(self._training)
 
-    @property
-    def room(self) -> int:
-        """Groups that may begin now: free slots, as far as the pace allows."""
-        if self.pace is None or not self._free:
-            return len(self._free)
-        return max(0, min(len(self._free), self.pace.limit - self.num_in_flight))
+    def num_to_admit(self, num_needed: int, oldest_served: int) -> int:
+        """How many groups may begin now: free slots, as far as admission control allows, of the
+        `num_needed` that the rest of the run takes (those in flight among them).
 
-    def num_to_begin(self, num_needed: int) -> int:
-        """The same, of groups that the run still needs, those in flight among them. At η = 0 a
-        round begins when the last has ended: what filters dropped is made up for in rounds."""
+        At η = 0 a round begins when the last has ended: what filters dropped is made up for in
+        rounds. Under `wait` there must also be time: a group that begins under older weights
+        (`oldest_served`: an evaluation pins them) may find all steps before its deadline taken.
+        """
         if not self.max_staleness and (self._running or self._training):
             return 0
-        return max(0, min(self.room, num_needed - self.num_in_flight))
-
-    def can_admit(self, head_bound: int) -> bool:
-        """Is there a slot, and under `wait` also the time? A group that begins under older weights
-        (an evaluation pins them) may find all the steps before its deadline taken."""
-        if self.on_stale is not OnStale.WAIT or not self._free:
-            return bool(self._free)
-        heads = self._ready_heads.counts() + Counter([head_bound])
-        return self._in_time(heads, self.version + bool(self._training))
+        limit = self.admission.limit if self.admission else self.num_slots
+        room = min(len(self._free), min(limit, num_needed) - self.num_in_flight)
+        if self.on_stale is not OnStale.WAIT:
+            return max(0, room)
+        heads, version = self._ready_heads.counts(), self.version + bool(self._training)
+        while room > 0 and not self._in_time(heads + Counter({oldest_served: room}), version):
+            room -= 1
+        return max(0, room)
 
     def admit(self, prompt_index: int, head_bound: int, now: float = 0.0) -> Ticket:
         """Takes a slot. `head_bound` is the version that the chosen worker serves, or soon will."""
@@ -216,29 +262,24 @@ class Buffer:
         self._running_bounds.add(head_bound, ticket.group_id)
         return ticket
 
-    @property
-    def next_id(self) -> int:
-        """The id that the next admitted group will have."""
-        return self._next_id
-
     # -- what becomes of a group
 
     def finish(self, group: Group, now: float = 0.0) -> None:
         """A running group is done and graded."""
         ticket = self._stop_running(group.id)
         head, newest = group.head_version, group.newest_version
-        self._ready[group.id] = Ready(ticket, group, head, newest)
+        self._ready[group.id] = ReadyGroup(ticket, group, head, newest)
         self._ready_heads.add(head, group.id)
         self._ready_tails.add(newest, group.id)
-        if self.pace is not None:
-            self.pace.group_took(now - ticket.admitted_s)
+        if self.admission is not None:
+            self.admission.group_took(now - ticket.admitted_s)
 
     def _stop_running(self, group_id: int) -> Ticket:
         ticket = self._running.pop(group_id)
         self._running_bounds.remove(ticket.head_bound, group_id)
         return ticket
 
-    def _take_ready(self, group_id: int) -> Ready:
+    def _take_ready(self, group_id: int) -> ReadyGroup:
         entry = self._ready.pop(group_id)
         self._ready_heads.remove(entry.head, group_id)
         self._ready_tails.remove(entry.newest, group_id)
@@ -287,9 +328,9 @@ class Buffer:
             return None
         entries = [self._take_ready(group_id) for group_id in chosen]
         self._training = [entry.ticket for entry in entries]
-        if self.pace is not None:
+        if self.admission is not None:
             since = now if self._starving_since_s is None else self._starving_since_s
-            self.pace.batch_taken(now - since, len(self._ready))
+            self.admission.batch_taken(now - since, len(self._ready))
         self._starving_since_s, self._took_batch_s = None, now
         groups = sorted((entry.group for entry in entries), key=lambda group: group.id)
         return Batch(step, self.version, tuple(groups))
@@ -322,33 +363,36 @@ class Buffer:
         return True
 
     def published(self, now: float = 0.0) -> list[Ticket]:
-        """The batch in training has become the next version: its slots come back."""
+        """The batch in training has become the next version. Its slots come back with `release`,
+        when nothing reads their cells any more."""
         done, self._training = self._training, []
-        self._free.extend(ticket.slot for ticket in done)
         self._trained += len(done)
         self.version += 1
-        if self.pace is not None:
-            self.pace.step_took(now - self._took_batch_s)
+        if self.admission is not None:
+            self.admission.step_took(now - self._took_batch_s)
         return done
+
+    def release(self, tickets: list[Ticket]) -> None:
+        self._free.extend(ticket.slot for ticket in tickets)
 
     def training_failed(self) -> list[Ticket]:
         """The batch in training was lost with its trainer: counted as dropped, slots come back."""
         lost, self._training = self._training, []
-        self._free.extend(ticket.slot for ticket in lost)
+        self.release(lost)
         self.drops[Drop.WORKER_DIED] += len(lost)
         return lost
 
     def rolled_back(self, version: int, num_untrained: int) -> list[int]:
-        """The trainer went back to weights that come again as `version`, and `num_untrained` groups
-        are no longer trained: they count as dropped. Gives the groups, running and ready, that are
-        too old now, for the caller to drop. The batch in training was given up before."""
+        """The trainer restarted from weights that are republished as `version`, and `num_untrained`
+        groups are no longer trained: they count as dropped. Gives the groups, running and ready,
+        that are too old now, for the caller to drop. `training_failed` comes before it."""
         assert not self._training and version >= self.version  # equal: before the first was out
         self._trained -= num_untrained
         self.drops[Drop.WORKER_DIED] += num_untrained
         self.version = version
         oldest = self._oldest_trainable
         if self.on_stale is OnStale.WAIT and not self._in_time(self._ready_heads.counts(), version):
-            oldest = version  # they cannot all be trained in time: none is begun with
+            oldest = version  # they cannot all be trained in time
         return self._ready_heads.older_than(oldest) + self._running_bounds.older_than(oldest)
 
     def is_ready(self, group_id: int) -> bool:

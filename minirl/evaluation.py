@@ -1,58 +1,91 @@
-"""Accuracy on held-out prompts while a run trains, by the same rollout path.
+"""One evaluation of one version: held-out prompts, by the same rollout path as training groups.
 
-Takes held-out prompts, gives requests for the rollout workers and, when all answers are graded, the
-mean reward with its interval. An evaluation is of one version, whatever the number of engines:
+Takes prompts and cells of the ring, gives what to ask next and, when all answers are graded, the
+mean reward with its interval. During training it is of one version, whatever the number of engines:
 
     1. It begins right after a publication, when no batch is in training: the newest version is v.
     2. Each engine that takes part loads v, if it does not serve it yet, pins it and says so. Until
        all have, the controller sends no batch, so v stays the newest: a step or two of an engine.
-    3. Then training goes on and publishes; each engine keeps v until its own share is answered.
-       It goes on with training groups too, in half of its places, under v: their tokens say so.
-    4. Where that fails (an engine died with prompts unanswered, or says another version), what is
-       left is heard to the end and thrown away, and the evaluation begins again at 1.
+    3. Then training continues and publishes; each engine keeps v until its own share is answered.
+       Training groups also run there, in half of its seats, under v: their tokens say so.
+    4. Where that fails (an engine died with prompts unanswered, or says another version), the
+       evaluation is void: the remaining answers are awaited and discarded, then it begins again.
+
+`minirl eval` has one version only: there the prompts of an engine that died are requeued, and a
+cell is reused when its answer was taken.
+
+Leaves out: sending, grading and deaths (groups.py).
 """
 
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from minirl.records import Prompt, StopReason, Trajectory
 from minirl.statistics import interval_of
 
-EVAL_IDS = 1 << 40  # group ids from here on are evaluation's
+
+@dataclass(frozen=True)
+class Ended:
+    """What came of one prompt."""
+
+    group_id: int
+    trajectory: Trajectory | None  # None: the engine refused the prompt, or gave it up
+    reward: float | None  # None: it failed, as `error` says. No verdict is not a 0
+    error: str = ""
+    text: str = ""
 
 
-def is_evaluation(group_id: int) -> bool:
-    return group_id >= EVAL_IDS
+@dataclass(frozen=True)
+class EvalResult:
+    """As evals.jsonl has it (metrics.py). Accuracy is None where no answer was graded."""
+
+    accuracy: float | None
+    low: float | None
+    high: float | None
+    count: int
+    failures: int
+    length_mean: float | None
+    truncated_frac: float | None
+
+
+@dataclass(frozen=True)
+class EvalAnswer:
+    prompt: object
+    reference: str
+    answer: str | None
+    reward: float | None
 
 
 @dataclass
 class Evaluation:
-    """One evaluation under way: each prompt is a group of one, in a ring cell of its own."""
+    """Each prompt is a group of one, told apart by its place among the prompts."""
 
-    prompts: list[Prompt]
-    first_cell: int
+    prompts: Sequence[Prompt]
+    cells: Sequence[int]
     step: int = 0  # training steps done when it began
-    is_given_up: bool = False  # a rollback took back the step whose version it evaluates
-    pinning: set[int] = field(default_factory=set)  # engines that have not pinned the version yet
-    version: int | None = None
-    rewards: dict[int, float] = field(default_factory=dict)
-    num_answered: int = 0
-    num_truncated: int = 0
-    num_written: int = 0  # tokens of the answers
-    num_failed: int = 0
-    num_lost: int = 0
+    seed: str = ""  # "": engines are not reseeded for it
+    is_requeued: bool = False  # prompts that an engine loses are asked again
+    is_cancelled: bool = False  # a rollback took back the step whose version it evaluates
     is_void: bool = False  # its answers are not all of one version
-    texts: dict[int, str] = field(default_factory=dict)
+    version: int | None = None
+    pinning: set[int] = field(default_factory=set)  # engines that have not pinned the version yet
+    seeded: set[int] = field(default_factory=set)  # engines that were reseeded
+    ended: dict[int, Ended] = field(default_factory=dict)  # by place
+    num_lost: int = 0
 
-    @property
-    def group_ids(self) -> list[int]:
-        return list(range(EVAL_IDS, EVAL_IDS + len(self.prompts)))
+    def __post_init__(self) -> None:
+        self._to_ask = deque(range(len(self.prompts)))
+        self._free = deque(self.cells)
+        self._cell_of: dict[int, int] = {}
+        self._untaken: list[int] = []
 
-    def prompt(self, group_id: int) -> Prompt:
-        return self.prompts[group_id - EVAL_IDS]
-
-    def cell(self, group_id: int) -> int:
-        return self.first_cell + group_id - EVAL_IDS
+    def next_to_ask(self) -> Iterator[tuple[int, int]]:
+        """Places of prompts, each with a free cell."""
+        while self._to_ask and self._free:
+            place = self._to_ask.popleft()
+            self._cell_of[place] = self._free.popleft()
+            yield place, self._cell_of[place]
 
     def pinned(self, engine: int, version: int) -> None:
         self.pinning.discard(engine)
@@ -60,55 +93,58 @@ class Evaluation:
 
     def saw(self, version: int) -> None:
         self.version = version if self.version is None else self.version
-        self.is_void |= version != self.version
+        self.is_void |= version != self.version and not self.is_requeued
 
-    def answered(self, trajectory: Trajectory) -> None:
-        self.saw(trajectory.head_version)
-        self.saw(trajectory.tail_version)
-        self.num_answered += 1
-        self.num_truncated += trajectory.stop is StopReason.LENGTH
-        self.num_written += trajectory.num_written
+    def end(self, place: int, ended: Ended) -> None:
+        self.ended[place] = ended
+        self._untaken.append(place)
 
-    def graded(self, group_id: int, reward: float) -> None:
-        self.rewards[group_id] = reward
+    def lost(self, place: int) -> None:
+        """Its engine died, and the weights with it, perhaps from the store too."""
+        if self.is_requeued:
+            self._free.append(self._cell_of.pop(place))
+            self._to_ask.append(place)
+        else:
+            self.num_lost += 1
+            self.is_void = True
 
-    def failed(self) -> None:
-        """No verdict is not a 0: the prompt is left out of the mean."""
-        self.num_failed += 1
-
-    def engine_died(self, engine: int, num_lost: int) -> None:
-        """Its weights are gone with it, and perhaps from the store too."""
-        self.pinning.discard(engine)
-        self.num_lost += num_lost
-        self.is_void |= num_lost > 0
+    def take_ended(self) -> Iterator[tuple[int, Ended]]:
+        """Those that ended since the last call; their cells are free afterwards."""
+        while self._untaken:
+            place = self._untaken.pop(0)
+            yield place, self.ended[place]
+            self._free.append(self._cell_of.pop(place))
 
     @property
     def is_done(self) -> bool:
-        return len(self.rewards) + self.num_failed + self.num_lost == len(self.prompts)
+        return len(self.ended) + self.num_lost == len(self.prompts)
 
     @property
-    def result(self) -> dict[str, float | None]:
-        """As evals.jsonl has it (metrics.py). Accuracy is None where no answer was graded."""
-        found = interval_of([(reward,) for reward in self.rewards.values()])
-        num = self.num_answered
-        return {
-            "accuracy": found.mean if found else None,
-            "low": found.low if found else None,
-            "high": found.high if found else None,
-            "count": len(self.rewards),
-            "failures": self.num_failed,
-            "length_mean": self.num_written / num if num else None,
-            "truncated_frac": self.num_truncated / num if num else None,
-        }
+    def num_failed(self) -> int:
+        return sum(ended.reward is None for ended in self.ended.values())
 
-    def answers(self, count: int) -> list[dict[str, Any]]:
+    @property
+    def result(self) -> EvalResult:
+        rewards = [e.reward for e in self.ended.values() if e.reward is not None]
+        written = [e.trajectory for e in self.ended.values() if e.trajectory is not None]
+        found, num = interval_of([(reward,) for reward in rewards]), len(written)
+        num_cut = sum(trajectory.stop is StopReason.LENGTH for trajectory in written)
+        return EvalResult(
+            accuracy=found.mean if found else None,
+            low=found.low if found else None,
+            high=found.high if found else None,
+            count=len(rewards),
+            failures=self.num_failed,
+            length_mean=sum(t.num_written for t in written) / num if num else None,
+            truncated_frac=num_cut / num if num else None,
+        )
+
+    def answers(self, count: int) -> list[EvalAnswer]:
         """To the same first prompts every time."""
-        return [
-            {
-                "prompt": self.prompt(group_id).example.prompt,
-                "reference": self.prompt(group_id).example.reference,
-                "answer": self.texts.get(group_id),
-                "reward": self.rewards.get(group_id),
-            }
-            for group_id in self.group_ids[:count]
-        ]
+        found = []
+        for place, prompt in enumerate(self.prompts[:count]):
+            ended = self.ended.get(place)
+            text = ended.text if ended and ended.reward is not None else None
+            example, reward = prompt.example, ended.reward if ended else None
+            found.append(EvalAnswer(example.prompt, example.reference, text, reward))
+        return found

@@ -20,7 +20,6 @@ from minirl.buffer import Buffer, History, OnStale
 from minirl.config import TINY, Config
 from minirl.errors import MinirlError, RecipeError
 from minirl.loop import Loop
-from minirl.pace import Pace
 from minirl.recipe import (
     Loaded,
     check_devices,
@@ -175,9 +174,9 @@ def _run(config: Config, job: Job, source: Path, start: Start, view: ConsoleView
         summary = log.summarise(is_whole, {**extra, **devices.describe(kind)})
         log.close()
         view.finished(summary, _try_next(job.recipe, run_dir, is_whole))
-        if loop.unsaved:
+        if loop.save_error:
             kept = log.last_checkpoint
-            log.problems.append(f"no checkpoint of the last step: {loop.unsaved}; {kept}")
+            log.problems.append(f"no checkpoint of the last step: {loop.save_error}; {kept}")
         if log.problems:
             raise MinirlError(f"not all could be written: {'; '.join(log.problems)}")
         return 0 if is_whole else INTERRUPTED
@@ -191,10 +190,8 @@ def _run(config: Config, job: Job, source: Path, start: Start, view: ConsoleView
 
 def make_buffer(config: Config, history: History | None = None) -> Buffer:
     size, eta = config.train.batch_size, config.buffer.max_staleness
-    pace = None
-    if not config.is_synchronous:
-        pace = Pace(size, config.num_slots, config.buffer.target_staleness)
-    return Buffer(size, eta, OnStale(config.buffer.on_stale), history, pace)
+    target = None if config.is_synchronous else config.buffer.target_staleness
+    return Buffer(size, eta, OnStale(config.buffer.on_stale), history, target)
 
 
 def _spawn(

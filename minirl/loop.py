@@ -8,77 +8,42 @@
 
 Each turn of the loop:
 
-    feed      while the buffer has slots, send prompts to the rollout workers
-    collect   receive what workers say: trajectories to grade, rewards, published versions, deaths
+    feed      while the buffer admits groups, send prompts to the rollout workers
+    collect   receive what workers say: trajectories, rewards, published versions, deaths
     learn     when the trainer is free and a batch is ready, send it
 
-The controller sends and hears only small descriptors; tokens and weights stay in shared memory.
+The controller sends and receives only small descriptors; tokens and weights stay in shared memory.
 At η = 0 the same loop is synchronous: a batch is fed only when nothing runs, and evaluations have
 the engines to themselves, so that one seed gives one run.
 
-Leaves out: the bound on staleness (buffer.py), what is done about workers that die or freeze
-(recovery.py, faults.py), who runs where (launch.py), the looks (console.py).
+Owns the step, the batch in training, and when to save and to evaluate. Leaves out: a group's life
+(groups.py), the bound on staleness (buffer.py), deaths and freezes (supervisor.py), which process
+runs where (launch.py).
 """
 
-import random
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict
 
-from minirl.buffer import Buffer, Drop, Ticket
+from minirl.buffer import Buffer
 from minirl.config import Config
-from minirl.conversations import Conversations
-from minirl.evaluation import Evaluation, is_evaluation
-from minirl.faults import RANKS, Faults
+from minirl.errors import MinirlError
+from minirl.evaluation import Evaluation
+from minirl.groups import FIRST_EVAL_ID, Groups, Sends
 from minirl.metrics import Guard
 from minirl.recipe import to_toml
-from minirl.records import Prompt, Trajectory
-from minirl.recovery import Recovery, Sampling
-from minirl.rollout.dispatch import Dispatcher
-from minirl.rollout.worker import (
-    Abort,
-    Finished,
-    Gone,
-    GroupRequest,
-    Pinned,
-    Started,
-    Submit,
-    TurnEnded,
-)
+from minirl.records import Batch, Prompt
+from minirl.rollout.dispatch import Speedometer
+from minirl.rollout.worker import Finished, Started
 from minirl.run_log import RunLog
-from minirl.shm.board import Total
-from minirl.tasks.grading import GradingQueue
+from minirl.supervisor import RANKS, Supervisor
 from minirl.tasks.prompts import PromptStream
-from minirl.tasks.rewards import filter_group
-from minirl.tasks.verifier import Ask, Grade, Graded, Replied
+from minirl.tasks.verifier import Graded, Replied
 from minirl.train.messages import Ready, Save, Saved, Train, Trained
-from minirl.workers import Died, Role, Worker, Workers
-
-LISTEN_S = 0.2  # how long a turn waits for news at most
-LEAST_BUSY_S = 0.5
+from minirl.workers import LISTEN_S, Died, Role, Worker, Workers
 
 
-class Speedometer:
-    """Tokens a second of each engine while it had something to do, since the last look."""
-
-    def __init__(self, workers: Workers, engines: list[Worker]):
-        self._board, self._rows = workers.board, [engine.row for engine in engines]
-        self._before = [self._look(row) for row in self._rows]
-
-    def _look(self, row: int) -> tuple[float, float]:
-        idle_s = self._board.total(row, Total.IDLE_S)
-        return self._board.total(row, Total.TOKENS), time.monotonic() - idle_s
-
-    def read(self) -> Iterator[tuple[int, float]]:
-        for engine, row in enumerate(self._rows):
-            (tokens, busy_s), before = self._look(row), self._before[engine]
-            if busy_s - before[1] > LEAST_BUSY_S:  # less says nothing
-                self._before[engine] = (tokens, busy_s)
-                yield engine, max(1.0, (tokens - before[0]) / (busy_s - before[1]))
-
-
-class Loop(Recovery):
+class Loop:
     def __init__(
         self,
         config: Config,
@@ -88,364 +53,192 @@ class Loop(Recovery):
         buffer: Buffer,
         log: RunLog,
     ):
-        super().__init__()
         self.config, self.workers, self.stream, self.heldout = config, workers, stream, heldout
         self.buffer, self.log = buffer, log
         self.engines, self.ranks = workers.of(Role.ROLLOUT), workers.of(Role.TRAIN)
-        self.verifiers = {worker.name: worker for worker in workers.of(Role.VERIFY)}
-        self.dispatcher = Dispatcher(len(self.engines), config.rollout.max_new_tokens)
-        self.speedometer = Speedometer(workers, self.engines)
-        self.grading = GradingQueue()
-        self.conversations = Conversations(
-            config, self.dispatcher, self.grading, in_step=config.is_synchronous
-        )
+        num_verifiers = len(workers.of(Role.VERIFY))
+        self.groups = Groups(config, stream, buffer, len(self.engines), num_verifiers, log.note)
+        self.supervisor = Supervisor(config, workers, self.groups, log, self)
+        self.speedometer = Speedometer(workers.board, [engine.row for engine in self.engines])
         self.guard = Guard(config.train.num_minibatches)
-        self.faults = Faults(config, workers, log)
         self.step = self.saved_step = log.step
-        self.has_begun = False  # all workers are up
-        self.is_interrupted = False  # set from outside: finish the step, save, end
-        self.wants_save = False  # set from outside: save a checkpoint when the trainer is free
-        self.up = set()  # engines and ranks that have started
-        self.sampling = {}
-        self.prompts: dict[int, Prompt] = {}  # of groups that are not trained or dropped yet
-        self.batch = None  # in training
-        self.evaluation = None
+        self.batch: Batch | None = None  # in training
+        self.is_saving = False
+        self.save_error = ""  # why the last checkpoint could not be written
+        self.saved_s = time.monotonic()
         self.evaluated_version = 0
         self.is_evaluation_due = False  # again, after the batch that is in training
-        self.is_saving = False
-        self.unsaved = ""  # why the last checkpoint could not be written
+        self.is_interrupted = False  # set from outside: finish the step, save, end
+        self.wants_save = False  # set from outside: save a checkpoint when the trainer is free
+        self.has_begun = False  # all workers are up
         self.has_finished = False
-        self.last_news = self.last_saved = time.monotonic()
-        self.awaits = ""
+        self.waiting_for = ""
 
     def run(self) -> None:
-        num_all = len(self.engines + self.ranks)
-        self.wait_for("workers to start", lambda: len(self.up) == num_all or self.is_interrupted)
-        if len(self.up) < num_all:
+        self.wait_for("workers to start", lambda: self.is_ready or self.is_interrupted)
+        if not self.is_ready:
             return  # interrupted: there is nothing to save
         self.has_begun = True
         self.log.begin()
         if self.log.wants_evaluation:
             self.start_evaluation()
-        while self.goes_on or not self.has_finished:  # again where a trainer goes back at the end
-            self.awaits = "groups and steps"
-            while self.goes_on:
+        while not self.has_finished:
+            self.waiting_for = "groups and steps"
+            while self.has_steps_left:
                 self.feed()
                 self.collect()
                 self.learn()
             self.finish()
 
     @property
-    def goes_on(self) -> bool:
+    def is_ready(self) -> bool:
+        return all(worker.is_ready for worker in self.engines + self.ranks)
+
+    @property
+    def has_steps_left(self) -> bool:
         return self.step < self.config.train.steps and not self.is_interrupted
 
     def finish(self) -> None:
-        """The checkpoint first: the last evaluation may take long, and is done again on resume."""
+        """Saves before the last evaluation: that may take long, and is repeated on resume."""
         self.wait_for("the running step", lambda: self.batch is None)
         if not self.is_interrupted:
-            self.wait_for("evaluation", lambda: self.evaluation is None)
-            if not self.goes_on and not self.log.is_evaluated(self.step):
+            self.wait_for("evaluation", lambda: self.groups.evaluation is None)
+            if not self.has_steps_left and not self.log.is_evaluated(self.step):
                 self.start_evaluation()
         if self.saved_step != self.step:
             self.save()
         self.wait_for("the checkpoint", lambda: not self.is_saving)
         if not self.is_interrupted:
-            self.wait_for("the last evaluation", lambda: self.evaluation is None)
-        self.has_finished = True
+            self.wait_for("the last evaluation", lambda: self.groups.evaluation is None)
+        self.has_finished = not self.has_steps_left  # else a rank died, and took steps back
 
     def wait_for(self, what: str, is_there: Callable[[], bool]) -> None:
         self.log.note(f"waiting for {what}")
-        self.awaits = what
+        self.waiting_for = what
         while not is_there():
             self.collect()
+
+    def send(self, sends: Sends) -> None:
+        for name, message in sends:
+            self.workers.named(name).send(message)
 
     # -- feed
 
     def feed(self) -> None:
-        """Begins as many groups as the buffer says, of those that the rest of the run needs."""
-        if self.config.is_synchronous and (self.evaluation or self.is_saving):
+        if self.config.is_synchronous and (self.groups.evaluation or self.is_saving):
             return
-        if not self.ranks_are_up:  # engines still serve weights that were given up
-            return
+        if not all(rank.is_ready for rank in self.ranks):
+            return  # after a rollback engines still serve weights that are superseded
         needed = (self.config.train.steps - self.step) * self.buffer.batch_size
-        requests: dict[int, list[GroupRequest]] = defaultdict(list)
-        oldest_served = min(self.version_served_by(i) for i in range(len(self.engines)))
-        for _ in range(self.buffer.num_to_begin(needed)):
-            if not self.buffer.can_admit(oldest_served):
-                break
-            prompt = self.stream.next()
-            if len(prompt.tokens) <= self.config.tasks.max_prompt_tokens:
-                engine, request = self.admit(prompt)
-                requests[engine].append(request)
-            else:
-                ticket = self.buffer.admit(prompt.index, self.buffer.version)
-                self.drop(ticket.group_id, Drop.TOO_LONG)
-        self.submit(requests)
+        self.send(self.groups.begin(needed, self.served(), self.step, time.monotonic()))
 
-    def submit(self, requests: dict[int, list[GroupRequest]]) -> None:
-        """One message an engine, so that a synchronous engine begins with all it will get."""
-        for engine, groups in requests.items():
-            self.engines[engine].send(Submit(tuple(groups), self.seed(engine, groups[0].group_id)))
-
-    def seed(self, engine: int, group_id: int) -> int | None:
-        """Fixed at η = 0, where a run can be repeated; elsewhere engines just go on drawing. By the
-        prompt, not by the group: a step that is done again has new groups of the same prompts."""
-        if not self.config.is_synchronous:
-            return None
-        first = group_id if is_evaluation(group_id) else self.prompts[group_id].index
-        return random.Random(f"{self.config.seed}/{self.step}/{first}/{engine}").getrandbits(31)
-
-    @property
-    def ranks_are_up(self) -> bool:
-        return all(rank.name in self.up for rank in self.ranks)
-
-    def admit(self, prompt: Prompt) -> tuple[int, GroupRequest]:
-        size = self.config.rollout.group_size
-        engine = self.dispatcher.assign(self.buffer.next_id, size)
-        bound = self.version_served_by(engine)
-        ticket = self.buffer.admit(prompt.index, bound, time.monotonic())
-        self.prompts[ticket.group_id] = prompt
-        self.sampling[ticket.group_id] = Sampling(engine, prompt, {})
-        cells = tuple(range(ticket.slot * size, (ticket.slot + 1) * size))
-        return engine, GroupRequest(ticket.group_id, prompt.tokens, cells)
-
-    def version_served_by(self, engine: int) -> int:
-        """New groups begin under the newest weights, except where an evaluation pins older ones."""
-        served = self.workers.board.row(self.engines[engine].row).version
-        if self.evaluation is None or served < 0:
-            return self.buffer.version
-        return min(served, self.buffer.version)
+    def served(self) -> list[int]:
+        """Each engine begins groups under the newest weights, unless an evaluation pins older."""
+        newest = self.buffer.version
+        if self.groups.evaluation is None:
+            return [newest] * len(self.engines)
+        versions = [self.workers.board.row(engine.row).version for engine in self.engines]
+        return [newest if version < 0 else min(version, newest) for version in versions]
 
     # -- collect
 
     def collect(self) -> None:
         for worker, message in self.workers.receive(LISTEN_S):
-            self.last_news = time.monotonic()
-            match message:
-                case Started() | Ready():
-                    self.up.add(worker.name)
-                case Finished():
-                    self.faults.restarts.proved(worker.name)
-                    for group_id, place, trajectory in message.trajectories:
-                        self.on_trajectory(group_id, place, trajectory)
-                case TurnEnded():
-                    for group_id, place, trajectory in message.trajectories:
-                        self.on_turn(group_id, place, trajectory)
-                case Pinned():
-                    if self.evaluation is not None:
-                        self.evaluation.pinned(worker.rank, message.version)
-                case Gone():
-                    self.on_gone(message)
-                case Graded():
-                    self.on_graded(worker, message)
-                case Replied():
-                    self.on_reply(worker, message)
-                case Trained():
-                    self.on_trained(message)
-                case Saved():
-                    self.on_saved(message)
-                case Died():
-                    self.on_death(worker, message)
-        for engine, replies in self.conversations.outgoing():
-            self.engines[engine].send(replies)
-        for name, request in self.grading.assign(self.verifiers):
-            self.verifiers[name].send(request)
-        self.watch()
+            self.supervisor.received()
+            self.send(self.handle(worker, message))
+        self.send(self.supervisor.check())
+        if (ended := self.groups.take_evaluation()) is not None:
+            self.on_evaluated(ended)
 
-    def on_trajectory(self, group_id: int, place: int, trajectory: Trajectory) -> None:
-        self.dispatcher.trajectory_done(group_id, trajectory.num_written)
-        if is_evaluation(group_id):
-            assert self.evaluation is not None
-            self.evaluation.answered(trajectory)
-            prompt = self.evaluation.prompt(group_id)
-            self.grading.add(Grade(group_id, prompt.example, (trajectory,)))
-            return
-        group = self.sampling[group_id]
-        group.done[place] = trajectory
-        if len(group.done) == self.config.rollout.group_size and not group.is_aborting:
-            del self.sampling[group_id]
-            in_order = tuple(group.done[i] for i in range(len(group.done)))
-            limit = self.config.tasks.max_failures
-            self.grading.add(Grade(group_id, group.prompt.example, in_order, limit))
-
-    def on_turn(self, group_id: int, place: int, trajectory: Trajectory) -> None:
-        if is_evaluation(group_id):
-            assert self.evaluation is not None
-            example = self.evaluation.prompt(group_id).example
-        elif self.sampling[group_id].is_aborting:
-            return
-        else:
-            example = self.sampling[group_id].prompt.example
-        self.conversations.ask(group_id, place, example, trajectory)
-
-    def on_reply(self, verifier: Worker, replied: Replied) -> None:
-        self.faults.restarts.proved(verifier.name)
-        request = self.grading.done(verifier.name)
-        assert isinstance(request, Ask) and request.group_id == replied.group_id
-        if replied.error:
-            self.reply_failed(request, Drop.REPLY_ERROR, replied.error)
-        elif self.conversations.is_awaited(request):
-            ended = self.conversations.reply(request, replied.tokens)
-            if ended is not None:
-                self.on_trajectory(request.group_id, request.place, ended)
-
-    def reply_failed(self, request: Ask, reason: Drop, why: str) -> None:
-        """Its group is dropped when the engine has let go of it (`on_gone`)."""
-        group_id, engine = request.group_id, self.dispatcher.worker_of(request.group_id)
-        group = self.sampling.get(group_id)  # none: an evaluation's
-        if not self.conversations.is_awaited(request) or (group and group.is_aborting):
-            return
-        self.log.note(f"no reply for group {group_id} ({reason}): {why}")
-        self.conversations.forget(group_id)
-        if group is not None:
-            group.is_aborting, group.why = True, reason
-        assert engine is not None
-        self.engines[engine].send(Abort(group_id))
-
-    def on_gone(self, gone: Gone) -> None:
-        """An engine gave a group up: because it was asked to, or because it would not take it."""
-        self.dispatcher.forget(gone.group_id)
-        self.conversations.forget(gone.group_id)
-        if is_evaluation(gone.group_id):
-            assert self.evaluation is not None
-            self.evaluation.failed()
-            self.end_evaluation_when_done()
-        else:
-            group = self.sampling.pop(gone.group_id, None)
-            if group is None:
-                return  # a refusal and an abort have crossed: it was told before
-            self.drop(gone.group_id, Drop.REFUSED if gone.why else group.why)
-        if gone.why:
-            self.log.note(f"the engine refused group {gone.group_id}: {gone.why}")
-
-    def on_graded(self, verifier: Worker, graded: Graded) -> None:
-        self.faults.restarts.proved(verifier.name)
-        request = self.grading.done(verifier.name)
-        assert isinstance(request, Grade) and request.group_id == graded.group_id
-        if not graded.rewards:
-            self.no_reward(request, Drop.REWARD_ERROR, graded.error)
-        elif is_evaluation(request.group_id):
-            assert self.evaluation is not None
-            assert graded.rewards[0] is not None
-            self.evaluation.texts[request.group_id] = graded.texts[0]
-            self.evaluation.graded(request.group_id, graded.rewards[0])
-            self.end_evaluation_when_done()
-        else:
-            self.on_rewards(request, graded)
-
-    def on_rewards(self, request: Grade, graded: Graded) -> None:
-        if request.group_id in self.given_up:
-            self.drop(request.group_id, Drop.WORKER_DIED)
-            return
-        prompt = self.prompts[request.group_id]
-        ticket = (request.group_id, prompt.index)
-        group = filter_group(self.config, ticket, request.trajectories, graded.rewards)
-        if isinstance(group, Drop):
-            self.drop(request.group_id, group)
-            return
-        pairs = zip(graded.texts, graded.rewards, strict=True)
-        texts = tuple(text for text, reward in pairs if reward is not None)
-        self.log.keep_texts(request.group_id, prompt, texts)
-        self.buffer.finish(group, time.monotonic())
-
-    def reward_failed(self, request: Grade | Ask, place: int, reason: Drop, why: str) -> None:
-        """One reward took its verifier down: the rest is graded again, if one more may fail."""
-        if isinstance(request, Ask):
-            is_late = reason is Drop.REWARD_TIMEOUT
-            self.reply_failed(request, Drop.REPLY_TIMEOUT if is_late else Drop.REPLY_ERROR, why)
-            return
-        skip = (*request.skip, place)
-        if len(skip) > request.max_failures:
-            self.no_reward(request, reason, why)
-        else:
-            self.log.note(f"no reward for one answer of group {request.group_id}: {why}")
-            self.grading.add(replace(request, skip=skip))
-
-    def no_reward(self, request: Grade, reason: Drop, why: str) -> None:
-        """Rule 7: a verifier that fails is never a reward of 0."""
-        self.log.note(f"no reward for group {request.group_id} ({reason}): {why}")
-        if is_evaluation(request.group_id):
-            assert self.evaluation is not None
-            self.evaluation.failed()
-            self.end_evaluation_when_done()
-        else:
-            self.drop(request.group_id, reason)
-
-    def drop(self, group_id: int, reason: Drop) -> None:
-        """For good, unless a fault did it: then the prompt is given again under a new group id."""
-        if group_id in self.given_up:
-            reason = Drop.WORKER_DIED
-        self.forget(self.buffer.drop(group_id, reason), is_lost=reason is Drop.WORKER_DIED)
-
-    def forget(self, ticket: Ticket, is_lost: bool = False) -> None:
-        self.prompts.pop(ticket.group_id, None)
-        self.given_up.discard(ticket.group_id)
-        self.tried_again.discard(ticket.group_id)
-        self.log.forget_texts(ticket.group_id)
-        if is_lost:
-            self.stream.put_back(ticket.prompt_index)
-        else:
-            self.stream.consumed.add(ticket.prompt_index)
+    def handle(self, worker: Worker, message: object) -> Sends:
+        match message:
+            case Started() | Ready():
+                worker.is_ready = True
+            case Trained():
+                self.on_trained(message)
+            case Saved():
+                self.on_saved(message)
+            case Died():
+                return self.supervisor.on_death(worker, message)
+            case _:
+                if isinstance(message, Finished | Graded | Replied):
+                    self.supervisor.restarts.reset(worker.name)
+                return self.groups.handle(worker.rank, message, time.monotonic())
+        return []
 
     # -- learn
 
     def learn(self) -> None:
-        for group_id in self.buffer.expired():
-            group = self.sampling.get(group_id)  # none: it is being graded and will be ready soon
-            if group is not None and not group.is_aborting:
-                group.is_aborting = True
-                self.engines[group.engine].send(Abort(group_id))
-        is_busy = self.batch is not None or self.is_saving or not self.ranks_are_up
-        if is_busy or self.step >= self.config.train.steps:
+        self.send(self.groups.expire())
+        is_busy = self.batch is not None or self.is_saving or not self.has_steps_left
+        if is_busy or not all(rank.is_ready for rank in self.ranks):
             return
-        if self.evaluation is not None and self.evaluation.pinning:
+        if self.groups.evaluation is not None and self.groups.evaluation.pinning:
             return  # its version must stay the newest until every engine has it
         if self.wants_save:
             self.save()
             return
-        for ticket in self.buffer.take_untrainable():
-            self.forget(ticket)
-        self.batch = self.buffer.next_batch(self.step + 1, time.monotonic())
+        self.batch = self.groups.next_batch(self.step + 1, time.monotonic())
         if self.batch is not None:
             for rank in self.ranks:
                 rank.send(Train(self.batch))
 
     def on_trained(self, trained: Trained) -> None:
+        """In this order: what reads cells of the batch comes before their slots are released."""
         assert self.batch is not None
         batch, self.batch = self.batch, None
+        self.check_version(trained)
         self.step += 1
-        if not self.config.is_synchronous:  # where what is measured must not decide what is done
-            for engine, tokens_per_s in self.speedometer.read():
-                self.dispatcher.measured(engine, tokens_per_s)
-        is_last = self.step == self.config.train.steps
-        self.faults.stepped(self.step)
-        tickets = self.buffer.published(time.monotonic())
-        self.since_saved.append((self.step, tickets))
+        self.supervisor.stepped(self.step)
+        self.groups.published(self.step, time.monotonic())
+        self.record(batch, trained)
+        self.groups.release()
+        self.measure_engines()
+        if self.step < self.config.train.steps:
+            self.evaluate_and_save_if_due()
+
+    def check_version(self, trained: Trained) -> None:
+        expected = self.buffer.version + 1
+        if trained.version != expected:
+            raise MinirlError(
+                f"step {self.step + 1}: the trainer published version {trained.version}, and the "
+                f"buffer expects {expected}: staleness would be counted wrongly; this is a bug"
+            )
+
+    def record(self, batch: Batch, trained: Trained) -> None:
+        """Writes the step down; raises where a guard stops the run."""
         breaches = self.guard.judge(trained.values)
-        self.log.trained(self.step, batch, trained, self.buffer, breaches)
-        for ticket in tickets:
-            self.forget(ticket)
+        self.log.trained(self.step, batch, trained, self.buffer, breaches, self.groups.states)
         self.log.check(self.step, batch, trained, breaches)
+
+    def measure_engines(self) -> None:
+        if not self.config.is_synchronous:  # there no measurement may decide what is done
+            for engine, tokens_per_s in self.speedometer.read():
+                self.groups.dispatcher.measured(engine, tokens_per_s)
+
+    def evaluate_and_save_if_due(self) -> None:
         every = self.config.eval.every
         is_due = self.is_evaluation_due or (every and self.step % every == 0)
-        if is_due and not is_last and self.evaluation is None:
+        if is_due and self.groups.evaluation is None:
             self.start_evaluation()
         every, every_s = self.config.checkpoint.every, self.config.checkpoint.every_s
-        is_long_ago = 0 < every_s < time.monotonic() - self.last_saved
-        if ((every and self.step % every == 0) or is_long_ago) and not is_last:
+        is_long_ago = 0 < every_s < time.monotonic() - self.saved_s
+        if (every and self.step % every == 0) or is_long_ago:
             self.save()
+
+    # -- checkpoints
 
     def save(self) -> None:
         """Only the trainer stands still for it. What is evaluated now is evaluated again on resume,
-        and what is in flight is not consumed: its prompts come again."""
+        and what is in flight is not consumed: its prompts are requeued."""
         self.is_saving, self.wants_save = True, False
         state = {
             "step": self.step,
             "history": asdict(self.buffer.history),
             "consumed_below": self.stream.consumed.below,
             "consumed_above": sorted(self.stream.consumed.above),
-            "in_flight": sorted([p.index for p in self.prompts.values()] + self.stream.waiting),
-            "evaluating": self.evaluated_version if self.evaluation else None,
+            "in_flight": self.groups.prompts_in_flight,
+            "evaluating": self.evaluated_version if self.groups.evaluation else None,
             "totals": self.log.state(),
             "recipe": to_toml(self.config),
         }
@@ -454,48 +247,82 @@ class Loop(Recovery):
             rank.send(Save(str(folder), state, tuple(self.log.accuracies)))
 
     def on_saved(self, saved: Saved) -> None:
-        """A checkpoint that could not be written costs nothing: the one before it stays, and the
-        next save tries again."""
-        self.is_saving, self.unsaved, self.last_saved = False, saved.error, time.monotonic()
+        """A checkpoint that could not be written costs nothing: the last one stays, and the next
+        save retries."""
+        self.is_saving, self.save_error, self.saved_s = False, saved.error, time.monotonic()
         if saved.error:
             kept = self.log.last_checkpoint
             self.log.note(f"no checkpoint of step {self.step}: {saved.error}; {kept}")
         else:
-            self.saved_step, self.since_saved = self.step, []
-            self.faults.restarts.proved(RANKS)
+            self.saved_step = self.step
+            self.groups.saved()
+            self.supervisor.restarts.reset(RANKS)
             self.log.note(f"saved {saved.folder}")
 
     # -- evaluation
 
     def start_evaluation(self) -> None:
-        """Of the newest version, by the engines that are up. evaluate.py says why it is one."""
+        """Of the newest version, by the engines that are up (evaluation.py)."""
         assert self.batch is None, "a version may be published at any moment"
         self.is_evaluation_due, self.evaluated_version = False, self.buffer.version
-        size = self.config.rollout.group_size
-        first_cell = self.buffer.num_slots * size
-        self.evaluation = Evaluation(self.heldout, first_cell, self.step)
-        up = [i for i, engine in enumerate(self.engines) if engine.name in self.up]
-        requests: dict[int, list[GroupRequest]] = defaultdict(list)
-        for group_id in self.evaluation.group_ids:
-            prompt, cell = self.evaluation.prompt(group_id), self.evaluation.cell(group_id)
-            engine = self.dispatcher.assign(group_id, 1, among=up)
-            requests[engine].append(GroupRequest(group_id, prompt.tokens, (cell,), is_eval=True))
-        self.evaluation.pinning |= requests.keys()
-        self.submit(requests)
+        first_cell = self.buffer.num_slots * self.config.rollout.group_size
+        cells = range(first_cell, first_cell + len(self.heldout))
+        is_seeded = self.config.is_synchronous
+        seed = f"{self.config.seed}/{self.step}/{FIRST_EVAL_ID}" if is_seeded else ""
+        evaluation = Evaluation(self.heldout, cells, self.step, seed)
+        up = [engine.rank for engine in self.engines if engine.is_ready]
+        self.send(self.groups.evaluate(evaluation, among=up))
 
-    def end_evaluation_when_done(self) -> None:
-        assert self.evaluation is not None
-        if not self.evaluation.is_done:
-            return
-        ended, self.evaluation = self.evaluation, None
-        if ended.is_given_up:
-            self.log.note(f"an evaluation was of version {ended.version}, which was given up")
-            return
-        if not ended.is_void:
+    def on_evaluated(self, ended: Evaluation) -> None:
+        if ended.is_cancelled:
+            self.log.note(f"the evaluation of version {ended.version} was cancelled by a rollback")
+        elif not ended.is_void:
             self.log.evaluated(ended)
-            return
-        self.log.note("the evaluation was not of one version, since a worker died: once more")
-        if self.batch is None:
-            self.start_evaluation()
         else:
-            self.is_evaluation_due = True
+            self.log.note("the evaluation was not of one version, since a worker died: retrying")
+            if self.batch is None:
+                self.start_evaluation()
+            else:
+                self.is_evaluation_due = True
+
+    # -- what the supervisor asks
+
+    def roll_back(self, delay_s: float) -> Sends:
+        """The ranks restart from the last checkpoint; generation continues."""
+        back = self.supervisor.restart_ranks(self.step, delay_s)
+        sends = self.groups.roll_back(back.step, back.version)
+        num_kept = self.buffer.num_in_flight - self.groups.num_abandoned
+        self.log.note(
+            f"rollback from step {self.step} to {back.step}: its weights are version "
+            f"{back.version} now; {num_kept} groups are kept"
+        )
+        self.log.roll_back(self.step, back.step, back.state)
+        self.step = self.saved_step = back.step
+        self.batch, self.is_saving = None, False
+        return sends
+
+    def keep_batch(self, worker: Worker, why: str) -> str:
+        """Where an engine does not run the weights that it should (rule 6), or a step spoiled the
+        trainer's: the batch in training, if there is one, and the weights that it began with."""
+        if self.batch is None and (worker.role is not Role.ROLLOUT or not self.step):
+            return ""
+        batch = self.batch or Batch(self.step, self.buffer.version, ())
+        return self.log.save_bad(batch, batch.version, why)
+
+    def stall_facts(self) -> dict[str, object]:
+        """What is where: for a person who must find out why nothing moves."""
+        buffer, ledger = self.buffer, self.buffer.ledger
+        trains = f"trains step {self.batch.step}" if self.batch else "has no batch"
+        starting = [w.name for w in self.engines + self.ranks if not w.is_ready]
+        num_training = ledger.in_flight - buffer.num_running - buffer.num_ready
+        return {
+            "controller": f"step {self.step}, waiting for {self.waiting_for}",
+            "slots": f"{buffer.num_running} running, {buffer.num_ready} ready, "
+            f"{num_training} in training, {buffer.num_free} free of {buffer.num_slots}; "
+            f"{self.groups.num_abandoned} abandoned",
+            "ledger": ", ".join(f"{name} {count}" for name, count in asdict(ledger).items()),
+            "grading": f"{len(self.groups.queue)} groups wait or are graded",
+            "trainer": "saving" if self.is_saving else trains,
+            "evaluation": "under way" if self.groups.evaluation else "none",
+            "starting": ", ".join(starting) or "no worker",
+        }

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from minirl.buffer import Drop
+from minirl.records import Drop
 
 
 @dataclass(frozen=True)

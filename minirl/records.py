@@ -17,7 +17,7 @@ Glossary
 """
 
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 
@@ -26,6 +26,21 @@ class StopReason(IntEnum):
 
     STOP = 0  # the model ended its answer
     LENGTH = 1  # cut at rollout.max_new_tokens, or at rollout.max_turns
+
+
+class Drop(StrEnum):
+    """Why a group was dropped; each has a count, and a metric of its own."""
+
+    STALE = "stale"
+    REWARD_ERROR = "reward_error"
+    REWARD_TIMEOUT = "reward_timeout"
+    REPLY_ERROR = "reply_error"  # of a task with several turns
+    REPLY_TIMEOUT = "reply_timeout"
+    TOO_LONG = "too_long"  # the prompt is longer than tasks.max_prompt_tokens
+    REFUSED = "refused"  # the engine would not take the prompt
+    EQUAL_REWARDS = "equal_rewards"  # nothing to learn from it (DAPO's dynamic sampling)
+    TRUNCATED = "truncated"  # all its answers were cut, and cut answers are not trained
+    WORKER_DIED = "worker_died"  # its prompt is queued again under a new group id
 
 
 @dataclass(frozen=True)

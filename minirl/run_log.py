@@ -8,6 +8,7 @@ the end of the run is named in `problems`.
 import json
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
@@ -19,8 +20,9 @@ from minirl.buffer import Buffer
 from minirl.config import Config
 from minirl.errors import MinirlError
 from minirl.evaluation import Evaluation
+from minirl.groups import GroupState
 from minirl.metrics import DROPPED, Breach, metrics_line
-from minirl.records import Batch, Group, Prompt, StopReason, Trajectory
+from minirl.records import Batch, Group, StopReason, Trajectory
 from minirl.run_dir import JsonLines, Line, read_lines, write_text
 from minirl.shm.board import Total
 from minirl.tasks.rewards import overlong_penalty
@@ -115,7 +117,6 @@ class RunLog:
         self.totals = totals or RunTotals()
         self._seconds_before, self.began = self.totals.seconds, time.monotonic()
         self.problems: list[str] = []  # what is missing when the run ends
-        self._texts: dict[int, tuple[Prompt, tuple[str, ...]]] = {}
         self.recent_samples: deque[Line] = deque(maxlen=NUM_SHOWN_SAMPLES)
         self.recent_ages: deque[tuple[int, ...]] = deque(maxlen=NUM_SHOWN_STEPS)
         self._cancel_after(step)
@@ -150,11 +151,14 @@ class RunLog:
             file.sync()
         return {**asdict(self.totals), "seconds": self.seconds}
 
-    def roll_back(self, step: int, state: Line | None) -> None:
-        """The trainer starts again from the checkpoint of `step`, whose state this is."""
+    def replaced(self, num_workers: int) -> None:
+        self.totals.workers_replaced += num_workers
+
+    def roll_back(self, reached: int, step: int, state: Line | None) -> None:
+        """The trainer restarts from the checkpoint of `step`, whose state this is."""
         before, self.totals = self.totals, RunTotals.of(state)
         self.totals.workers_replaced = before.workers_replaced
-        self.totals.steps_redone = before.steps_redone
+        self.totals.steps_redone = before.steps_redone + reached - step
         self._cancel_after(step)
 
     def _cancel_after(self, step: int) -> None:
@@ -174,14 +178,14 @@ class RunLog:
         if file.error and not had_failed:
             self.note(f"{name}.jsonl cannot be written ({file.error}): its lines wait in memory")
 
-    def keep_texts(self, group_id: int, prompt: Prompt, texts: tuple[str, ...]) -> None:
-        self._texts[group_id] = (prompt, texts)
-
-    def forget_texts(self, group_id: int) -> None:
-        self._texts.pop(group_id, None)
-
     def trained(
-        self, step: int, batch: Batch, trained: Trained, buffer: Buffer, breaches: list[Breach]
+        self,
+        step: int,
+        batch: Batch,
+        trained: Trained,
+        buffer: Buffer,
+        breaches: list[Breach],
+        states: Mapping[int, GroupState],
     ) -> None:
         """While the batch's ring cells are still its own."""
         trajectories = [t for group in batch.groups for t in group.trajectories]
@@ -208,7 +212,7 @@ class RunLog:
         self._write("metrics", line)
         groups = [_group_line(group) for group in batch.groups]
         self._write("batches", {"step": step, "version": batch.version, "groups": groups})
-        self._write_samples(step, batch, trained)
+        self._write_samples(step, batch, trained, states)
         if self._saver is not None and (problem := self._saver.record(batch, line)):
             self.note(problem)
         self.view.step(line)
@@ -228,10 +232,12 @@ class RunLog:
             "rollout/truncated_frac": fmean(t.stop is StopReason.LENGTH for t in trajectories),
         }
 
-    def _write_samples(self, step: int, batch: Batch, trained: Trained) -> None:
+    def _write_samples(
+        self, step: int, batch: Batch, trained: Trained, states: Mapping[int, GroupState]
+    ) -> None:
         groups = batch.groups[: self.config.log.samples]
         for group, shown in zip_longest(groups, trained.samples[: len(groups)]):
-            prompt, texts = self._texts[group.id]
+            prompt, texts = states[group.id].prompt, states[group.id].texts
             first = group.trajectories[0]
             sample = {
                 "step": step,
@@ -288,8 +294,8 @@ class RunLog:
             "step": evaluation.step,
             "version": -1 if evaluation.version is None else evaluation.version,
             "seconds": round(self.seconds, 3),
-            **evaluation.result,
-            "answers": evaluation.answers(self.config.log.samples),
+            **asdict(evaluation.result),
+            "answers": [asdict(answer) for answer in evaluation.answers(self.config.log.samples)],
         }
         self.evals.append(line)
         self._write("evals", line)

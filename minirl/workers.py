@@ -88,6 +88,7 @@ class Worker:
         self.body, self.setup, self.placement = body, setup, place
         self.name = f"{role}-{rank}"
         self.num_starts = 0
+        self.is_ready = False  # it has said so
         self.process: Any = None
         self.pipe: Connection
         self.failure: Failed | None = None
@@ -116,7 +117,7 @@ class Worker:
 
     def connect(self, pipe: Connection) -> None:
         """A new process begins with an empty record."""
-        self.pipe, self.failure = pipe, None
+        self.pipe, self.failure, self.is_ready = pipe, None, False
         self._outbox.clear()
         self.num_starts += 1
 
@@ -142,6 +143,9 @@ class Workers:
 
     def of(self, role: Role) -> list[Worker]:
         return [worker for worker in self.all if worker.role is role]
+
+    def named(self, name: str) -> Worker:
+        return next(worker for worker in self.all if worker.name == name)
 
     def spawn(self, role: Role, rank: int, body: str, setup: Any, place: Placement) -> Worker:
         worker = Worker(role, rank, len(self.all), body, setup, place)

@@ -1,16 +1,17 @@
-"""The buffer by example: what is trained, held back or given up, and what the pace hears of it.
+"""The buffer by example: what is trained, held back or abandoned, and admission control.
 
 The rules that hold at every moment (staleness, ledger, slots, no deadlock, rollback and resume) are
 proved over random histories in test_buffer_histories.py.
 """
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minirl.buffer import Buffer, Drop, Ledger, OnStale, Ticket, republished_as
-from minirl.pace import Pace
-from minirl.records import Group, StopReason, Trajectory
+from minirl.buffer import AUTO, Admission, Buffer, OnStale, Ticket, republished_as
+from minirl.records import Drop, Group, StopReason, Trajectory
 
 
 def trajectory(head: int, tail: int) -> Trajectory:
@@ -31,7 +32,7 @@ def train(buffer: Buffer) -> list[int]:
     """One step; the ids that it trained."""
     batch = buffer.next_batch(1)
     assert batch is not None
-    buffer.published()
+    buffer.release(buffer.published())
     return [group.id for group in batch.groups]
 
 
@@ -46,7 +47,9 @@ def test_at_eta_0_nothing_runs_beside_the_batch_in_training() -> None:
         batch = buffer.next_batch(version + 1)
         assert batch is not None and batch.version == version
         assert (buffer.num_free, buffer.num_running, buffer.num_ready) == (0, 0, 0)
-        buffer.published()
+        slots = buffer.published()
+        assert buffer.num_free == 0 and buffer.num_to_admit(99, version) == 0
+        buffer.release(slots)
 
 
 def test_a_batch_takes_the_oldest_heads_first_and_lists_them_by_id() -> None:
@@ -56,7 +59,7 @@ def test_a_batch_takes_the_oldest_heads_first_and_lists_them_by_id() -> None:
         buffer.finish(done(ticket, head, 3))
     batch = buffer.next_batch(1)
     assert batch is not None and [g.id for g in batch.groups] == [1, 4]
-    buffer.published()
+    buffer.release(buffer.published())
     assert train(buffer) == [2, 3]
 
 
@@ -139,18 +142,13 @@ def test_wait_admits_no_group_that_could_not_be_trained_in_time() -> None:
     buffer.finish(done(first))
     assert train(buffer) == [first.group_id]
     assert buffer.num_free == 1
-    assert not buffer.can_admit(0) and buffer.can_admit(1)
+    assert (buffer.num_to_admit(9, 0), buffer.num_to_admit(9, 1)) == (0, 1)
     buffer.finish(done(second))
-    assert not buffer.can_admit(0)
+    assert buffer.num_to_admit(9, 0) == 0
     assert train(buffer) == [second.group_id]
-    assert not buffer.can_admit(0) and buffer.can_admit(1)
+    assert (buffer.num_to_admit(9, 0), buffer.num_to_admit(9, 1)) == (0, 1)
     buffer.on_stale = OnStale.MASK
-    assert buffer.can_admit(0)  # a free slot is enough
-
-
-def test_a_ledger_that_lost_a_group_is_not_balanced() -> None:
-    assert Ledger(submitted=3, trained=1, dropped=1, in_flight=1).is_balanced
-    assert not Ledger(submitted=3, trained=1, dropped=1, in_flight=0).is_balanced
+    assert buffer.num_to_admit(9, 0) == 2  # a free slot is enough
 
 
 @given(st.integers(0, 50), st.integers(0, 50))
@@ -168,32 +166,84 @@ def test_a_masked_trajectory_makes_a_group_neither_older_nor_younger() -> None:
     assert group.trained == trajectories[1:2]
 
 
-def test_the_pace_holds_admission_back_and_slots_stay_what_they_are() -> None:
-    buffer = Buffer(2, 8, pace=Pace(2, 18, target_staleness=1))
-    assert (buffer.num_free, buffer.room) == (18, 4)
+# Admission control --------------------------------------------------------------------------------
+
+
+def test_admission_control_holds_groups_back_and_slots_stay_what_they_are() -> None:
+    buffer = Buffer(2, 8, target_staleness=1)
+    assert (buffer.num_free, buffer.num_to_admit(99, 0), buffer.num_to_admit(3, 0)) == (18, 4, 3)
     tickets = fill(buffer, 4)
-    assert (buffer.num_free, buffer.room) == (14, 0)
+    assert (buffer.num_free, buffer.num_to_admit(99, 0)) == (14, 0)
     buffer.drop(tickets[0].group_id, Drop.EQUAL_REWARDS)
-    assert buffer.room == 1
+    assert buffer.num_to_admit(99, 0) == 1 and buffer.num_to_admit(3, 0) == 0
 
 
-def test_the_pace_hears_of_turn_arounds_steps_and_starvation() -> None:
-    heard: list[tuple[str, float]] = []
+def test_admission_control_measures_turn_arounds_steps_and_starvation() -> None:
+    seen: list[tuple[str, float]] = []
 
-    class Recorder(Pace):
+    class Recorder(Admission):
         def group_took(self, seconds: float) -> None:
-            heard.append(("group", seconds))
+            seen.append(("group", seconds))
 
         def step_took(self, seconds: float) -> None:
-            heard.append(("step", seconds))
+            seen.append(("step", seconds))
 
         def batch_taken(self, starved_s: float, num_left: int) -> None:
-            heard.append(("starved", starved_s))
+            seen.append(("starved", starved_s))
 
-    buffer = Buffer(1, 1, pace=Recorder(1, 2))
+    buffer = Buffer(1, 1)
+    buffer.admission = Recorder(1, 2)
     ticket = buffer.admit(0, 0, now=1.0)
     assert buffer.next_batch(1, now=2.0) is None and buffer.next_batch(1, now=3.0) is None
     buffer.finish(done(ticket), now=5.0)
     assert buffer.next_batch(1, now=6.0) is not None
     buffer.published(now=9.0)
-    assert heard == [("group", 4.0), ("starved", 4.0), ("step", 3.0)]
+    assert seen == [("group", 4.0), ("starved", 4.0), ("step", 3.0)]
+
+
+def test_a_fixed_target_is_a_fixed_number_of_batches() -> None:
+    assert [Admission(8, 72, target).limit for target in (0.0, 1.5, 100.0)] == [8, 20, 72]
+
+
+def test_groups_in_flight_cover_the_turn_around() -> None:
+    admission = Admission(8, 72, AUTO)
+    assert admission.limit == 16  # one batch ahead, before anything is measured
+    admission.batch_taken(starved_s=100.0, num_left=0)
+    assert admission.limit == 16  # the wait for the first batch is not starvation
+    for _ in range(8):
+        admission.group_took(3.0)
+    admission.step_took(1.0)
+    assert admission.limit == 8 + 3 * 8  # Little's law
+
+
+def test_a_trainer_that_starves_gets_more_and_unused_stock_is_given_up() -> None:
+    admission = Admission(8, 72)
+    admission.step_took(1.0)
+    before = admission.limit
+    admission.batch_taken(starved_s=0.5, num_left=0)
+    assert admission.limit == before + 5
+    for _ in range(60):
+        admission.batch_taken(starved_s=0.0, num_left=max(0, admission.limit - 16))
+    assert before <= admission.limit <= before + 1
+
+
+def test_where_generation_is_the_bottleneck_nothing_is_held_back() -> None:
+    admission = Admission(8, 72)
+    for _ in range(20):
+        admission.step_took(1.0)
+        admission.batch_taken(starved_s=1.0, num_left=0)
+    assert admission.limit == 72
+    for _ in range(3):  # the margin is clamped to the slots: it reacts soon (no wind-up)
+        admission.batch_taken(starved_s=0.0, num_left=50)
+    assert admission.limit < 60
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_limit_is_always_between_a_batch_and_the_slots(seed: int) -> None:
+    dice = random.Random(seed)
+    size, eta = dice.randint(1, 20), dice.randint(0, 9)
+    admission = Admission(size, size * (eta + 1), dice.choice([AUTO, 0.0, 0.3, 2.0, 50.0]))
+    for _ in range(300):
+        dice.choice([admission.group_took, admission.step_took])(dice.lognormvariate(0, 3))
+        admission.batch_taken(dice.choice([0.0, dice.lognormvariate(0, 3)]), dice.randint(0, 100))
+        assert size <= admission.limit <= size * (eta + 1)

@@ -11,7 +11,8 @@ from crew import TRAINER_PLACE
 from pinned_crew import crew_of
 
 from minirl.config import Config
-from minirl.evaluation import EVAL_IDS, Evaluation
+from minirl.evaluation import Ended, Evaluation
+from minirl.groups import Phase
 from minirl.launch import make_buffer
 from minirl.loop import Loop
 from minirl.records import Example, Prompt, StopReason, Trajectory
@@ -20,57 +21,55 @@ from minirl.workers import Role
 from tests.bench.loop_harness import Prompts, Silent
 
 
-def evaluation(count: int) -> Evaluation:
+def evaluation(count: int, **options: Any) -> Evaluation:
     prompts = [Prompt(i, Example(str(i), str(i)), (i,)) for i in range(count)]
-    return Evaluation(prompts, first_cell=100)
+    return Evaluation(prompts, range(100, 100 + count), **options)
 
 
-def answer(head: int, tail: int | None = None, stop: StopReason = StopReason.STOP) -> Trajectory:
-    return Trajectory(0, 2, 1, stop, head, head if tail is None else tail)
+def ended(reward: float | None, stop: StopReason = StopReason.STOP) -> Ended:
+    return Ended(0, Trajectory(0, 2, 1, stop, 7, 7), reward)
 
 
 def test_accuracy_is_the_mean_of_what_was_graded() -> None:
     run = evaluation(4)
-    for group_id in run.group_ids:
-        assert not run.is_done
-        stop = StopReason.LENGTH if group_id == EVAL_IDS else StopReason.STOP
-        run.answered(answer(7, stop=stop))
-        if group_id == EVAL_IDS + 3:
-            run.failed()  # no verdict is not a 0
-        else:
-            run.graded(group_id, float(group_id != EVAL_IDS))
-    assert run.is_done and not run.is_void
+    assert list(run.next_to_ask()) == [(i, 100 + i) for i in range(4)]
+    run.saw(7)
+    run.end(0, ended(0.0, StopReason.LENGTH))
+    run.end(1, ended(1.0))
+    run.end(2, ended(1.0))
+    assert not run.is_done
+    run.end(3, ended(None))  # no verdict is not a 0
+    assert run.is_done and not run.is_void and run.version == 7
     result = run.result
-    assert result["accuracy"] == 2 / 3 and result["low"] < 2 / 3 < result["high"]
-    assert (result["count"], result["failures"], result["truncated_frac"]) == (3, 1, 0.25)
-    assert run.version == 7
+    assert result.accuracy == 2 / 3 and result.low < 2 / 3 < result.high
+    assert (result.count, result.failures, result.truncated_frac) == (3, 1, 0.25)
     ungraded = evaluation(1)
-    ungraded.failed()
-    assert ungraded.is_done and ungraded.result["accuracy"] is None and ungraded.version is None
+    ungraded.end(0, Ended(0, None, None))
+    assert ungraded.is_done and ungraded.result.accuracy is None and ungraded.version is None
 
 
-@pytest.mark.parametrize("case", ["pinned", "begun", "finished"])
-def test_two_versions_make_it_void(case: str) -> None:
-    run = evaluation(2)
-    run.pinning |= {0, 1}
+def test_two_versions_or_a_lost_engine_make_it_void() -> None:
+    run = evaluation(2, pinning={0, 1})
     run.pinned(0, 7)
-    assert run.pinning == {1}
-    run.pinned(1, 8 if case == "pinned" else 7)
-    assert not run.pinning and run.is_void == (case == "pinned")
-    if case != "pinned":
-        run.answered(answer(8) if case == "begun" else answer(7, 8))
-    assert run.is_void
-
-
-def test_a_dead_engine_s_prompts_are_lost_and_make_it_void() -> None:
-    run = evaluation(3)
-    run.pinning |= {0, 1}
-    run.engine_died(1, 0)  # it had none
-    assert run.pinning == {0} and not run.is_void
-    run.engine_died(0, 2)
+    assert run.pinning == {1} and not run.is_void
+    run.pinned(1, 8)
+    assert not run.pinning and run.is_void
+    run = evaluation(2)
+    run.lost(0)
     assert run.is_void and not run.is_done
-    run.graded(EVAL_IDS, 1.0)
+    run.end(1, ended(1.0))
     assert run.is_done
+
+
+def test_where_there_is_one_version_lost_prompts_are_requeued_and_cells_reused() -> None:
+    prompts = [Prompt(i, Example(str(i), ""), (i,)) for i in range(3)]
+    run = Evaluation(prompts, range(2), is_requeued=True)
+    assert list(run.next_to_ask()) == [(0, 0), (1, 1)]
+    run.lost(0)
+    run.end(1, ended(1.0))
+    assert list(run.next_to_ask()) == [(2, 0)], "the cell of 1 may still be read"
+    assert [place for place, _ in run.take_ended()] == [1] and list(run.take_ended()) == []
+    assert list(run.next_to_ask()) == [(0, 1)] and not run.is_void
 
 
 # A whole loop without vLLM ------------------------------------------------------------------------
@@ -98,15 +97,15 @@ class Watched(Loop):
 
     def start_evaluation(self) -> None:
         super().start_evaluation()
-        assert self.evaluation is not None
-        self.evaluations.append((self.buffer.version, self.evaluation))
+        assert self.groups.evaluation is not None
+        self.evaluations.append((self.buffer.version, self.groups.evaluation))
 
     def collect(self) -> None:
         super().collect()
-        current = self.evaluation
+        current = self.groups.evaluation
         if self.killed_in is None and self.step >= KILL_AT and current and not current.pinning:
-            waiting = [self.dispatcher.worker_of(group_id) for group_id in current.group_ids]
-            if at := [engine for engine in waiting if engine is not None]:
+            asked = [state for state in self.groups.states.values() if state.evaluation]
+            if at := [state.engine for state in asked if state.phase is Phase.SAMPLING]:
                 os.kill(self.engines[max(at)].pid, signal.SIGKILL)  # the slowest that has any
                 self.killed_in = current
 
@@ -136,10 +135,10 @@ def test_every_engine_pins_the_version_that_it_began_at(loop: Watched) -> None:
     assert len(whole) >= 3
     for began_at, found in whole:
         assert found.version == began_at, "each engine said so, and each answer"
-        assert not found.pinning and found.num_answered == NUM_HELDOUT
+        assert not found.pinning and len(found.ended) == NUM_HELDOUT
 
 
-def test_training_goes_on_meanwhile_and_metrics_tell(loop: Watched) -> None:
+def test_training_continues_meanwhile(loop: Watched) -> None:
     evaluated = loop.log.evals
     assert len({line["version"] for line in evaluated}) == len(evaluated) >= 3
     for line in evaluated:

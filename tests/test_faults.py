@@ -1,7 +1,7 @@
 """What happens to whole runs with real workers: a killed rank, other devices, an early SIGTERM.
 
-Dead and frozen workers, broken rewards, full disks and a killed controller are in test_recovery.py,
-test_killed_controller.py and the soak (test_soak.py); broken reloads are in test_engine.py.
+Dead and frozen workers, broken rewards, full disks and a killed controller are in
+test_supervisor.py, test_killed_controller.py and the soak; broken reloads are in test_engine.py.
 """
 
 import os
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.mark.slow
-def test_killed_rank_goes_back_to_its_checkpoint_and_other_devices_may_resume(
+def test_killed_rank_is_rolled_back_to_its_checkpoint_and_other_devices_may_resume(
     tmp_path: Path, tied_folder: Path
 ) -> None:
     changes = {"model__path": tied_folder, "checkpoint__every": 2, "train__steps": 6}
@@ -25,7 +25,7 @@ def test_killed_rank_goes_back_to_its_checkpoint_and_other_devices_may_resume(
     ended = run.end()
     assert ended.code == 0, ended
     assert "train-1 was killed by SIGKILL: replaced" in ended.out
-    assert "going back from step" in ended.out and "Traceback" not in ended.out + ended.err
+    assert "rollback from step" in ended.out and "Traceback" not in ended.out + ended.err
     lines = run.metrics()
     assert_accounted(lines, max_staleness=2)
     assert len(lines) == 6 and lines[-1]["buffer/groups_trained"] == 6 * 4

@@ -12,12 +12,12 @@ import minirl
 ROOT = Path(minirl.__file__).parent
 
 # From the ground up: root modules and rooms. Each imports from lower levels, or from its own level
-# where no circle comes of it. `rollout` and `train` meet only in lower rooms.
+# without a cycle. `rollout` and `train` meet only in lower rooms.
 LEVELS = (
     "records config recipe errors devices statistics",
-    "metrics shm pace buffer balance tasks workers model run_dir shortage",
+    "metrics shm buffer balance tasks workers model run_dir",
     "rollout train",
-    "evaluation conversations run_log resume faults recovery loop",
+    "evaluation groups run_log resume supervisor loop",
     "view",
     "launch",
     "tools",

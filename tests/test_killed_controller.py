@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from crew import LIMIT_S, wait_until
-from test_recovery import soon, stage, stage_config  # noqa: F401 (a fixture)
+from test_supervisor import soon, stage, stage_config  # noqa: F401 (a fixture)
 
 from minirl.run_dir import read_lines
 from minirl.train.checkpoint import read_whole

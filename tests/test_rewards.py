@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from minirl.buffer import Drop
 from minirl.config import Config
-from minirl.records import Group, StopReason, Trajectory
+from minirl.records import Drop, Group, StopReason, Trajectory
 from minirl.tasks.rewards import filter_group, overlong_penalty
 
 

@@ -12,9 +12,11 @@ from minirl.buffer import Buffer
 from minirl.config import Config
 from minirl.devices import Placement
 from minirl.errors import MinirlError, RecipeError
-from minirl.evaluation import EVAL_IDS, Evaluation
+from minirl.evaluation import Ended, Evaluation
+from minirl.groups import GroupState
 from minirl.metrics import Breach
 from minirl.records import Batch, Example, Group, Prompt, StopReason, Trajectory
+from minirl.rollout.dispatch import Assignment
 from minirl.run_dir import JsonLines, RunDir, RunState, hold, open_run, read_lines, write_text
 from minirl.run_log import RunLog, RunTotals
 from minirl.train.messages import AnswerTokens, Trained
@@ -52,26 +54,27 @@ def log_of(path: Path, step: int = 0, every: int = 0) -> RunLog:
 
 
 def evaluate(log: RunLog, version: int, right: int) -> None:
-    evaluation = Evaluation(HELDOUT, first_cell=0, step=version)
+    evaluation = Evaluation(HELDOUT, range(4), step=version, version=version)
     for place in range(len(HELDOUT)):
-        evaluation.answered(Trajectory(place, 5, 3, StopReason.STOP, version, version))
-        evaluation.texts[EVAL_IDS + place] = f"as version {version} says: 4"
-        evaluation.graded(EVAL_IDS + place, float(place < right))
+        answer = Trajectory(place, 5, 3, StopReason.STOP, version, version)
+        text = f"as version {version} says: 4"
+        evaluation.end(place, Ended(place, answer, float(place < right), text=text))
     log.evaluated(evaluation)
 
 
 def train(log: RunLog, step: int) -> None:
     """A step of two groups of two answers, of 3 and 4 tokens."""
-    version, groups = step - 1, []
+    version, groups, states = step - 1, [], {}
     for group_id in (2 * step, 2 * step + 1):
         both = ((0, 3, StopReason.STOP), (1, 4, StopReason.LENGTH))
         answers = [Trajectory(n, 2 + num, num, stop, version, version) for n, num, stop in both]
         groups.append(Group(group_id, step, tuple(answers), (1.0, 0.0)))
-        log.keep_texts(group_id, HELDOUT[0], ("4", "5"))
+        states[group_id] = GroupState(group_id, HELDOUT[0], (), Assignment(0, 1), 0)
+        states[group_id].texts = ("4", "5")
     values: dict[str, float | None] = {"train/tokens": 50.0, "buffer/staleness_max": 0.0}
     shown = AnswerTokens([" 4", "."], [0, version], [None, 1e-7])
     trained = Trained(step, values, samples=(shown,))
-    log.trained(step, Batch(step, version, tuple(groups)), trained, Buffer(2, 0), [])
+    log.trained(step, Batch(step, version, tuple(groups)), trained, Buffer(2, 0), [], states)
 
 
 def write_run(path: Path, steps: int = 4) -> Path:
@@ -162,8 +165,7 @@ def test_resume_and_rollback_cancel_steps_and_evaluations_after_the_checkpoint(
     metrics = tmp_path / "metrics.jsonl"
     assert [line["step"] for line in log.metrics] == [1, 2, 3] == steps_of(metrics)
     evaluate(log, version=3, right=4)
-    log.totals.steps_redone = 2
-    log.roll_back(2, {"totals": {"trained_tokens": 7, "seconds": 1.0}})
+    log.roll_back(4, 2, {"totals": {"trained_tokens": 7, "seconds": 1.0}})
     assert (log.totals.trained_tokens, log.totals.steps_redone) == (7, 2)
     assert log.accuracies == [(0, 0.25), (2, 0.75)]
     log.close()

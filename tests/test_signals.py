@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from test_recovery import STEPS, stage, stage_config
+from test_supervisor import STEPS, stage, stage_config
 
 from minirl.launch import _signals
 from minirl.run_dir import read_lines

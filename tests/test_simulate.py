@@ -10,7 +10,6 @@ import pytest
 
 from minirl.buffer import Buffer
 from minirl.errors import RecipeError
-from minirl.pace import Pace
 from minirl.tools.simulate import (
     Costs,
     Engine,
@@ -110,8 +109,7 @@ ALIKE = Setup(
 
 
 def simulated(setup: Setup, eta: int, size: int = 8, target: float | None = None) -> Outcome:
-    pace = None if target is None else Pace(size, size * (eta + 1), target)
-    return Simulation(setup, Buffer(size, eta, pace=pace)).run()
+    return Simulation(setup, Buffer(size, eta, target_staleness=target)).run()
 
 
 def test_synchronous_is_the_sum_and_asynchronous_the_slower_of_the_two() -> None:

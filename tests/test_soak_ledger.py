@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from safetensors.numpy import load_file, save_file
-from test_recovery import STEPS, stage, stage_config
+from test_supervisor import STEPS, stage, stage_config
 
-from minirl.buffer import Drop
+from minirl.records import Drop
 from minirl.rollout.worker import Stop
 from tests.soak import task
 from tests.soak.ledger import Finding, prove

@@ -1,20 +1,26 @@
-"""Who samples which group. Takes what comes back, gives a worker for each new group.
+"""Which engine samples which group. Takes what comes back, gives an engine for each new group.
 
-A pure structure, so that a simulator can drive it. A group goes to the worker that will be through
+A pure structure, so that a simulator can drive it. A group goes to the engine that will be through
 with it first: the one with the least outstanding work for its speed. Work is counted in tokens that
 are expected to be written, learned from the lengths seen; a straggler counts until it is done, so
-stragglers do not pile up. All trajectories of a group go to one worker, where they share their
+stragglers do not pile up. All trajectories of a group go to one engine, where they share their
 prompt's KV.
 
-Speeds are tokens per second of being busy, as the board shows them. A worker that was restarted is
-taken for slow until it has shown otherwise.
+Speeds are tokens per second of being busy, as the board shows them (`Speedometer`). An engine that
+was restarted is taken for slow until it has shown otherwise.
+
+Leaves out: how many groups may run (buffer.py), and the groups themselves (groups.py).
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from minirl.shm.board import Board, Total
 
 SMOOTHING = 0.05  # weight of a new length in the running mean
-UNPROVEN = 0.25  # share of the others' speed that a restarted worker is given credit for
+UNPROVEN = 0.25  # share of the others' speed that a restarted engine is given credit for
+LEAST_BUSY_S = 0.5  # a speed over less time than that says nothing
 
 
 class ExpectedLength:
@@ -29,78 +35,72 @@ class ExpectedLength:
         self._is_guess = False
 
 
-@dataclass(slots=True)
-class Outstanding:
-    """A group at a worker: trajectories to come, and the work that each was taken for."""
+class Assignment(NamedTuple):
+    """A group at an engine, and the work that each of its trajectories was taken for."""
 
-    worker: int
-    num_left: int
+    engine: int
     tokens_each: int
 
 
 class Dispatcher:
-    def __init__(self, num_workers: int, max_new_tokens: int):
-        self._groups: dict[int, Outstanding] = {}
-        self._load = [0] * num_workers  # in whole tokens: what is added can be taken away again
-        self._speed: list[float | None] = [None] * num_workers  # None: nothing known yet
-        self._rates = [1.0] * num_workers  # the same, with what is usual where nothing is known
+    def __init__(self, num_engines: int, max_new_tokens: int):
+        self._load = [0] * num_engines  # in whole tokens: what is added can be taken away again
+        self._speed: list[float | None] = [None] * num_engines  # None: nothing known yet
+        self._rates = [1.0] * num_engines  # the same, with what is usual where nothing is known
         self._is_even = True  # all alike: then the least load is through first
         self.expected = ExpectedLength(max_new_tokens)
 
-    def assign(
-        self, group_id: int, num_trajectories: int, among: Collection[int] | None = None
-    ) -> int:
-        """`among`: the workers that may have it; default all."""
+    def assign(self, num_trajectories: int, among: Collection[int] | None = None) -> Assignment:
+        """`among`: the engines that may have it; default all."""
         tokens = max(1, round(self.expected.tokens))
         work = num_trajectories * tokens
         through: Sequence[float] = self._load
         if not self._is_even:
             through = [(n + work) / speed for n, speed in zip(through, self._rates, strict=True)]
-        worker = min(among, key=through.__getitem__) if among else through.index(min(through))
-        self._groups[group_id] = Outstanding(worker, num_trajectories, tokens)
-        self._load[worker] += work
-        return worker
+        engine = min(among, key=through.__getitem__) if among else through.index(min(through))
+        self._load[engine] += work
+        return Assignment(engine, tokens)
 
-    def num_left(self, worker: int) -> int:
-        """Trajectories that are still to come from it."""
-        return sum(group.num_left for group in self._groups.values() if group.worker == worker)
+    def trajectory_done(self, assignment: Assignment, num_tokens: int) -> None:
+        self.expected.saw(num_tokens)
+        self._load[assignment.engine] -= assignment.tokens_each
 
-    def worker_of(self, group_id: int) -> int | None:
-        group = self._groups.get(group_id)
-        return group.worker if group else None
+    def release(self, assignment: Assignment, num_left: int) -> None:
+        """These trajectories of a group will not come."""
+        self._load[assignment.engine] -= num_left * assignment.tokens_each
+
+    def restarted(self, engine: int) -> None:
+        self._set_speed(engine, UNPROVEN * self._usual_speed)
+
+    def measured(self, engine: int, tokens_per_s: float) -> None:
+        """What an engine has shown while it was busy."""
+        self._set_speed(engine, tokens_per_s)
 
     @property
     def _usual_speed(self) -> float:
         known = [speed for speed in self._speed if speed]
         return sum(known) / len(known) if known else 1.0
 
-    def trajectory_done(self, group_id: int, num_tokens: int) -> None:
-        self.expected.saw(num_tokens)
-        group = self._groups[group_id]
-        group.num_left -= 1
-        self._load[group.worker] -= group.tokens_each
-        if not group.num_left:
-            del self._groups[group_id]
-
-    def forget(self, group_id: int) -> None:
-        """Nothing more will come of it."""
-        group = self._groups.pop(group_id, None)
-        if group is not None:
-            self._load[group.worker] -= group.num_left * group.tokens_each
-
-    def lost(self, worker: int) -> list[int]:
-        """The worker died and is restarted: its unfinished groups, which are nobody's now."""
-        groups = [group_id for group_id, group in self._groups.items() if group.worker == worker]
-        for group_id in groups:
-            self.forget(group_id)
-        self._set_speed(worker, UNPROVEN * self._usual_speed)
-        return groups
-
-    def measured(self, worker: int, tokens_per_s: float) -> None:
-        """What a worker has shown while it was busy."""
-        self._set_speed(worker, tokens_per_s)
-
-    def _set_speed(self, worker: int, tokens_per_s: float) -> None:
-        self._speed[worker] = tokens_per_s
+    def _set_speed(self, engine: int, tokens_per_s: float) -> None:
+        self._speed[engine] = tokens_per_s
         self._rates = [speed or self._usual_speed for speed in self._speed]
         self._is_even = len({*self._rates}) == 1
+
+
+class Speedometer:
+    """Tokens per second of each engine while it had something to do, since the last look."""
+
+    def __init__(self, board: Board, rows: list[int]):
+        self._board, self._rows = board, rows
+        self._before = [self._look(row) for row in rows]
+
+    def _look(self, row: int) -> tuple[float, float]:
+        idle_s = self._board.total(row, Total.IDLE_S)
+        return self._board.total(row, Total.TOKENS), time.monotonic() - idle_s
+
+    def read(self) -> Iterator[tuple[int, float]]:
+        for engine, row in enumerate(self._rows):
+            (tokens, busy_s), before = self._look(row), self._before[engine]
+            if busy_s - before[1] > LEAST_BUSY_S:
+                self._before[engine] = (tokens, busy_s)
+                yield engine, max(1.0, (tokens - before[0]) / (busy_s - before[1]))

@@ -17,9 +17,8 @@ Leaves out: any other shaping. A task's own `reward` does that, in Python.
 
 from collections.abc import Sequence
 
-from minirl.buffer import Drop
 from minirl.config import Config
-from minirl.records import Group, StopReason, Trajectory
+from minirl.records import Drop, Group, StopReason, Trajectory
 
 
 def filter_group(

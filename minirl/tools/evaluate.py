@@ -296,8 +296,8 @@ def _ask(
     ):
         bar.total(len(prompts))
         began = time.monotonic()
-        for place, attempt in there.answers([prompt for prompt in prompts for _ in range(k)]):
-            done[place] = attempt
+        for place, ended in there.answers([prompt for prompt in prompts for _ in range(k)]):
+            done[place] = there.attempt(ended)
             own = range(place // k * k, place // k * k + k)
             if all(i in done for i in own):
                 prompt, attempts = prompts[place // k], tuple(done.pop(i) for i in own)

@@ -18,7 +18,6 @@ from minirl.balance import Balance
 from minirl.buffer import Buffer, OnStale
 from minirl.config import TINY, Config
 from minirl.errors import RecipeError
-from minirl.pace import Pace
 from minirl.recipe import find_model, load, read_model_config
 from minirl.tools.simulate import Costs, Lengths, Outcome, Setup, Simulation, with_mean
 
@@ -346,8 +345,8 @@ class Plan:
             recomputes=config.rollout.on_update == "recompute",
             seed=config.seed,
         )
-        pace = Pace(size, config.num_slots, config.buffer.target_staleness) if eta else None
-        buffer = Buffer(size, eta, OnStale(config.buffer.on_stale), pace=pace)
+        target = config.buffer.target_staleness if eta else None
+        buffer = Buffer(size, eta, OnStale(config.buffer.on_stale), target_staleness=target)
         return Simulation(setup, buffer).run()
 
     def splits(self, num_gpus: int) -> list[Split]:

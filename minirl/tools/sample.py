@@ -17,7 +17,7 @@ from minirl.launch import model_folder
 from minirl.recipe import check_model, read_model_config
 from minirl.records import Example, Prompt
 from minirl.tasks.prompts import encode, has_template
-from minirl.tools.collect import REFUSED, collecting
+from minirl.tools.collect import collecting
 from minirl.tools.evaluate import Target, with_devices
 from minirl.view.console import Bar
 
@@ -45,11 +45,11 @@ def sample(target: Target, text: str, count: int, is_raw: bool) -> Iterator[Samp
         config = replace(config, tasks=tasks)
         check_model(config, read_model_config(config, source))
         with collecting(config, source, tokenizer, count, logs, bar.note, is_graded=False) as there:
-            for place, answer in there.answers([prompt] * count):
-                if answer.stop == REFUSED:
+            for _, ended in there.answers([prompt] * count):
+                answer, view = there.attempt(ended), there.view(ended)
+                if view is None:
                     rule = f"vLLM refuses it ({answer.error})"
                     raise RecipeError("PROMPT", "…", rule, "shorten it")
-                view = there.ring.read(there.cells[place], place)
                 written = view.mask == 1
                 pieces = [tokenizer.decode([int(token)]) for token in view.tokens[written]]
                 values = [float(value) for value in view.logprobs[written]]

@@ -29,7 +29,7 @@ from statistics import NormalDist, fmean
 from minirl.buffer import Buffer
 from minirl.errors import RecipeError
 from minirl.records import Batch, Group, StopReason, Trajectory
-from minirl.rollout.dispatch import Dispatcher
+from minirl.rollout.dispatch import Assignment, Dispatcher
 from minirl.run_dir import RunDir
 
 SIGMA = 0.7  # of the logarithm: the longest tenth is about six times as long as the shortest
@@ -247,6 +247,7 @@ class Simulation:
         self.dice = random.Random(setup.seed)
         self.now = self.free_since_s = 0.0
         self.trained_s = math.inf  # when the step in training ends
+        self.assigned: dict[int, Assignment] = {}  # by group, while it runs
         self.done: dict[int, list[Sequence]] = defaultdict(list)  # by group
         self.steps: list[Step] = []
         self.num_groups = 0
@@ -266,14 +267,15 @@ class Simulation:
         buffer, lengths, size = self.buffer, self.setup.lengths, self.setup.group_size
         needed = (self.setup.num_steps - len(self.steps)) * buffer.batch_size
         sent: dict[int, list[Sequence]] = defaultdict(list)
-        for _ in range(buffer.num_to_begin(needed)):
-            if not buffer.can_admit(buffer.version):
-                break
-            engine = self.dispatcher.assign(buffer.next_id, size)
+        for _ in range(buffer.num_to_admit(needed, buffer.version)):
+            assigned = self.dispatcher.assign(size)
             group_id = buffer.admit(self.num_groups, buffer.version, self.now).group_id
+            self.assigned[group_id] = assigned
             self.num_groups += 1
             drawn = self.dice.choices(lengths.answers, k=size)
-            sent[engine] += [Sequence(group_id, lengths.prompt, length) for length in drawn]
+            sent[assigned.engine] += [
+                Sequence(group_id, lengths.prompt, length) for length in drawn
+            ]
         for engine, sequences in sent.items():
             self.engines[engine].submit(sequences, self.now)
 
@@ -309,14 +311,15 @@ class Simulation:
 
     def on_sequence(self, sequence: Sequence) -> None:
         group_id, group = sequence.group_id, self.done[sequence.group_id]
-        self.dispatcher.trajectory_done(group_id, sequence.length)
+        self.dispatcher.trajectory_done(self.assigned[group_id], sequence.length)
         group.append(sequence)
         if len(group) == self.setup.group_size:
+            del self.assigned[group_id]
             trajectories = tuple([s.trajectory for s in group])
             self.buffer.finish(Group(group_id, 0, trajectories, (0.0,) * len(group)), self.now)
 
     def on_trained(self) -> None:
-        self.buffer.published(self.now)
+        self.buffer.release(self.buffer.published(self.now))
         self.trained_s, self.free_since_s = math.inf, self.now
         for engine in self.engines:
             engine.reload(self.buffer.version, self.now)

@@ -138,7 +138,7 @@ class Observer:
 
     def status(self, cost: float) -> Status:
         loop, log, config = self.loop, self.loop.log, self.loop.config
-        lines, is_up = log.metrics[:], len(loop.up) == len(self._workers)
+        lines, is_up = log.metrics[:], loop.is_ready
         return Status(
             name=self.name,
             time=time.time(),
@@ -167,8 +167,8 @@ class Observer:
         return found.sentence(word, config.is_synchronous) if found else ""
 
     def _doing(self) -> str:
-        loop, evaluation = self.loop, self.loop.evaluation
-        if missing := [worker.name for worker in self._workers if worker.name not in loop.up]:
+        loop, evaluation = self.loop, self.loop.groups.evaluation
+        if missing := [worker.name for worker in self._workers if not worker.is_ready]:
             return f"starting {', '.join(missing)}"
         if loop.is_interrupted:
             return "finishing the step, then saving; Ctrl-C ends it now"
@@ -180,7 +180,7 @@ class Observer:
         return Lane(worker.name, lane_state(row), "".join(strip).rjust(NUM_LETTERS))
 
     def _slots(self) -> dict[str, int]:
-        buffer, sampling = self.loop.buffer, len(self.loop.sampling)
+        buffer, sampling = self.loop.buffer, self.loop.groups.num_sampling
         running, ready = buffer.num_running, buffer.num_ready
         return {
             "sampling": sampling,

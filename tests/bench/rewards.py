@@ -26,9 +26,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from minirl.buffer import Drop
 from minirl.config import Config
-from minirl.records import Example, Prompt
+from minirl.records import Drop, Example, Prompt
 from minirl.rollout.engine import Engine, Sampling
 from minirl.rollout.worker import Request, RolloutSetup, RolloutWorker, Started
 from minirl.shm.board import TOTALS, BoardWriter, State, Total

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from minirl.evaluation import is_evaluation
+from minirl.groups import FIRST_EVAL_ID
 from minirl.records import StopReason, Trajectory
 from minirl.rollout.worker import Finished, GroupRequest, Pinned, Started, Submit
 from minirl.shm.board import BEAT_S, BoardWriter, State, Total
@@ -57,7 +57,7 @@ class ScriptedEngine:
                 heapq.heappush(self.free, ended)
                 tokens = max(1, round(seconds / TICK_S))
                 self.board.add(Total.TOKENS, tokens)
-                tail = version if is_evaluation(group_id) else max(version, self.version)
+                tail = version if group_id >= FIRST_EVAL_ID else max(version, self.version)
                 trajectory = Trajectory(0, tokens + 8, tokens, StopReason.STOP, version, tail)
                 done.append((group_id, place, trajectory))
                 self.take(now)

@@ -1,14 +1,13 @@
 """The simulator bench: what the controller's decisions cost, without processes.
 
 group_events_a_minute  groups admitted, made ready, taken into a batch and published: four
-                       events a group, through the real Buffer, Pace and Dispatcher
+                       events a group, through the real Buffer, Admission and Dispatcher
 cost_growth            time for a group with 32,768 in flight / with 512: flat is 1
 """
 
 import time
 
-from minirl.buffer import Buffer
-from minirl.pace import Pace
+from minirl.buffer import AUTO, Buffer
 from minirl.tools.simulate import Costs, Setup, Simulation, long_tailed
 from tests.bench import Figure, Options, at_least, at_most
 
@@ -25,8 +24,7 @@ def seconds(batch_size: int, num_groups: int) -> float:
         group_size=1,
         num_steps=num_groups // batch_size,
     )
-    pace = Pace(batch_size, (ETA + 1) * batch_size)
-    simulation = Simulation(setup, Buffer(batch_size, ETA, pace=pace))
+    simulation = Simulation(setup, Buffer(batch_size, ETA, target_staleness=AUTO))
     started = time.process_time()
     outcome = simulation.run()
     return (time.process_time() - started) / outcome.num_groups

@@ -80,7 +80,7 @@ def behind_loop() -> type["Loop"]:
     class Behind(Loop):
         def learn(self) -> None:
             self.feed()  # slots that came back are taken before anything is trained
-            if self.evaluation is None and not self.buffer.num_running:
+            if self.groups.evaluation is None and not self.buffer.num_running:
                 super().learn()
 
     return Behind

@@ -26,10 +26,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from minirl.buffer import Drop
 from minirl.config import Config
 from minirl.errors import MinirlError
 from minirl.recipe import load
+from minirl.records import Drop
 from minirl.tasks.prompts import PromptStream
 from minirl.tasks.registry import make_task
 from tests.soak import run_files

@@ -18,20 +18,20 @@ from fault_bodies import Script
 from processes import assert_accounted
 from worker_bodies import place
 
-from minirl import faults
-from minirl.buffer import Drop
-from minirl.config import Config
+from minirl import supervisor
+from minirl.config import Config, DevicesConfig, RolloutConfig, TrainConfig
 from minirl.errors import MinirlError, Stalled
 from minirl.launch import make_buffer
 from minirl.loop import Loop
-from minirl.recipe import to_toml
-from minirl.records import Example, Prompt
+from minirl.recipe import load, to_toml
+from minirl.records import Drop, Example, Prompt
 from minirl.resume import find_start
 from minirl.rollout.worker import Stop
 from minirl.run_dir import read_lines
 from minirl.run_log import RunLog, RunTotals
 from minirl.shm.board import State, Total
 from minirl.shm.weights import TensorSpec, WeightStore
+from minirl.supervisor import memory_hint, num_oom_kills
 from minirl.tasks.prompts import PromptStream
 from minirl.tasks.registry import make_task
 from minirl.workers import Role, Workers
@@ -160,7 +160,7 @@ def stage(
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faults, "FIRST_DELAY_S", 0.02)
+    monkeypatch.setattr(supervisor, "FIRST_DELAY_S", 0.02)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
         (2, {"die_at_step": 2}, 1),  # there is no checkpoint yet: from the beginning
     ],
 )
-def test_a_trainer_that_dies_goes_back_and_the_run_is_whole(
+def test_a_trainer_that_dies_is_rolled_back_and_the_run_is_whole(
     eta: int, bad: dict[str, int], redone: int, tmp_path: Path
 ) -> None:
     with stage(tmp_path, stage_config(eta), train={"bad": bad}) as run:
@@ -183,7 +183,7 @@ def test_a_trainer_that_dies_goes_back_and_the_run_is_whole(
         assert lines[-1]["faults/workers_replaced"] == 1
         least = BATCH * redone + (0 if "die_in_save" in bad else BATCH)
         assert run.buffer.drops[Drop.WORKER_DIED] >= least
-        assert any("going back from step" in note for note in run.notes.texts)
+        assert any("rollback from step" in note for note in run.notes.texts)
         assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
@@ -221,7 +221,7 @@ def test_killed_and_frozen_engines_and_verifiers_are_replaced(tmp_path: Path) ->
         assert run.log.totals.workers_replaced == 4
         assert run.buffer.drops[Drop.REWARD_ERROR] == run.buffer.drops[Drop.REWARD_TIMEOUT] == 0
         report = (tmp_path / "stall.txt").read_text()
-        assert "without a sign of life" in report and "slots" in report and "--- train-0" in report
+        assert "without a heartbeat" in report and "slots" in report and "--- train-0" in report
 
 
 @pytest.mark.parametrize("is_frozen", [True, False])
@@ -245,7 +245,7 @@ def test_a_frozen_rank_or_a_run_in_which_nothing_moves_ends_with_a_report(
 
 def test_a_prompt_that_kills_every_engine_is_dropped_in_the_end(tmp_path: Path) -> None:
     with stage(tmp_path, rollout={"bad": {"deadly_prompt": 4}}) as run:
-        run.loop.faults.restarts.delay_s = lambda name: 0.0  # type: ignore[method-assign]
+        run.loop.supervisor.restarts.delay_s = lambda name: 0.0  # type: ignore[method-assign]
         run.run_and_check()
         assert run.buffer.drops[Drop.REFUSED] >= 1
 
@@ -278,13 +278,76 @@ def test_a_disk_that_is_full_costs_a_checkpoint_and_not_the_run(step: int, tmp_p
         assert any(said in text for text in run.notes.texts)
         saved = {int(path.name[-6:]) for path in (tmp_path / "checkpoints").iterdir()}
         assert saved == {3, 6, STEPS} - {step} and run.loop.saved_step == max(saved)
-        assert run.loop.unsaved == ("No space left on device" if step == STEPS else "")
+        assert run.loop.save_error == ("No space left on device" if step == STEPS else "")
 
 
 def test_restarts_are_spaced_bounded_and_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faults, "FIRST_DELAY_S", 1.0)
-    restarts = faults.Restarts()
+    monkeypatch.setattr(supervisor, "FIRST_DELAY_S", 1.0)
+    restarts = supervisor.Restarts()
     assert [restarts.delay_s("a") for _ in range(4)] == [1.0, 2.0, 4.0, None]
     assert restarts.delay_s("b") == 1.0
-    restarts.proved("a")
+    restarts.reset("a")
     assert restarts.delay_s("a") == 1.0
+
+
+# The OOM hint -------------------------------------------------------------------------------------
+
+SMOKE = Path(__file__).parent.parent / "recipes" / "smoke.toml"
+CUDA_OOM = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …"
+CPU_OOM = "RuntimeError: DefaultCPUAllocator: can't allocate memory"
+NO_BLOCKS = "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_…"
+TOO_SMALL = "ValueError: To serve at least one request (1.75 GiB KV cache is needed, which …"
+NO_ROOM = (
+    "ValueError: Free memory on device cuda:0 (31.02/79.10 GiB) on startup is less than desired "
+    "GPU memory utilization (0.85, 67.24 GiB). Decrease GPU memory utilization or reduce …"
+)
+SAMPLER = "RuntimeError: CUDA out of memory occurred when warming up sampler with 512 dummy …"
+
+
+@pytest.mark.parametrize(
+    ("role", "words", "kind", "change"),
+    [
+        ("train", CUDA_OOM, "cuda", "train.max_tokens from 16384 to 8192"),
+        ("train", "RuntimeError: CUBLAS_STATUS_ALLOC_FAILED", "cuda", "train.max_tokens from"),
+        ("train", CPU_OOM, "cpu", "train.max_tokens from 16384 to 8192"),
+        ("train", CPU_OOM, "cuda", "train.batch_size from 32 to 16"),
+        ("rollout", NO_BLOCKS, "cuda", "rollout.memory_fraction from 0.85 to 0.9"),
+        ("rollout", TOO_SMALL, "cpu", "rollout.kv_cache_gib from 0.5 to 1.0"),
+        ("rollout", NO_ROOM, "cuda", "rollout.memory_fraction from 0.85 to 0.36"),
+        ("rollout", SAMPLER, "cuda", "rollout.max_num_seqs from 256 to 128"),
+        ("rollout", CUDA_OOM, "cuda", "rollout.memory_fraction from 0.85 to 0.75"),
+        ("rollout", CPU_OOM, "cpu", "rollout.kv_cache_gib from 0.5 to 0.25"),
+        ("verify", CPU_OOM, "cpu", "train.batch_size from 32 to 16"),
+    ],
+)
+def test_each_shortage_names_a_key_and_its_value(
+    role: str, words: str, kind: str, change: str
+) -> None:
+    said = memory_hint(role, words, Config(), kind, was_oom_killed=False)
+    assert f"change {change}" in said
+    key, after = said.partition("change ")[2].split(" from ")[0], said.rpartition(" to ")[2]
+    load(SMOKE, [f"{key}={after}"])  # what it says can be said: a recipe takes it
+
+
+def test_the_next_change_is_named_when_the_first_is_used_up() -> None:
+    train = TrainConfig(max_tokens=600)
+    rollout = RolloutConfig(max_new_tokens=256, memory_fraction=0.95)
+    config = Config(rollout=rollout, train=train, devices=DevicesConfig(train=2))
+    for change, after in (
+        ({"max_tokens": 600}, "train.max_tokens from 600 to 512"),  # one trajectory must fit
+        ({"max_tokens": 512}, "train.gradient_checkpointing from false to true"),
+        ({"gradient_checkpointing": True}, "train.shard_optimizer from false to true"),
+        ({"shard_optimizer": True}, "rollout.max_new_tokens from 256 to 128"),
+    ):
+        config = replace(config, train=replace(config.train, **change))  # type: ignore[arg-type]
+        assert memory_hint("train", CUDA_OOM, config, "cuda", False).endswith(after)
+    said = memory_hint("rollout", NO_BLOCKS, config, "cuda", False)
+    assert said.endswith("devices.tensor_parallel from 1 to 2")
+
+
+def test_a_kill_is_put_down_to_memory_only_where_the_kernel_says_so() -> None:
+    assert "train.batch_size" in memory_hint("verify", "SIGKILL", Config(), "cpu", True)
+    assert num_oom_kills() >= -1
+    for words in ("ZeroDivisionError: division by zero", "was killed by SIGKILL", ""):
+        for role in ("train", "rollout", "verify"):
+            assert memory_hint(role, words, Config(), "cuda", False) == ""

@@ -1,0 +1,520 @@
+"""A group's life, from its prompt to a batch. Takes what workers say, gives what to send them.
+
+    begin ──Submit──► engine ──Finished──► queue ──Grade──► verifier ──Graded──► buffer ──► batch
+                       ▲  └──TurnEnded──► queue ──Ask──► verifier ──Replied──┐
+                       └──────────────────── Continue ◄──────────────────────┘
+
+`GroupState` is all that is known of one group, `Groups.states` the only table of them. A group ends
+exactly once: trained and released, dropped with a reason, or, of an evaluation, ended. What a lost
+worker costs it is decided here too:
+
+    engine    its groups are dropped and their prompts requeued; an evaluation is void or requeued
+    verifier  the reward is blamed and the group dropped; if it was killed from outside, one retry
+    ranks     groups that their rollback makes too old are abandoned and their prompts requeued
+
+Where a task has several turns, a turn that ended waits for the task's reply. Its trajectory ends
+where the task has none; and, truncated, where the reply leaves no room for a written token in
+rollout.max_new_tokens, or after rollout.max_turns. At η = 0 replies are held until every sequence
+of an engine has ended its turn, and are sent together, in order: what the engine does next does not
+depend on when a reply came.
+
+Pure: no process, no clock, no torch; times and versions are passed in. Leaves out: slots, staleness
+and the order of batches (buffer.py), the choice of an engine (dispatch.py), restarts
+(supervisor.py).
+"""
+
+import itertools
+import random
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from minirl.buffer import Buffer, Ticket
+from minirl.config import Config
+from minirl.evaluation import Ended, Evaluation
+from minirl.records import Batch, Drop, Prompt, StopReason, Trajectory
+from minirl.rollout.dispatch import Assignment, Dispatcher
+from minirl.rollout.worker import (
+    Abort,
+    Continue,
+    Finished,
+    Gone,
+    GroupRequest,
+    Pinned,
+    Submit,
+    TurnEnded,
+)
+from minirl.tasks.prompts import PromptStream
+from minirl.tasks.rewards import filter_group
+from minirl.tasks.verifier import Ask, Grade, Graded, Replied
+from minirl.workers import Role
+
+FIRST_EVAL_ID = 1 << 40  # group ids from here on are of evaluations
+MAX_LOSSES = 5  # of one prompt with its engine: then the prompt is taken for the cause
+
+Sends = list[tuple[str, object]]  # the name of a worker, and what it is sent
+
+
+class Phase(StrEnum):
+    SAMPLING = "sampling"  # at an engine
+    GRADING = "grading"  # waits for a verifier, or is at one
+    READY = "ready"
+    TRAINING = "training"
+
+
+@dataclass
+class GroupState:
+    id: int
+    prompt: Prompt
+    cells: tuple[int, ...]
+    assignment: Assignment
+    num_left: int  # trajectories that the engine still owes
+    phase: Phase = Phase.SAMPLING
+    done: dict[int, Trajectory] = field(default_factory=dict)  # by place in the group
+    asked: dict[int, Ask] = field(default_factory=dict)  # turns that wait for a reply, by place
+    texts: tuple[str, ...] = ()  # of a ready group
+    abort: Drop | None = None  # the engine was asked to abort it, and why
+    error: str = ""  # why, in words
+    is_abandoned: bool = False  # a rollback made it too old
+    was_retried: bool = False  # its verifier was killed from outside
+    evaluation: Evaluation | None = None
+    eval_place: int = 0  # of its prompt among the evaluation's
+
+    @property
+    def engine(self) -> int:
+        return self.assignment.engine
+
+    @property
+    def request(self) -> GroupRequest:
+        is_eval = self.evaluation is not None
+        return GroupRequest(self.id, self.prompt.tokens, self.cells, is_eval)
+
+
+class GradingQueue:
+    """What waits for a free verifier. Turns go first, since a sequence waits for the reply."""
+
+    def __init__(self, num_verifiers: int):
+        self._groups: deque[Grade | Ask] = deque()
+        self._turns: deque[Grade | Ask] = deque()
+        self._busy: dict[int, Grade | Ask] = {}
+        self.num_verifiers = num_verifiers
+
+    def add(self, request: Grade | Ask) -> None:
+        (self._turns if isinstance(request, Ask) else self._groups).append(request)
+
+    def assign(self) -> list[tuple[int, Grade | Ask]]:
+        """Pairs of a free verifier and the request that it now gets."""
+        given = []
+        for rank in range(self.num_verifiers):
+            if rank not in self._busy and (waiting := self._turns or self._groups):
+                self._busy[rank] = waiting.popleft()
+                given.append((rank, self._busy[rank]))
+        return given
+
+    def done(self, verifier: int) -> Grade | Ask | None:
+        """Frees the verifier and gives the request it had."""
+        return self._busy.pop(verifier, None)
+
+    def is_busy(self, verifier: int) -> bool:
+        return verifier in self._busy
+
+    def forget(self, group_id: int) -> None:
+        """Turns of a group that is gone need no reply."""
+        self._turns = deque(ask for ask in self._turns if ask.group_id != group_id)
+
+    def __len__(self) -> int:
+        return len(self._turns) + len(self._groups) + len(self._busy)
+
+
+class Groups:
+    def __init__(
+        self,
+        config: Config,
+        stream: PromptStream | None,  # None: only evaluations
+        buffer: Buffer,
+        num_engines: int,
+        num_verifiers: int,
+        note: Callable[[str], None],
+    ):
+        self.config, self.stream, self.buffer, self.note = config, stream, buffer, note
+        self.dispatcher = Dispatcher(num_engines, config.rollout.max_new_tokens)
+        self.queue = GradingQueue(num_verifiers)
+        self._holds_replies = config.is_synchronous and stream is not None
+        self.states: dict[int, GroupState] = {}
+        self.evaluation: Evaluation | None = None
+        self._eval_ids = itertools.count(FIRST_EVAL_ID)
+        self._replies: dict[int, dict[tuple[int, int], tuple[int, ...]]] = defaultdict(dict)
+        self._num_losses: Counter[int] = Counter()  # of a prompt, with its engine
+        self._published: list[Ticket] = []  # trained; their cells may still be read
+        self._since_saved: list[tuple[int, list[Ticket]]] = []  # trained since the checkpoint
+        self._outbox: Sends = []
+
+    # -- to the engines
+
+    def begin(self, num_needed: int, served: Sequence[int], step: int, now: float) -> Sends:
+        """Starts as many groups as the buffer admits, of the `num_needed` that the rest of the run
+        takes. `served`: under which version each engine would begin a group."""
+        assert self.stream is not None
+        begun: dict[int, list[GroupState]] = defaultdict(list)
+        for _ in range(self.buffer.num_to_admit(num_needed, min(served))):
+            prompt = self.stream.next()
+            if len(prompt.tokens) > self.config.tasks.max_prompt_tokens:
+                ticket = self.buffer.admit(prompt.index, self.buffer.version)
+                self._settle(self.buffer.drop(ticket.group_id, Drop.TOO_LONG))
+            else:
+                state = self._admit(prompt, served, now)
+                begun[state.engine].append(state)
+        for engine, states in begun.items():
+            seed = None
+            if self.config.is_synchronous:
+                # By the prompt, not by the group: a repeated step has new groups of its prompts.
+                seed = _seed(f"{self.config.seed}/{step}/{states[0].prompt.index}", engine)
+            self._submit(engine, states, seed)
+        return self._outgoing()
+
+    def _admit(self, prompt: Prompt, served: Sequence[int], now: float) -> GroupState:
+        size = self.config.rollout.group_size
+        assignment = self.dispatcher.assign(size)
+        ticket = self.buffer.admit(prompt.index, served[assignment.engine], now)
+        cells = tuple(range(ticket.slot * size, (ticket.slot + 1) * size))
+        state = GroupState(ticket.group_id, prompt, cells, assignment, size)
+        self.states[state.id] = state
+        return state
+
+    def evaluate(self, evaluation: Evaluation, among: Collection[int] | None = None) -> Sends:
+        """Starts an evaluation by these engines (default all), or continues it with the cells that
+        have become free."""
+        self.evaluation = evaluation
+        begun: dict[int, list[GroupState]] = defaultdict(list)
+        for place, cell in evaluation.next_to_ask():
+            assignment, prompt = self.dispatcher.assign(1, among), evaluation.prompts[place]
+            state = GroupState(next(self._eval_ids), prompt, (cell,), assignment, 1)
+            state.evaluation, state.eval_place = evaluation, place
+            self.states[state.id] = state
+            begun[state.engine].append(state)
+        for engine, states in begun.items():
+            is_first = engine not in evaluation.seeded
+            seed = _seed(evaluation.seed, engine) if evaluation.seed and is_first else None
+            evaluation.seeded.add(engine)
+            evaluation.pinning.add(engine)
+            self._submit(engine, states, seed)
+        return self._outgoing()
+
+    def take_evaluation(self) -> Evaluation | None:
+        """The evaluation, once, when every prompt has ended."""
+        ended = self.evaluation
+        if ended is None or not ended.is_done:
+            return None
+        self.evaluation = None
+        return ended
+
+    def _submit(self, engine: int, states: list[GroupState], seed: int | None) -> None:
+        """One message per engine, so that a synchronous engine begins with all it will get."""
+        self._to_engine(engine, Submit(tuple(state.request for state in states), seed))
+
+    def expire(self) -> Sends:
+        """Aborts the running groups that on_stale = "drop" gives up."""
+        for group_id in self.buffer.expired():
+            self._abort(self.states[group_id], Drop.STALE)
+        return self._outgoing()
+
+    def _abort(self, state: GroupState, reason: Drop) -> None:
+        """No effect on a group that is being graded: it will be ready soon."""
+        if state.phase is Phase.SAMPLING and state.abort is None:
+            state.abort = reason
+            self._to_engine(state.engine, Abort(state.id))
+
+    # -- from the engines and the verifiers
+
+    def handle(self, rank: int, message: object, now: float) -> Sends:
+        """`rank` is the sender's, among engines or among verifiers."""
+        match message:
+            case Finished():
+                for group_id, place, trajectory in message.trajectories:
+                    self._on_trajectory(self.states[group_id], place, trajectory)
+            case TurnEnded():
+                for group_id, place, trajectory in message.trajectories:
+                    self._on_turn(self.states[group_id], place, trajectory)
+            case Pinned():
+                if self.evaluation is not None:
+                    self.evaluation.pinned(rank, message.version)
+            case Gone():
+                self._on_gone(message)
+            case Graded():
+                self._on_graded(rank, message, now)
+            case Replied():
+                self._on_reply(rank, message)
+        return self._outgoing()
+
+    def _on_trajectory(self, state: GroupState, place: int, trajectory: Trajectory) -> None:
+        self.dispatcher.trajectory_done(state.assignment, trajectory.num_written)
+        state.num_left -= 1
+        state.done[place] = trajectory
+        if state.evaluation is not None:
+            state.evaluation.saw(trajectory.head_version)
+            state.evaluation.saw(trajectory.tail_version)
+        if state.num_left or state.abort is not None:
+            return
+        state.phase = Phase.GRADING
+        if self.queue.num_verifiers:
+            limit = 0 if state.evaluation else self.config.tasks.max_failures
+            in_order = tuple(state.done[i] for i in range(len(state.done)))
+            self.queue.add(Grade(state.id, state.prompt.example, in_order, limit))
+        else:
+            self._end_evaluated(state, None)
+
+    def _on_turn(self, state: GroupState, place: int, trajectory: Trajectory) -> None:
+        if state.abort is None:
+            state.asked[place] = Ask(state.id, place, state.prompt.example, trajectory)
+            self.queue.add(state.asked[place])
+
+    def _on_reply(self, verifier: int, replied: Replied) -> None:
+        request = self.queue.done(verifier)
+        assert isinstance(request, Ask) and request.group_id == replied.group_id
+        state = self.states.get(request.group_id)
+        if state is None or state.asked.get(request.place) is not request:
+            return  # its group is gone
+        if replied.error:
+            self._reply_failed(state, request, Drop.REPLY_ERROR, replied.error)
+            return
+        del state.asked[request.place]
+        done, rollout, tokens = request.trajectory, self.config.rollout, replied.tokens
+        is_cut = bool(tokens) and (
+            done.num_turns >= rollout.max_turns
+            or done.num_new + len(tokens) >= rollout.max_new_tokens
+        )
+        at = (state.id, request.place)
+        if tokens and not is_cut:
+            self._replies[state.engine][at] = tokens
+            return
+        self._replies[state.engine][at] = ()  # that turn was the last; it is in the ring already
+        ended = done._replace(stop=StopReason.LENGTH) if is_cut else done
+        self._on_trajectory(state, request.place, ended)
+
+    def _reply_failed(self, state: GroupState, request: Ask, reason: Drop, why: str) -> None:
+        """The group ends when the engine has let go of it (`_on_gone`)."""
+        self.note(f"no reply for group {state.id} ({reason}): {why}")
+        state.error = why
+        if state.evaluation is not None:
+            state.done[request.place] = request.trajectory  # what there is of the answer
+        self._forget_turns(state)
+        self._abort(state, reason)
+
+    def _on_gone(self, gone: Gone) -> None:
+        """An engine gave a group up: it was asked to abort it, or refused it."""
+        state = self.states.get(gone.group_id)
+        if state is None:
+            return  # a refusal and an abort have crossed
+        if gone.why:
+            self.note(f"the engine refused group {gone.group_id}: {gone.why}")
+        self._leave_engine(state)
+        if state.evaluation is not None:
+            self._end_evaluated(state, None, gone.why or state.error)
+        else:
+            self._drop(state, Drop.REFUSED if gone.why else state.abort or Drop.STALE)
+
+    def _on_graded(self, verifier: int, graded: Graded, now: float) -> None:
+        request = self.queue.done(verifier)
+        assert isinstance(request, Grade) and request.group_id == graded.group_id
+        state = self.states[request.group_id]
+        if not graded.rewards:
+            self._no_reward(state, Drop.REWARD_ERROR, graded.error)
+        elif state.evaluation is not None:
+            self._end_evaluated(state, graded.rewards[0], text=graded.texts[0])
+        elif state.is_abandoned:
+            self._drop(state, Drop.WORKER_DIED)
+        else:
+            self._on_rewards(state, request, graded, now)
+
+    def _on_rewards(self, state: GroupState, request: Grade, graded: Graded, now: float) -> None:
+        ticket = (state.id, state.prompt.index)
+        group = filter_group(self.config, ticket, request.trajectories, graded.rewards)
+        if isinstance(group, Drop):
+            self._drop(state, group)
+            return
+        pairs = zip(graded.texts, graded.rewards, strict=True)
+        state.texts = tuple(text for text, reward in pairs if reward is not None)
+        state.phase = Phase.READY
+        self.buffer.finish(group, now)
+
+    def _no_reward(self, state: GroupState, reason: Drop, why: str) -> None:
+        """Rule 7: a verifier that fails is never a reward of 0."""
+        self.note(f"no reward for group {state.id} ({reason}): {why}")
+        if state.evaluation is not None:
+            self._end_evaluated(state, None, why)
+        else:
+            self._drop(state, reason)
+
+    # -- losses
+
+    def engine_lost(self, engine: int) -> Sends:
+        self._replies.pop(engine, None)
+        if self.evaluation is not None:
+            self.evaluation.pinning.discard(engine)
+        lost = [state for state in self.states.values() if state.engine == engine]
+        for state in [state for state in lost if state.phase is Phase.SAMPLING]:
+            self._leave_engine(state)
+            if state.evaluation is not None:
+                state.evaluation.lost(state.eval_place)
+                del self.states[state.id]
+                continue
+            self._num_losses[state.prompt.index] += 1
+            is_deadly = self._num_losses[state.prompt.index] >= MAX_LOSSES
+            self._drop(state, Drop.REFUSED if is_deadly else Drop.WORKER_DIED)
+        self.dispatcher.restarted(engine)
+        return self._outgoing()
+
+    def verifier_lost(
+        self, verifier: int, place: int, why: str, is_late: bool = False, is_outside: bool = False
+    ) -> Sends:
+        """A verifier that was killed from outside: retry its request once. Any other crash, and a
+        time limit (`is_late`), is blamed on the reward at `place`: the group is graded again
+        without that answer, if one more may fail."""
+        request = self.queue.done(verifier)
+        state = self.states.get(request.group_id) if request else None
+        if request is None or state is None:
+            return self._outgoing()
+        if is_outside and not state.was_retried:
+            state.was_retried = True
+            self.queue.add(request)
+        elif isinstance(request, Ask):
+            if state.asked.get(request.place) is request:
+                reason = Drop.REPLY_TIMEOUT if is_late else Drop.REPLY_ERROR
+                self._reply_failed(state, request, reason, why)
+        elif len(request.skip) < request.max_failures:
+            self.note(f"no reward for one answer of group {state.id}: {why}")
+            self.queue.add(replace(request, skip=(*request.skip, place)))
+        else:
+            self._no_reward(state, Drop.REWARD_TIMEOUT if is_late else Drop.REWARD_ERROR, why)
+        return self._outgoing()
+
+    def roll_back(self, step: int, version: int) -> Sends:
+        """The ranks restarted from the checkpoint of `step`, whose weights are republished as
+        `version`. What was trained since, and the batch in training, is requeued. Groups that the
+        new version makes too old are abandoned."""
+        assert self.stream is not None
+        for ticket in self.buffer.training_failed():
+            self._settle(ticket, is_lost=True)
+        untrained = [t for at, tickets in self._since_saved if at > step for t in tickets]
+        self._since_saved.clear()
+        for ticket in untrained:
+            self.stream.put_back(ticket.prompt_index)
+        for group_id in self.buffer.rolled_back(version, len(untrained)):
+            self._abandon(self.states[group_id])
+        if self.evaluation is not None and self.evaluation.step > step:
+            self.evaluation.is_cancelled = True
+        return self._outgoing()
+
+    def _abandon(self, state: GroupState) -> None:
+        """Its cells may still be written or read: then the slot is free when that has ended."""
+        state.is_abandoned = True
+        if state.phase is Phase.READY:
+            self._drop(state, Drop.WORKER_DIED)
+        else:
+            self._abort(state, Drop.WORKER_DIED)
+
+    @property
+    def num_abandoned(self) -> int:
+        return sum(state.is_abandoned for state in self.states.values())
+
+    # -- batches
+
+    def next_batch(self, step: int, now: float) -> Batch | None:
+        for ticket in self.buffer.take_untrainable():
+            self._settle(ticket)
+        batch = self.buffer.next_batch(step, now)
+        for group in batch.groups if batch else ():
+            self.states[group.id].phase = Phase.TRAINING
+        return batch
+
+    def published(self, step: int, now: float) -> None:
+        """The batch of `step` has become the next version. Its slots come back with `release`."""
+        self._published = self.buffer.published(now)
+        self._since_saved.append((step, self._published))
+
+    def release(self) -> None:
+        """Nothing reads the cells of the published batch any more."""
+        self.buffer.release(self._published)
+        for ticket in self._published:
+            self._settle(ticket)
+        self._published = []
+
+    def saved(self) -> None:
+        """A checkpoint holds all that is trained."""
+        self._since_saved.clear()
+
+    @property
+    def num_sampling(self) -> int:
+        """Copied first: the dashboard asks from its own thread."""
+        own = [state for state in list(self.states.values()) if state.evaluation is None]
+        return sum(state.phase is Phase.SAMPLING for state in own)
+
+    @property
+    def prompts_in_flight(self) -> list[int]:
+        assert self.stream is not None
+        own = [s.prompt.index for s in self.states.values() if s.evaluation is None]
+        return sorted(own + self.stream.waiting)
+
+    # -- ends
+
+    def _drop(self, state: GroupState, reason: Drop) -> None:
+        """For good, unless a fault did it: then the prompt is requeued under a new group id."""
+        reason = Drop.WORKER_DIED if state.is_abandoned else reason
+        self._settle(self.buffer.drop(state.id, reason), is_lost=reason is Drop.WORKER_DIED)
+
+    def _settle(self, ticket: Ticket, is_lost: bool = False) -> None:
+        assert self.stream is not None
+        self.states.pop(ticket.group_id, None)
+        if is_lost:
+            self.stream.put_back(ticket.prompt_index)
+        else:
+            self.stream.consumed.add(ticket.prompt_index)
+
+    def _end_evaluated(
+        self, state: GroupState, reward: float | None, error: str = "", text: str = ""
+    ) -> None:
+        assert state.evaluation is not None
+        ended = Ended(state.id, state.done.get(0), reward, error, text)
+        state.evaluation.end(state.eval_place, ended)
+        del self.states[state.id]
+
+    def _leave_engine(self, state: GroupState) -> None:
+        self.dispatcher.release(state.assignment, state.num_left)
+        self._forget_turns(state)
+
+    def _forget_turns(self, state: GroupState) -> None:
+        if not state.asked and not self._replies:
+            return
+        state.asked.clear()
+        self.queue.forget(state.id)
+        replies = self._replies.get(state.engine, {})
+        for at in [at for at in replies if at[0] == state.id]:
+            del replies[at]
+
+    # -- what is sent
+
+    def _to_engine(self, engine: int, message: object) -> None:
+        self._outbox.append((f"{Role.ROLLOUT}-{engine}", message))
+
+    def _outgoing(self) -> Sends:
+        for engine in [engine for engine, replies in self._replies.items() if replies]:
+            self._send_replies(engine)
+        for verifier, request in self.queue.assign():
+            self._outbox.append((f"{Role.VERIFY}-{verifier}", request))
+        sends, self._outbox = self._outbox, []
+        return sends
+
+    def _send_replies(self, engine: int) -> None:
+        replies = self._replies[engine]
+        if self._holds_replies:
+            num_ready = sum(bool(tokens) for tokens in replies.values())
+            own = [state for state in self.states.values() if state.engine == engine]
+            if num_ready < sum(state.num_left for state in own):
+                return
+        del self._replies[engine]
+        self._to_engine(engine, Continue(tuple((*at, replies[at]) for at in sorted(replies))))
+
+
+def _seed(text: str, engine: int) -> int:
+    return random.Random(f"{text}/{engine}").getrandbits(31)

@@ -1,0 +1,459 @@
+"""A group's life without processes. By example: turns, retries, blame. And under random histories:
+engines, verifiers and ranks that die, several turns, filters, aborts, rollbacks and evaluations.
+Every group ends exactly once, nothing of it is left in any table, no cell is reused while a worker
+may touch it, the ledger adds up, and the staleness bound holds.
+"""
+
+import random
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minirl.buffer import Buffer, OnStale, republished_as
+from minirl.config import Config
+from minirl.evaluation import Evaluation
+from minirl.groups import Groups, Phase, Sends
+from minirl.records import Batch, Drop, Example, Prompt, StopReason, Trajectory
+from minirl.rollout.worker import (
+    Abort,
+    Continue,
+    Finished,
+    Gone,
+    GroupRequest,
+    Pinned,
+    Submit,
+    TurnEnded,
+)
+from minirl.tasks.prompts import PromptStream
+from minirl.tasks.verifier import Ask, Grade, Graded, Replied
+
+TURN = Trajectory(0, 14, 4, StopReason.STOP, 0, 0)  # of a prompt of ten tokens
+TOO_LONG = 17  # every so manieth prompt
+
+
+class Numbers:
+    """A task and its tokenizer: a prompt is its own number, and some are too long."""
+
+    num_train = 10**9
+
+    def train(self, index: int) -> Example:
+        return Example(str(index), "")
+
+    def encode(self, text: str) -> list[int]:
+        return [int(text)] * (9 if int(text) % TOO_LONG == TOO_LONG - 1 else 1)
+
+
+def config_of(eta: int = 2, batch_size: int = 2, group_size: int = 2, **tasks: object) -> Config:
+    base = Config()
+    return replace(
+        base,
+        tasks=replace(base.tasks, max_prompt_tokens=8, **tasks),
+        rollout=replace(base.rollout, max_new_tokens=20, max_turns=3, group_size=group_size),
+        buffer=replace(base.buffer, max_staleness=eta, drop_equal_rewards=True),
+        train=replace(base.train, batch_size=batch_size, steps=10**6),
+    )
+
+
+def groups_of(config: Config, engines: int, verifiers: int, rule: OnStale = OnStale.MASK) -> Groups:
+    stream = PromptStream(Numbers(), Numbers(), 0)  # type: ignore[arg-type]
+    buffer = Buffer(config.train.batch_size, config.buffer.max_staleness, rule)
+    return Groups(config, stream, buffer, engines, verifiers, note=lambda text: None)
+
+
+# By example ---------------------------------------------------------------------------------------
+
+
+class Desk:
+    """Two groups of two, at two engines, and one verifier."""
+
+    def __init__(self, eta: int = 2, **tasks: object):
+        self.groups = groups_of(config_of(eta, **tasks), engines=2, verifiers=1)
+        sends = self.groups.begin(2, [0, 0], 0, 0.0)
+        assert [name for name, _ in sends] == ["rollout-0", "rollout-1"]
+
+    def turn(self, group_id: int, place: int = 0, turn: Trajectory = TURN) -> Sends:
+        return self.groups.handle(group_id, TurnEnded(((group_id, place, turn),)), 0.0)
+
+    def reply(self, group_id: int, place: int, *tokens: int) -> Sends:
+        return self.groups.handle(0, Replied(group_id, place, tokens), 0.0)
+
+    def finish(self, group_id: int) -> Grade:
+        both = tuple((group_id, place, TURN) for place in (0, 1))
+        ((name, request),) = self.groups.handle(group_id, Finished(both), 0.0)
+        assert name == "verify-0" and isinstance(request, Grade)
+        return request
+
+
+@pytest.mark.parametrize(
+    ("turn", "reply", "continues"),
+    [
+        (TURN, (), None),
+        (TURN, (7,) * 15, True),  # one written token fits after it
+        (TURN, (7,) * 16, False),
+        (TURN._replace(num_replied=11), (7,) * 4, True),
+        (TURN._replace(num_replied=11), (7,) * 5, False),
+        (TURN._replace(num_turns=2), (7,), True),
+        (TURN._replace(num_turns=3), (7,), False),
+        (TURN._replace(num_turns=3), (), None),  # it ends by itself
+    ],
+)
+def test_a_reply_continues_an_answer_unless_there_is_no_room_for_more(
+    turn: Trajectory, reply: tuple[int, ...], continues: bool | None
+) -> None:
+    desk = Desk()
+    ((name, ask),) = desk.turn(1, 0, turn)
+    assert name == "verify-0" and isinstance(ask, Ask) and ask.trajectory == turn
+    sends = desk.reply(1, 0, *reply)
+    assert sends == [("rollout-1", Continue(((1, 0, reply if continues else ()),)))]
+    ended = {True: {}, False: {0: turn._replace(stop=StopReason.LENGTH)}, None: {0: turn}}
+    assert desk.groups.states[1].done == ended[continues]
+
+
+def test_turns_are_graded_before_groups_and_those_of_a_lost_engine_not_at_all() -> None:
+    desk = Desk()
+    desk.finish(0)
+    assert desk.turn(1, 0) == desk.turn(1, 1) == []
+    graded = Graded(0, (1.0, 0.0), ("a", "b"))
+    ((_, asked),) = desk.groups.handle(0, graded, 0.0)
+    assert isinstance(asked, Ask) and desk.groups.buffer.num_ready == 1
+    desk.groups.engine_lost(1)
+    assert desk.reply(1, 0, 7) == [] and not len(desk.groups.queue)
+    assert desk.groups.buffer.drops == {Drop.WORKER_DIED: 1} and desk.groups.stream is not None
+    assert desk.groups.stream.waiting == [1]
+
+
+def test_at_eta_0_an_engine_gets_all_its_replies_at_once_in_order() -> None:
+    groups = groups_of(config_of(eta=0), engines=1, verifiers=4)
+    ((_, submit),) = groups.begin(2, [0], 0, 0.0)
+    assert isinstance(submit, Submit) and submit.seed is not None
+    for group_id, place in ((1, 1), (0, 1), (1, 0), (0, 0)):
+        groups.handle(0, TurnEnded(((group_id, place, TURN),)), 0.0)
+    assert groups.handle(0, Replied(1, 1, (7,)), 0.0) == []
+    assert groups.handle(1, Replied(0, 1, (8,)), 0.0) == []
+    assert groups.handle(2, Replied(1, 0, ()), 0.0) == []  # it ends
+    replies = ((0, 0, (9,)), (0, 1, (8,)), (1, 0, ()), (1, 1, (7,)))
+    assert groups.handle(3, Replied(0, 0, (9,)), 0.0) == [("rollout-0", Continue(replies))]
+
+
+def test_a_verifier_killed_from_outside_is_retried_once_and_then_the_reward_is_blamed() -> None:
+    desk = Desk()
+    request = desk.finish(0)
+    assert desk.groups.verifier_lost(0, 0, "SIGKILL", is_outside=True) == [("verify-0", request)]
+    assert desk.groups.verifier_lost(0, 0, "SIGKILL", is_outside=True) == []
+    assert desk.groups.buffer.drops == {Drop.REWARD_ERROR: 1} and 0 not in desk.groups.states
+
+
+def test_one_bad_reward_costs_one_answer_where_one_may_fail() -> None:
+    desk = Desk(max_failures=1)
+    desk.finish(0)
+    ((_, again),) = desk.groups.verifier_lost(0, 1, "too slow", is_late=True)
+    assert isinstance(again, Grade) and again.skip == (1,)
+    desk.groups.verifier_lost(0, 0, "too slow", is_late=True)
+    assert desk.groups.buffer.drops == {Drop.REWARD_TIMEOUT: 1}
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_reply_that_fails_aborts_its_group(is_late: bool) -> None:
+    desk = Desk()
+    desk.turn(0)
+    assert desk.groups.verifier_lost(0, 0, "!", is_late) == [("rollout-0", Abort(0))]
+    assert desk.groups.handle(0, Gone(0, ""), 0.0) == []
+    reason = Drop.REPLY_TIMEOUT if is_late else Drop.REPLY_ERROR
+    assert desk.groups.buffer.drops == {reason: 1}
+
+
+# Under random histories ---------------------------------------------------------------------------
+
+
+@dataclass
+class Answer:
+    """A trajectory that an engine writes."""
+
+    cell: int
+    head: int
+    turns: int = 0
+    is_parked: bool = False
+
+
+@dataclass
+class Engine:
+    version: int = 0
+    answers: dict[tuple[int, int], Answer] = field(default_factory=dict)
+    is_eval: set[int] = field(default_factory=set)  # groups
+    said: deque[object] = field(default_factory=deque)  # not received yet
+
+    @property
+    def is_pinned(self) -> bool:
+        return any(group_id in self.is_eval for group_id, _ in self.answers)
+
+
+class House:
+    """Workers around `Groups`, and what must be true of it."""
+
+    def __init__(self, seed: int):
+        self.dice = dice = random.Random(seed)
+        eta, batch, size = dice.randint(0, 3), dice.randint(1, 4), dice.randint(2, 3)
+        self.config = config_of(eta, batch, size, max_failures=dice.choice([0, 0, 1]))
+        self.engines = [Engine() for _ in range(dice.randint(1, 3))]
+        self.num_verifiers = dice.randint(1, 3)
+        rule = dice.choice(list(OnStale))
+        self.groups = groups_of(self.config, len(self.engines), self.num_verifiers, rule)
+        self.asked: dict[int, Grade | Ask] = {}  # what each verifier has
+        self.latest = self.base = 0
+        self.step = self.saved_step = 0
+        self.batch: Batch | None = None
+        self.evaluation: Evaluation | None = None
+        self.seen: Counter[str] = Counter()
+
+    @property
+    def buffer(self) -> Buffer:
+        return self.groups.buffer
+
+    def run(self, num_events: int) -> None:
+        often = [self.feed, self.write, self.receive, self.grade, self.learn, self.publish]
+        rarely = [self.evaluate, self.save, self.kill_engine, self.kill_verifier, self.kill_ranks]
+        weights = [8.0] * len(often) + [0.2] * len(rarely)
+        for event in self.dice.choices([*often, *rarely], weights, k=num_events):
+            event()
+            self.check()
+        self.drain()
+
+    def deliver(self, sends: Sends) -> None:
+        for name, message in sends:
+            role, _, rank = name.partition("-")
+            if role == "verify":
+                assert int(rank) not in self.asked, "one request at a time"
+                assert isinstance(message, Grade | Ask)
+                self.asked[int(rank)] = message
+            else:
+                self.tell(self.engines[int(rank)], message)
+
+    def tell(self, engine: Engine, message: object) -> None:
+        match message:
+            case Submit():
+                self.load_weights(engine)
+                if any(group.is_eval for group in message.groups):
+                    engine.said.append(Pinned(engine.version))
+                for group in message.groups:
+                    self.start(engine, group)
+            case Abort():
+                for at in [at for at in engine.answers if at[0] == message.group_id]:
+                    del engine.answers[at]
+                engine.said.append(Gone(message.group_id, ""))
+            case Continue():
+                for group_id, place, tokens in message.replies:
+                    answer = engine.answers.get((group_id, place))
+                    if answer is not None and tokens:
+                        answer.is_parked = False
+                    elif answer is not None:
+                        del engine.answers[group_id, place]
+
+    def start(self, engine: Engine, group: GroupRequest) -> None:
+        if group.is_eval:
+            engine.is_eval.add(group.group_id)
+        if self.dice.random() < 0.03:
+            engine.said.append(Gone(group.group_id, "too long for the engine"))
+            return
+        for place, cell in enumerate(group.cells):
+            engine.answers[group.group_id, place] = Answer(cell, engine.version)
+
+    def load_weights(self, engine: Engine) -> None:
+        if not engine.is_pinned:
+            engine.version = self.latest
+
+    # -- what happens
+
+    def feed(self) -> None:
+        if not (self.buffer.max_staleness == 0 and self.groups.evaluation):
+            pinned = [
+                engine.version if engine.is_pinned else self.latest for engine in self.engines
+            ]
+            served = [min(version, self.buffer.version) for version in pinned]
+            self.deliver(self.groups.begin(10**6, served, self.step, 0.0))
+
+    def write(self) -> None:
+        engine = self.dice.choice(self.engines)
+        self.load_weights(engine)
+        running = [at for at, answer in engine.answers.items() if not answer.is_parked]
+        for at in running[: self.dice.randint(0, 8)]:
+            answer = engine.answers[at]
+            versions = (answer.head, engine.version)
+            turns, replied = answer.turns + 1, 2 * answer.turns
+            done = Trajectory(answer.cell, 30, 4, StopReason.STOP, *versions, replied, turns)
+            if self.dice.random() < 0.3:
+                answer.turns, answer.is_parked = turns, True
+                engine.said.append(TurnEnded(((*at, done),)))
+                self.seen["turns"] += 1
+            else:
+                del engine.answers[at]
+                engine.said.append(Finished(((*at, done),)))
+
+    def receive(self) -> None:
+        rank = self.dice.randrange(len(self.engines))
+        for _ in range(self.dice.randint(1, 4)):
+            if self.engines[rank].said:
+                message = self.engines[rank].said.popleft()
+                self.deliver(self.groups.handle(rank, message, 0.0))
+
+    def grade(self) -> None:
+        for rank in list(self.asked):
+            request = self.asked.pop(rank)
+            if isinstance(request, Ask):
+                error = "!" if self.dice.random() < 0.05 else ""
+                tokens = () if error or self.dice.random() < 0.4 else (7, 7)
+                message: object = Replied(request.group_id, request.place, tokens, error)
+            else:
+                count, chances = len(request.trajectories), [0.0, 1.0] * 9 + [None]
+                rewards = [self.dice.choice(chances) for _ in range(count)]
+                is_bad = rewards.count(None) > request.max_failures
+                answer = ((), ()) if is_bad else (tuple(rewards), ("text",) * count)
+                message = Graded(request.group_id, *answer, error="!" if is_bad else "")
+            self.deliver(self.groups.handle(rank, message, 0.0))
+
+    def learn(self) -> None:
+        self.deliver(self.groups.expire())
+        is_pinning = self.groups.evaluation is not None and self.groups.evaluation.pinning
+        if self.batch is not None or is_pinning:
+            return
+        self.batch = self.groups.next_batch(self.step + 1, 0.0)
+        if self.batch is not None:
+            oldest = self.buffer.version - self.buffer.max_staleness
+            for group in self.batch.groups:
+                assert self.groups.states[group.id].phase is Phase.TRAINING
+                is_masked = self.buffer.on_stale is OnStale.MASK
+                assert (group.newest_version if is_masked else group.head_version) >= oldest
+
+    def publish(self) -> None:
+        if self.batch is None:
+            return
+        self.step, self.latest = self.step + 1, self.buffer.version + 1
+        self.groups.published(self.step, 0.0)
+        assert self.buffer.version == self.latest
+        assert all(group.id in self.groups.states for group in self.batch.groups)
+        self.groups.release()
+        self.batch = None
+        self.seen["steps"] += 1
+
+    def save(self) -> None:
+        if self.batch is None:
+            self.groups.saved()
+            self.saved_step, self.base = self.step, self.buffer.version
+
+    def evaluate(self) -> None:
+        if self.batch is None and self.groups.evaluation is None:
+            prompts = [Prompt(i, Example(str(i), ""), (1,)) for i in range(self.dice.randint(1, 6))]
+            first = self.buffer.num_slots * self.config.rollout.group_size
+            cells = range(first, first + len(prompts))
+            self.evaluation = Evaluation(prompts, cells, self.step)
+            self.deliver(self.groups.evaluate(self.evaluation))
+
+    def kill_engine(self) -> None:
+        rank = self.dice.randrange(len(self.engines))
+        while self.engines[rank].said:  # every message is received before the death
+            message = self.engines[rank].said.popleft()
+            self.deliver(self.groups.handle(rank, message, 0.0))
+        self.engines[rank] = Engine(self.latest)
+        self.deliver(self.groups.engine_lost(rank))
+        self.seen["engine lost"] += 1
+
+    def kill_verifier(self) -> None:
+        if self.asked:
+            rank = self.dice.choice(list(self.asked))
+            del self.asked[rank]
+            how = self.dice.choice([{}, {"is_late": True}, {"is_outside": True}])
+            self.deliver(self.groups.verifier_lost(rank, 0, "it died", **how))
+            self.seen["verifier lost"] += 1
+
+    def kill_ranks(self) -> None:
+        version = republished_as(self.base, self.latest)
+        self.deliver(self.groups.roll_back(self.saved_step, version))
+        self.latest = self.base = version
+        self.step, self.batch = self.saved_step, None
+        self.seen["rollback"] += 1
+
+    # -- what is true
+
+    def check(self) -> None:
+        if (ended := self.groups.take_evaluation()) is not None:
+            assert ended is self.evaluation
+            versions = [e.trajectory for e in ended.ended.values() if e.trajectory]
+            if not ended.is_void:
+                assert all(t.head_version == t.tail_version == ended.version for t in versions)
+            self.seen["void" if ended.is_void else "evaluated"] += 1
+        states, stream, ledger = self.groups.states, self.groups.stream, self.buffer.ledger
+        assert stream is not None
+        own = [state for state in states.values() if state.evaluation is None]
+        assert ledger.in_flight == self.buffer.num_in_flight == len(own)
+        assert ledger.submitted == ledger.trained + ledger.dropped + ledger.in_flight
+        indices = [state.prompt.index for state in own] + stream.waiting
+        assert len(set(indices)) == len(indices), "a prompt is in two places"
+        assert not any(index in stream.consumed for index in indices)
+        cells = [cell for state in states.values() for cell in state.cells]
+        assert len(set(cells)) == len(cells), "a cell has two groups"
+        for engine in self.engines:
+            for group_id, _ in [at for at, a in engine.answers.items() if not a.is_parked]:
+                assert states[group_id].phase is Phase.SAMPLING, "its cells are still written to"
+        for request in self.asked.values():
+            is_needed = isinstance(request, Grade)
+            assert not is_needed or states[request.group_id].phase is Phase.GRADING
+
+    def drain(self) -> None:
+        """When nothing more is begun all groups end, and nothing is left of any."""
+        for _ in range(10_000):
+            for engine_rank, engine in enumerate(self.engines):
+                self.load_weights(engine)
+                for at in [at for at, a in engine.answers.items() if not a.is_parked]:
+                    answer = engine.answers.pop(at)
+                    done = Trajectory(
+                        answer.cell, 30, 4, StopReason.STOP, answer.head, engine.version
+                    )
+                    engine.said.append(Finished(((*at, done),)))
+                while engine.said:
+                    message = engine.said.popleft()
+                    self.deliver(self.groups.handle(engine_rank, message, 0.0))
+            self.grade()
+            self.check()
+            if all(state.phase is Phase.READY for state in self.waiting()):
+                break
+        for state in list(self.waiting()):
+            self.groups._drop(state, Drop.STALE)
+        self.publish()
+        self.check()
+        assert not self.groups.states and not len(self.groups.queue) and not self.asked
+        assert not any(self.groups._replies.values()) and not any(self.groups.dispatcher._load)
+        assert self.buffer.num_free == self.buffer.num_slots and not self.groups.evaluation
+
+    def waiting(self) -> Iterable[object]:
+        return [s for s in self.groups.states.values() if s.phase is not Phase.TRAINING]
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32), st.integers(1, 300))
+def test_any_history(seed: int, num_events: int) -> None:
+    House(seed).run(num_events)
+
+
+@pytest.mark.slow
+def test_twenty_thousand_histories() -> None:
+    for seed in range(20_000):
+        try:
+            House(seed).run(random.Random(seed).randint(1, 300))
+        except (AssertionError, KeyError) as error:
+            raise AssertionError(f"seed {seed}: {error!r}") from error
+
+
+def test_the_random_histories_go_through_what_they_claim() -> None:
+    seen: Counter[str] = Counter()
+    drops: Counter[Drop] = Counter()
+    for seed in range(60):
+        house = House(seed)
+        house.run(400)
+        seen += house.seen
+        drops += house.buffer.drops
+    assert {"turns", "engine lost", "verifier lost", "rollback", "void", "evaluated"} <= seen.keys()
+    missing = set(Drop) - {Drop.TRUNCATED} - drops.keys()
+    assert not missing and seen["steps"] > 150, (missing, seen)
