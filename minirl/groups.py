@@ -27,7 +27,7 @@ import itertools
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
 from minirl.buffer import Buffer, Ticket
@@ -455,6 +455,19 @@ class Groups:
         assert self.stream is not None
         own = [s.prompt.index for s in self.states.values() if s.evaluation is None]
         return sorted(own + self.stream.waiting)
+
+    def facts(self) -> dict[str, object]:
+        """What is where, for the stall report."""
+        buffer, ledger = self.buffer, self.buffer.ledger
+        num_training = ledger.in_flight - buffer.num_running - buffer.num_ready
+        return {
+            "slots": f"{buffer.num_running} running, {buffer.num_ready} ready, {num_training} in "
+            f"training, {buffer.num_free} free of {buffer.num_slots}; "
+            f"{self.num_abandoned} abandoned",
+            "ledger": ", ".join(f"{name} {count}" for name, count in asdict(ledger).items()),
+            "grading": f"{len(self.queue)} groups wait or are graded",
+            "evaluation": "under way" if self.evaluation else "none",
+        }
 
     # -- ends
 

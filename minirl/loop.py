@@ -95,6 +95,10 @@ class Loop:
         return all(worker.is_ready for worker in self.engines + self.ranks)
 
     @property
+    def ranks_are_ready(self) -> bool:
+        return all(rank.is_ready for rank in self.ranks)
+
+    @property
     def has_steps_left(self) -> bool:
         return self.step < self.config.train.steps and not self.is_interrupted
 
@@ -118,19 +122,15 @@ class Loop:
         while not is_there():
             self.collect()
 
-    def send(self, sends: Sends) -> None:
-        for name, message in sends:
-            self.workers.named(name).send(message)
-
     # -- feed
 
     def feed(self) -> None:
         if self.config.is_synchronous and (self.groups.evaluation or self.is_saving):
             return
-        if not all(rank.is_ready for rank in self.ranks):
+        if not self.ranks_are_ready:
             return  # after a rollback engines still serve weights that are superseded
         needed = (self.config.train.steps - self.step) * self.buffer.batch_size
-        self.send(self.groups.begin(needed, self.served(), self.step, time.monotonic()))
+        self.workers.deliver(self.groups.begin(needed, self.served(), self.step, time.monotonic()))
 
     def served(self) -> list[int]:
         """Each engine begins groups under the newest weights, unless an evaluation pins older."""
@@ -145,8 +145,8 @@ class Loop:
     def collect(self) -> None:
         for worker, message in self.workers.receive(LISTEN_S):
             self.supervisor.received()
-            self.send(self.handle(worker, message))
-        self.send(self.supervisor.check())
+            self.workers.deliver(self.handle(worker, message))
+        self.workers.deliver(self.supervisor.check())
         if (ended := self.groups.take_evaluation()) is not None:
             self.on_evaluated(ended)
 
@@ -169,9 +169,9 @@ class Loop:
     # -- learn
 
     def learn(self) -> None:
-        self.send(self.groups.expire())
+        self.workers.deliver(self.groups.expire())
         is_busy = self.batch is not None or self.is_saving or not self.has_steps_left
-        if is_busy or not all(rank.is_ready for rank in self.ranks):
+        if is_busy or not self.ranks_are_ready:
             return
         if self.groups.evaluation is not None and self.groups.evaluation.pinning:
             return  # its version must stay the newest until every engine has it
@@ -180,8 +180,11 @@ class Loop:
             return
         self.batch = self.groups.next_batch(self.step + 1, time.monotonic())
         if self.batch is not None:
-            for rank in self.ranks:
-                rank.send(Train(self.batch))
+            self.to_ranks(Train(self.batch))
+
+    def to_ranks(self, message: Train | Save) -> None:
+        for rank in self.ranks:
+            rank.send(message)
 
     def on_trained(self, trained: Trained) -> None:
         """In this order: what reads cells of the batch comes before their slots are released."""
@@ -243,8 +246,7 @@ class Loop:
             "recipe": to_toml(self.config),
         }
         folder = self.log.checkpoint_folder(self.step)
-        for rank in self.ranks:
-            rank.send(Save(str(folder), state, tuple(self.log.accuracies)))
+        self.to_ranks(Save(str(folder), state, tuple(self.log.accuracies)))
 
     def on_saved(self, saved: Saved) -> None:
         """A checkpoint that could not be written costs nothing: the last one stays, and the next
@@ -271,7 +273,7 @@ class Loop:
         seed = f"{self.config.seed}/{self.step}/{FIRST_EVAL_ID}" if is_seeded else ""
         evaluation = Evaluation(self.heldout, cells, self.step, seed)
         up = [engine.rank for engine in self.engines if engine.is_ready]
-        self.send(self.groups.evaluate(evaluation, among=up))
+        self.workers.deliver(self.groups.evaluate(evaluation, among=up))
 
     def on_evaluated(self, ended: Evaluation) -> None:
         if ended.is_cancelled:
@@ -310,19 +312,11 @@ class Loop:
         return self.log.save_bad(batch, batch.version, why)
 
     def stall_facts(self) -> dict[str, object]:
-        """What is where: for a person who must find out why nothing moves."""
-        buffer, ledger = self.buffer, self.buffer.ledger
         trains = f"trains step {self.batch.step}" if self.batch else "has no batch"
         starting = [w.name for w in self.engines + self.ranks if not w.is_ready]
-        num_training = ledger.in_flight - buffer.num_running - buffer.num_ready
         return {
             "controller": f"step {self.step}, waiting for {self.waiting_for}",
-            "slots": f"{buffer.num_running} running, {buffer.num_ready} ready, "
-            f"{num_training} in training, {buffer.num_free} free of {buffer.num_slots}; "
-            f"{self.groups.num_abandoned} abandoned",
-            "ledger": ", ".join(f"{name} {count}" for name, count in asdict(ledger).items()),
-            "grading": f"{len(self.groups.queue)} groups wait or are graded",
+            **self.groups.facts(),
             "trainer": "saving" if self.is_saving else trains,
-            "evaluation": "under way" if self.groups.evaluation else "none",
             "starting": ", ".join(starting) or "no worker",
         }

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing import resource_tracker
@@ -144,8 +144,10 @@ class Workers:
     def of(self, role: Role) -> list[Worker]:
         return [worker for worker in self.all if worker.role is role]
 
-    def named(self, name: str) -> Worker:
-        return next(worker for worker in self.all if worker.name == name)
+    def deliver(self, messages: Iterable[tuple[str, object]]) -> None:
+        """Each to the worker of that name."""
+        for name, message in messages:
+            next(worker for worker in self.all if worker.name == name).send(message)
 
     def spawn(self, role: Role, rank: int, body: str, setup: Any, place: Placement) -> Worker:
         worker = Worker(role, rank, len(self.all), body, setup, place)

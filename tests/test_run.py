@@ -55,7 +55,7 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
     evaluated = read_lines(run.dir / "evals.jsonl")
     assert evaluated[-1]["version"] == 4  # on both engines, or it would be void
     assert all(line["count"] == 8 for line in evaluated)
-    assert "once more" not in ended.out
+    assert "retrying" not in ended.out
     assert all(line["train/logprob_gap"] < 1e-3 for line in run.metrics()[:1])
     assert run.summary()["finished"]
     assert {"recipe.toml", "metrics.jsonl", "samples.jsonl", "summary.json", "checkpoints"} <= set(

@@ -101,7 +101,7 @@ class Collector:
         cells, seed = range(self.ring.num_cells), f"{self.config.seed}/exam"
         evaluation = Evaluation(prompts, cells, seed=seed, is_requeued=True)
         while not evaluation.is_done:
-            self.send(self.groups.evaluate(evaluation))
+            self.workers.deliver(self.groups.evaluate(evaluation))
             self.collect()
             yield from evaluation.take_ended()
 
@@ -111,15 +111,11 @@ class Collector:
             if isinstance(message, Started):
                 worker.is_ready = True
             elif isinstance(message, Died):
-                self.send(self.supervisor.on_death(worker, message))
+                self.workers.deliver(self.supervisor.on_death(worker, message))
             else:
                 self.supervisor.restarts.reset(worker.name)
-                self.send(self.groups.handle(worker.rank, message, 0.0))
-        self.send(self.supervisor.check())
-
-    def send(self, sends: Sends) -> None:
-        for name, message in sends:
-            self.workers.named(name).send(message)
+                self.workers.deliver(self.groups.handle(worker.rank, message, 0.0))
+        self.workers.deliver(self.supervisor.check())
 
     def view(self, ended: Ended) -> TrajectoryView | None:
         if ended.trajectory is None:
@@ -137,7 +133,7 @@ class Collector:
     # -- what the supervisor asks
 
     def stall_facts(self) -> dict[str, object]:
-        return {"answers": f"{len(self.groups.states)} asked or graded"}
+        return self.groups.facts()
 
     def keep_batch(self, worker: Worker, why: str) -> str:
         return f"; its log is in {self.workers.log_dir}"

@@ -133,13 +133,13 @@ def find_checkpoint(run_dir: Path, which: str) -> Path:
 
 def _best(run_dir: Path, whole: Sequence[Path]) -> Path:
     scores = {line["version"]: line.get("accuracy") for line in RunDir(run_dir).evals}
-    versions = {checkpoint.read_state(path)["history"]["version"]: path for path in whole}
-    known = [version for version in versions if scores.get(version) is not None]
+    found = [(scores.get(checkpoint.read_state(p)["history"]["version"]), p) for p in whole]
+    known = [(score, path) for score, path in found if score is not None]
     if not known:
         rule = "no checkpoint of this run has a version that was evaluated"
         remedy = 'take "last", or train with checkpoint.every = eval.every'
         raise RecipeError("--checkpoint", "best", rule, remedy)
-    return versions[max(known, key=lambda version: (scores[version], version))]
+    return max(known)[1]
 
 
 def with_devices(config: Config, num_devices: int | None) -> Config:
@@ -238,10 +238,10 @@ class Evaluated:
         passed = {f"pass@{k}": share for k, share in found["pass_at"].items() if share is not None}
         dropped = ("answers_failed", "failures", "prompts_too_long")
         return [
-            ("problems", f"{found['problems']} × {found['k']} answers"),
+            ("problems", f"{found['problems']} × {found['answers_each']} answers"),
             ("accuracy", accuracy),
             *((name, f"{share:.1%}") for name, share in passed.items()),
-            ("tokens", f"{found['length_mean']:.1f}, {found['truncated_frac']:.1%} cut"),
+            ("tokens", f"{found['length_mean']:.1f}, {found['truncated_frac']:.1%} truncated"),
             *((name.replace("_", " "), str(found[name])) for name in dropped if found[name]),
             ("speed", f"{found['tokens_per_s']:,.0f} tokens/s, {found['seconds']:.0f} s"),
             ("results", str(self.folder)),
@@ -264,17 +264,9 @@ def evaluate(target: Target, options: Options, out: Path | None) -> Evaluated:
         results, figures = _ask(config, task, source, folder, options.k, bar)
     finally:
         bar.close()
-    setting = {
-        "target": target.name,
-        "model": str(source),
-        "task": config.tasks.kind,
-        "seed": config.seed,
-        "k": options.k,
-        "temperature": config.eval.temperature,
-        "max_new_tokens": config.rollout.max_new_tokens,
-        "engines": config.devices.rollout // config.devices.tensor_parallel,
-    }
-    summary = {**setting, **summarise(results), **figures}
+    engines = config.devices.rollout // config.devices.tensor_parallel
+    summary = {"target": target.name, "model": str(source), "engines": engines}
+    summary |= {**summarise(results), **figures}
     write_text(folder / RESULTS, "".join(result.line for result in results))  # now in order
     write_text(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     return Evaluated(folder, results, summary)

@@ -23,7 +23,7 @@ from tests.soak.run_files import Z95, Evaluated, tear
 from tests.soak.schedule import BY_NAME, FAULTS, Schedule
 from tests.soak.task import BadExample, BadReward, bad_reward_at
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent.parent
 ROOT = HERE.parent
 
 
