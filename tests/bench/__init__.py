@@ -109,7 +109,7 @@ BENCHES = {
         "tests.bench.asynchronous:measure",
     ),
     "simulator": Bench(
-        "what the controller's decisions cost a group, and that more groups cost no more",
+        "the cost of the controller's decisions per group, with few and many groups in flight",
         "tests.bench.simulator:measure",
     ),
     "rewards": Bench(
@@ -117,7 +117,7 @@ BENCHES = {
         "tests.bench.rewards:measure",
     ),
     "dashboard": Bench(
-        "what being watched costs: status.json and the dashboard, of a core's time",
+        "the share of one core that status.json and the dashboard take",
         "tests.bench.dashboard:measure",
     ),
     "train": Bench(

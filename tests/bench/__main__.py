@@ -22,7 +22,8 @@ Examples:
   python -m tests.bench rollout --json rollout.json
 
 Each figure is a median of interleaved repeats; processes are pinned to their cores. A figure with
-a goal is "ok" or "MISSED"; both exit with 0. docs/benchmarks.md says what each figure means."""
+a goal is "ok" or "MISSED"; both exit with 0. docs/benchmarks.md says how figures are measured, and
+the header of each bench what its own mean."""
 
 
 def main(words: Sequence[str] | None = None) -> None:

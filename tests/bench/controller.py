@@ -4,7 +4,7 @@
                            the two below. 1 is what that pool could do alone
     generation_efficiency  of the engines' places, when generation is the bottleneck
     training_efficiency    of the trainers' time, when training is
-    …_speed                the same by steps a second; the draw of the answers' lengths, and a
+    …_speed                the same by steps per second; the draw of the answers' lengths, and a
                            machine that wakes sleepers late, count too
     controller_us_a_group  CPU time of the controller for one group, all its trajectories included
 

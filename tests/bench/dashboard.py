@@ -1,13 +1,13 @@
-"""The dashboard bench: what it costs to be watched.
+"""The dashboard bench: the cost of status.json and the dashboard.
 
-    dashboard_cost     CPU seconds a second that the reporter takes of one core: samples of the
+    dashboard_cost     CPU seconds per second that the reporter takes of one core: samples of the
                        board, a snapshot, status.json, a frame, and writing it to a terminal of
                        160 × 50. A box has many cores, so it costs throughput still less
     cost_80x24         the same in a small terminal
     status_cost        without a terminal: status.json alone
     status_bytes       of status.json
 
-The run is real but for its workers, which only sleep: 4 engines, 2 ranks, a step a second.
+The run is real but for its workers, which only sleep: 4 engines, 2 ranks, one step per second.
 
 `python -m tests.bench.dashboard FOLDER STEPS ENGINES RANKS STEP_S` is that run, in whatever
 terminal it is started.
@@ -75,7 +75,7 @@ def measure(options: Options) -> list[Figure]:
         plain = cost(Path(name) / "plain", None, steps, engines)
         num_bytes = os.path.getsize(Path(name) / "large" / FILE)
     return [
-        at_most("dashboard_cost", large, GOAL, "CPU seconds a second, of one core, 160 × 50"),
+        at_most("dashboard_cost", large, GOAL, "CPU seconds per second, 160 × 50"),
         Figure("cost_80x24", small, note="the same in a small terminal"),
         Figure("status_cost", plain, note="status.json alone"),
         Figure("status_bytes", num_bytes),

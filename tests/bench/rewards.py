@@ -94,7 +94,7 @@ def measure(options: Options) -> list[Figure]:
     rates = {p: [work.tokens_per_gauge for work in conductor.turns[p]] for p in Phase}
     batch = {p: [work.tokens / work.steps for work in conductor.turns[p]] for p in Phase}
     costs, raw_costs = _costs(rates), _costs(raw)
-    note = f"{1000 * SLOW_S:.0f} ms a reward, one in {HANGS} hangs"
+    note = f"{1000 * SLOW_S:.0f} ms per reward, one in {HANGS} hangs"
     return [
         at_most("generation_cost", median(costs), GOAL, note),
         Figure("generation_cost_worst", max(costs), note=f"of {len(costs)} turns"),

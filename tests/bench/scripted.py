@@ -160,7 +160,7 @@ def verifier(answer: object, board: BoardWriter, pipe: Connection) -> None:
             return
         count = len(request.trajectories)
         if isinstance(request.example, BadExample):
-            pipe.send(Graded(request.group_id, (), (), "no verdict"))
+            pipe.send(Graded(request.group_id, (), (), "no reward"))
         else:
             rewards = tuple(float(i % 2) for i in range(count))
             pipe.send(Graded(request.group_id, rewards, (text,) * count))

@@ -1,8 +1,8 @@
 """The simulator bench: what the controller's decisions cost, without processes.
 
 group_events_a_minute  groups admitted, made ready, taken into a batch and published: four
-                       events a group, through the real Buffer, Admission and Dispatcher
-cost_growth            time for a group with 32,768 in flight / with 512: flat is 1
+                       events per group, through the real Buffer, Admission and Dispatcher
+cost_growth            time per group with 32,768 in flight / with 512: flat is 1
 """
 
 import time

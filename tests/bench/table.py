@@ -1,5 +1,5 @@
-"""Figures as a table for the docs. Takes the JSON files of `python -m tests.bench … --json`, gives
-Markdown; no number in docs/benchmarks.md is typed by hand.
+"""Figures as one table. Takes the JSON files of `python -m tests.bench … --json`, gives Markdown,
+from which docs/benchmarks.md has its values.
 
     python -m tests.bench.table weights.json rollout.json …
 """

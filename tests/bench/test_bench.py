@@ -10,7 +10,7 @@ import pytest
 
 from tests.bench import Figure, Options, Report, at_least, at_most, run
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 GOALS = {
     "queue": {"ring_over_mp_queue": 10},
     "simulator": {"group_events_a_minute": 10e6, "cost_growth": 1.5},

@@ -6,7 +6,7 @@
     recompute_pause_over_copy from the start of the reload until every running sequence has its
                               next token / a bare load_weights and a bare prefill of as many tokens
     *_throughput_cost         share of tokens/s that one update per second takes away; the tiny
-                              model is given five a second, whose seconds lost are counted per
+                              model is given five per second, whose seconds lost are counted per
                               update: what one costs it would drown in the noise
 
 All on one core, the publisher on another; repeats are interleaved and the figures are medians.

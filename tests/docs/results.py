@@ -115,7 +115,7 @@ def answers(data: dict[str, Any], _: Sequence[str]) -> str:
         f"{before} before, {after} after, of {data['problems']} problems: {len(data['gained'])} "
         f"gained, {len(data['lost'])} lost; {data['test']}, p = {data['p']:.2g}."
     ]
-    for pair in data["shown"]:
+    for pair in (data["shown"][0], data["shown"][-1]):  # one gained, one lost
         lines += ["", "```", pair["question"].strip(), f"(right: {pair['reference']})"]
         lines += [f"before: {pair['a'].strip()}", f"after:  {pair['b'].strip()}", "```"]
     return "\n".join(lines) + "\n"

@@ -6,7 +6,7 @@ soak.py                the whole: inject faults until the time is over, finish, 
 inject.py              how each fault is made, and when it counts as survived
 run.py                 the run: one controller after another in one directory
 controller_process.py  one controller process with its workers, and what is left of it
-follower.py            follows the run's logs while it runs: also what is taken back later
+follower.py            follows the run's logs while it runs: also what is rolled back later
 run_files.py           the run's files: the only place that knows their names and form
 disk.py                a small disk that can be filled
 task.py                the recipe's task, with rewards that raise, hang, exit or are slow

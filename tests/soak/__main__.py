@@ -25,7 +25,7 @@ Examples:
   python -m tests.soak recipes/smoke.toml --minutes 20
   python -m tests.soak recipes/smoke.toml --minutes 5 --seed 7 --faults kill-rank,fill-disk
 
-What is proved (docs/faults.md says how):
+What is proved (tests/soak/ledger.py says how):
   every fault was survived, and every process was gone within seconds of its controller;
   every prompt was trained exactly once, or dropped with a reason, or is in flight;
   no broken reward was trained as a 0; no trained token is staler than buffer.max_staleness;

@@ -3,7 +3,7 @@
 Both have the same steps, seed and held-out problems. Two runs at η > 0 are never the same run, so
 there are two sources of noise: which answers were sampled (each evaluation's own 95 % interval) and
 how the run went. The second is RUN_SD, the standard deviation of the last accuracy over undisturbed
-runs of recipes/smoke.toml (docs/faults.md says how it was measured). Within noise is
+runs of recipes/smoke.toml. Within noise is
 
     |difference| ≤ 1.96 · √(se_a² + se_b² + 2 · RUN_SD²)
 """

@@ -100,7 +100,7 @@ def _mount(folder: Path, num_bytes: int) -> None:
 
     user, group = os.geteuid(), os.getegid()
     check(libc.unshare(NEW_MOUNTS if user == 0 else NEW_MOUNTS | NEW_USER))
-    if user != 0:  # everybody stays who they are
+    if user != 0:  # the same user and group ids inside
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")

@@ -30,7 +30,7 @@ class Outcome:
     seconds: float = 0.0  # of the soak, without the undisturbed run
     controllers: int = 0
     steps: int = 0  # of the finished run
-    steps_trained: int = 0  # those that were taken back too
+    steps_trained: int = 0  # those that were rolled back too
     events: list[Event] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 

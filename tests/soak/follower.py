@@ -65,7 +65,7 @@ def _key(line: Line) -> tuple[object, ...]:
 class RunFollower:
     run_dir: Path
     max_staleness: int
-    num_steps: int = 0  # trained, including those that were taken back
+    num_steps: int = 0  # trained, including those that were rolled back
     last_step: int = 0
     furthest: int = 0  # step that was ever reached
     num_tokens: int = 0  # checked one by one

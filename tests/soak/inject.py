@@ -27,7 +27,7 @@ PAUSE_S = (0.3, 2.5)
 FULL_S = (1.0, 6.0)  # at least
 START_S = 5.0  # the fault comes within this of a start's first worker
 EVAL_S = 0.5
-REFUSED = "no checkpoint of step"  # as the run tells it
+REFUSED = "no checkpoint of step"  # as the run notes it
 END_S = 120.0  # a controller that was asked to end finishes its step and saves
 
 
@@ -133,7 +133,7 @@ def recovered(run: Run, event: Event, is_done: Callable[[], bool]) -> Event:
 
 
 def failure(run: Run) -> str:
-    """Why nothing more came; the controller is ended if it controllers."""
+    """Why nothing more came; the controller is ended if it still runs."""
     code, words = run.controller.code, run.controller.last_line()
     run.over()
     return f"the controller {'hangs' if code is None else f'ended with code {code}'}: {words}"
@@ -261,7 +261,7 @@ def as_it_should(run: Run, event: Event, code: int) -> Event:
 
 
 def unsaved_steps(run: Run) -> str:
-    """After SIGTERM, every step that the metrics tell of is in the checkpoint."""
+    """After SIGTERM, every step in the metrics is in the checkpoint."""
     run.follower.look()
     step, last = run_files.saved(run.run_dir).step, run_files.last_step(run.run_dir)
     return "" if step == last else f"it saved step {step}, and its metrics go to step {last}"

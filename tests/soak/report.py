@@ -74,20 +74,15 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         f"on {machine['cores']} cores ({machine['cpu']}), minirl {machine['packages']['minirl']}: "
         f"{found['seconds'] / 60:.1f} minutes, {found['injected']} faults, "
         f"{found['controllers']} controllers, {found['steps']} steps and "
-        f"{found['steps_taken_back']} more that were taken back. The disk: {found['disk']}."
+        f"{found['steps_taken_back']} more that were rolled back. The disk: {found['disk']}."
     )
-    yield from ("", "| fault | what is done | then | injected | survived | trains again after |")
-    yield "|---|---|---|---|---|---|"
+    yield from ("", "| fault | survived | trains again, median s (max) |", "|---|---|---|")
     for row in found["faults"]:
-        fault = BY_NAME.get(row["fault"], TEAR)
-        took = "–"
+        survived, took = f"{row['survived']}/{row['injected']}", "–"
         if row["recovered_s_median"] is not None:
-            took = f"{row['recovered_s_median']} s, at most {row['recovered_s_max']} s"
-        yield (
-            f"| {fault.name} | {fault.what} | {fault.then} | {row['injected']} | {row['survived']} "
-            f"| {took} |"
-        )
-    yield f"| all | | | {found['injected']} | {found['survived']} | |"
+            took = f"{row['recovered_s_median']} ({row['recovered_s_max']})"
+        yield f"| {row['fault']} | {survived} | {took} |"
+    yield f"| all | {found['survived']}/{found['injected']} | |"
     yield ""
     if any(kills.values()):
         at = ", ".join(f"{kills[moment]} at {moment}" for moment in MOMENTS)

@@ -15,34 +15,32 @@ from minirl.errors import RecipeError
 @dataclass(frozen=True)
 class Fault:
     name: str
-    what: str  # is done
-    then: str  # what must come of it
     count: int = 1  # in one round
 
 
 FAULTS = (
-    Fault("kill-engine", "SIGKILL to a rollout worker", "it is replaced"),
-    Fault("kill-verifier", "SIGKILL to a verifier", "it is replaced", 2),
-    Fault("kill-rank", "SIGKILL to a trainer rank", "the ranks go back to a checkpoint", 2),
-    Fault("kill-two", "SIGKILL to two workers, less than a second apart", "both are replaced"),
-    Fault("freeze-engine", "SIGSTOP to a rollout worker", "it is replaced after log.stall_s"),
-    Fault("freeze-verifier", "SIGSTOP to a verifier", "it is replaced after log.stall_s"),
-    Fault("freeze-rank", "SIGSTOP to a trainer rank", "the run ends with code 3; resumed"),
-    Fault("pause-engine", "SIGSTOP to a rollout worker, SIGCONT soon", "it works again"),
-    Fault("pause-verifier", "SIGSTOP to a verifier, SIGCONT soon", "it works again"),
-    Fault("pause-rank", "SIGSTOP to a trainer rank, SIGCONT soon", "it works again"),
-    Fault("fill-disk", "no room on the disk when it saves", "it saves when there is", 2),
-    Fault("kill-controller", "SIGKILL to the controller", "workers end too; resumed"),
-    Fault("kill-at-start", "the same while its workers start", "workers end too; resumed"),
-    Fault("kill-at-save", "the same while a checkpoint is written", "workers end too; resumed"),
-    Fault("kill-at-eval", "the same while it evaluates", "workers end too; resumed"),
-    Fault("kill-at-full", "the same while the disk is full", "workers end too; resumed"),
-    Fault("term-controller", "SIGTERM to the controller", "it saves, code 130; resumed"),
-    Fault("term-at-start", "SIGTERM to all its processes as they start", "code 130; resumed"),
+    Fault("kill-engine"),  # SIGKILL to a rollout worker
+    Fault("kill-verifier", 2),  # SIGKILL to a verifier
+    Fault("kill-rank", 2),  # SIGKILL to a trainer rank
+    Fault("kill-two"),  # SIGKILL to two workers, less than a second apart
+    Fault("freeze-engine"),  # SIGSTOP to a rollout worker
+    Fault("freeze-verifier"),  # SIGSTOP to a verifier
+    Fault("freeze-rank"),  # SIGSTOP to a trainer rank
+    Fault("pause-engine"),  # SIGSTOP to a rollout worker, SIGCONT soon
+    Fault("pause-verifier"),  # SIGSTOP to a verifier, SIGCONT soon
+    Fault("pause-rank"),  # SIGSTOP to a trainer rank, SIGCONT soon
+    Fault("fill-disk", 2),  # no room on the disk when it saves
+    Fault("kill-controller"),  # SIGKILL to the controller
+    Fault("kill-at-start"),  # the same while its workers start
+    Fault("kill-at-save"),  # the same while a checkpoint is written
+    Fault("kill-at-eval"),  # the same while it evaluates
+    Fault("kill-at-full"),  # the same while the disk is full
+    Fault("term-controller"),  # SIGTERM to the controller
+    Fault("term-at-start"),  # SIGTERM to all its processes as they start
 )
 BY_NAME = {fault.name: fault for fault in FAULTS}
-TEAR = Fault("tear-files", "lines torn while the controller is dead", "left out; resumed")
-"""Not dealt: it goes with every other death of the controller."""
+TEAR = Fault("tear-files")
+"""Lines are torn after about half of the controller's deaths by SIGKILL (`Draw.is_torn`)."""
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,7 @@ class Soak:
         again = self.outcome.steps_trained - self.outcome.steps
         watched = (
             f"{self.outcome.steps_trained} steps and {seen.num_tokens} tokens, as they were "
-            f"trained; {again} of the steps were taken back later"
+            f"trained; {again} of the steps were rolled back later"
         )
         return [
             Finding("survived", not lost, "; ".join(lost) or every),
