@@ -1,8 +1,8 @@
 """The recipe's fields: type, default, range or choices, and one line of help, all in one place.
 
-Gives one frozen dataclass per section of a recipe, which pydantic checks when it is made:
-`dataclasses.replace` works, a field out of its range raises. docs/recipe.md is printed from the
-help under the fields. Leaves out TOML and rules between fields (recipe.py). Loads no torch.
+Gives one frozen dataclass per section, which pydantic checks when it is made, also by `replace`.
+docs/recipe.md is printed from the help under the fields. Leaves out TOML and rules between fields
+(recipe.py). Loads no torch.
 """
 
 from dataclasses import field, fields
@@ -159,11 +159,13 @@ class TrainConfig:
         "grpo", "dapo", "dr_grpo", "rloo", "reinforce++", "gspo", "cispo", "a3po", "areal", "ppo"
     ] = "grpo"
     """Sets the keys below that a recipe leaves out, as docs/algorithms.md says."""
-    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce++", "batch", "gae"] = "grpo"
-    """Of the advantage; "batch" normalises over the batch, "gae" trains a critic model besides."""
-    objective: Literal["decoupled", "naive", "gspo", "cispo"] = "decoupled"
+    estimator: Name = "grpo"
+    """Of the advantage: "grpo", "dr_grpo", "rloo", "reinforce++", "batch" (normalises over the
+    batch), "gae" (trains a critic besides), or your own function: "my_adv.py:my_advantage"."""
+    objective: Name = "decoupled"
     """"decoupled" PPO (the paper's eq. 5), "naive" PPO (ratio to the sampling policy), "gspo"
-    (ratio of whole sequences) or "cispo" (clipped weights, every token keeps its gradient)."""
+    (ratio of whole sequences), "cispo" (clipped weights, every token keeps its gradient), or your
+    own function: "my_loss.py:my_loss"."""
     proximal: Literal["forward", "loglinear"] = "forward"
     """π_prox by a "forward" before the first minibatch, or "loglinear" interpolation (A-3PO)."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
@@ -230,7 +232,7 @@ class LogConfig:
     """Readable trajectories per step, in samples.jsonl."""
     trace: bool = False
     """Write a timeline: trace.json opens in ui.perfetto.dev, and `minirl report` draws it."""
-    to: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    to: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)] = ()
     """Where metrics go beside metrics.jsonl: "tensorboard", "wandb", "trackio", each an extra."""
     stall_s: Annotated[float, Field(ge=1, le=604_800)] = 300.0
     """When nothing moves for this long, stacks are written and the run ends with exit code 3."""
@@ -288,12 +290,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "dr_grpo": {"train.estimator": "dr_grpo", "train.loss_norm": "constant"},
     "rloo": {"train.estimator": "rloo"},
     "reinforce++": {"train.estimator": "reinforce++"},
-    "gspo": {
-        "train.objective": "gspo",
-        "train.clip_low": 3e-4,
-        "train.clip_high": 4e-4,
-        "train.loss_norm": "sequence",
-    },
+    "gspo": {"train.objective": "gspo", "train.loss_norm": "sequence"}
+    | {"train.clip_low": 3e-4, "train.clip_high": 4e-4},
     "cispo": {"train.objective": "cispo", "train.clip_low": 1.0, "train.clip_high": 4.0},
     "a3po": {"train.proximal": "loglinear"},
     "areal": {"train.estimator": "batch"},
@@ -307,8 +305,3 @@ def get(config: Config, key: str) -> Any:
     """The value of a dotted key."""
     section, _, name = key.rpartition(".")
     return getattr(getattr(config, section) if section else config, name)
-
-
-def explain(key: str) -> str:
-    """The help under a field."""
-    return " ".join((KEYS[key].description or "").split())

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from minirl.config import ALGORITHMS, KEYS, SECTIONS, Config, explain, get
+from minirl.config import ALGORITHMS, KEYS, SECTIONS, Config, get
 
 HEAD = """# Recipe
 
@@ -36,13 +36,17 @@ def document() -> str:
 
 def _section(section: str) -> str:
     rows = [
-        f"| `{key}` | {_values(info)} | `{_value(get(Config(), key))}` | {explain(key)} |"
+        f"| `{key}` | {_values(info)} | `{_value(get(Config(), key))}` | {_help(info)} |"
         for key, info in KEYS.items()
         if key.rpartition(".")[0] == section
     ]
     head = [f"## `[{section}]`" if section else "## Top level", ""]
     head += ["| key | values | default | meaning |", "|---|---|---|---|"]
     return "\n".join([*head, *rows, ""])
+
+
+def _help(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split())
 
 
 def _values(field: FieldInfo) -> str:
