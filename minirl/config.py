@@ -13,27 +13,16 @@ from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
 TINY = "tiny"
-BYTES_PER_TOKEN = 13
-"""In the trajectory ring: token 4, mask 1, logprob 4, version 4."""
+BYTES_PER_TOKEN = 13  # in the trajectory ring: token 4, mask 1, logprob 4, version 4
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
-STRICT = ConfigDict(
-    extra="forbid",
-    strict=True,
-    allow_inf_nan=False,
-    use_attribute_docstrings=True,
-    defer_build=True,  # `minirl --help` makes no Config
-)
-
-Line = Annotated[str, Field(pattern=r"^\P{Cc}*$")]
-"""One line of text: no control character."""
-Name = Annotated[str, Field(pattern=r"^\P{Cc}*[^\s\p{Cc}]\P{Cc}*$")]
-"""The same, and not blank."""
+Line = Annotated[str, Field(pattern=r"^\P{Cc}*$")]  # no control character
+Name = Annotated[str, Field(pattern=r"^\P{Cc}*[^\s\p{Cc}]\P{Cc}*$")]  # and not blank
 OptionName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+StopToken = Annotated[int, Field(ge=0, lt=2**31)]
 Plain = str | bool | int | float
 Option = Annotated[Any, GetPydanticSchema(lambda _, schema_of: schema_of(Plain | list[Plain]))]
 """What TOML can write and a resumed run can compare; to a type checker, anything."""
-StopText = Annotated[str, Field(min_length=1)]
-StopToken = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -107,7 +96,7 @@ class RolloutConfig:
     """Sample among the k likeliest tokens; 0 is off."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Leave out tokens less likely than this share of the likeliest; 0 is off."""
-    stop: Annotated[tuple[StopText, ...], Field(strict=False)] = ()
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
     """Texts that end an answer; the answer keeps them."""
     stop_tokens: Annotated[tuple[StopToken, ...], Field(strict=False)] = ()
     """Token ids that end an answer, beside the model's own end."""
@@ -257,7 +246,7 @@ class Config:
 
     @property
     def num_slots(self) -> int:
-        """Groups that may be running, ready or in training at once (DESIGN: slots)."""
+        """Groups that may be running, ready or in training at once."""
         return (self.buffer.max_staleness + 1) * self.train.batch_size
 
     @property
@@ -270,19 +259,19 @@ class Config:
 
     @property
     def ring_bytes(self) -> int:
-        """Shared memory that the trajectory ring needs: a cell for every trajectory in a slot."""
+        """Of the trajectory ring: a cell for every trajectory in a slot."""
         cells = self.num_slots * self.rollout.group_size
         return cells * self.max_tokens_per_trajectory * BYTES_PER_TOKEN
 
 
 SECTIONS: dict[str, Any] = {f.name: f.type for f in fields(Config) if f.name != "seed"}
 
+# Every key of a recipe, dotted: "seed", "train.lr".
 KEYS: dict[str, FieldInfo] = {"seed": Config.__pydantic_fields__["seed"]} | {  # type: ignore[attr-defined]
     f"{section}.{name}": info
     for section, cls in SECTIONS.items()
     for name, info in cls.__pydantic_fields__.items()
 }
-"""Every key of a recipe, dotted: "seed", "train.lr"."""
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},

@@ -1,5 +1,4 @@
-"""The only file that knows CPU from CUDA. Takes [devices]; gives what is here, and each process its
-placement.
+"""The only file that knows CPU from CUDA. Takes [devices]; gives each process its placement.
 
 On CUDA a process sees its own GPUs only. On CPU a "device" is a process with its own cores: two
 vLLM or torch processes that both think they own all cores run up to 30 times slower. Tests marked
@@ -52,8 +51,7 @@ def num_cores() -> int:
 
 @cache
 def torch_cuda() -> str | None:
-    """The CUDA that torch was built for, None for a CPU build. From its version file: importing
-    torch takes seconds."""
+    """The CUDA that torch was built for, or None; from a file, as importing torch takes seconds."""
     torch = util.find_spec("torch")
     file = Path(torch.origin).with_name("version.py") if torch and torch.origin else None
     return runpy.run_path(str(file)).get("cuda") if file else None
@@ -224,8 +222,8 @@ def keep_weights_writable() -> None:
 
 
 def with_own_temp(place: Placement, folder: Path) -> Placement:
-    """vLLM on CPU leaves files in the temp folder and, under tensor parallelism, named shared
-    memory. In a temp folder of its own all of it can be found again (`sweep_temp`)."""
+    """vLLM on CPU leaves files, and under tensor parallelism named shared memory: `sweep_temp`
+    finds both again in a temp folder of its own."""
     if place.kind != "cpu":
         return place
     sockets = {"VLLM_RPC_BASE_PATH": tempfile.gettempdir()}  # their paths must stay short

@@ -1,5 +1,4 @@
-"""What can go wrong, as a tree. Each error is one line a person can act on; the CLI turns it into
-an exit code and shows no traceback.
+"""What can go wrong. Each error is one line a person can act on, and an exit code of the CLI.
 
     MinirlError            exit 1: the run cannot continue
     ├── RecipeError        exit 2: the user's input is wrong: key, value, rule, remedy
@@ -13,8 +12,8 @@ Leaves out: a failed rollout or reward. Those are data: a dropped group with a r
 
 import json
 
+# What readers raise at a file that is not what it should be.
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What readers raise at a file that is not what it should be."""
 
 
 class MinirlError(Exception):

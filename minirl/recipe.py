@@ -1,10 +1,9 @@
 """A recipe's file: from TOML to a Config and back, and the rules between its fields.
 
 Takes a TOML file, what it `extends`, and `--set section.key=value`. Gives a Config and where each
-value came from, or a RecipeError: one line with key, value, rule and remedy. What needs more than
-the recipe is handed in (`check_devices`, `check_memory`, `check_model`): a dry run works anywhere.
-
-Leaves out: what one field may be (config.py), torch, the network, and running a user's code.
+value came from, or a RecipeError: one line with key, value, rule and remedy. What the machine has
+is handed in, so that a dry run works anywhere. Leaves out: what one field may be (config.py),
+torch, the network, and running a user's code.
 """
 
 import difflib
@@ -24,7 +23,6 @@ from pydantic import ValidationError
 from minirl.config import ALGORITHMS, KEYS, SECTIONS, TINY, Config, get
 from minirl.errors import RecipeError, one_line, toml_value
 
-MAX_RECIPE_BYTES = 2**20
 BUILT_IN = {
     "tasks.kind": ("arithmetic", "calculator", "code", "countdown", "gsm8k", "math"),
     "train.estimator": ("grpo", "dr_grpo", "rloo", "reinforce++", "batch", "gae"),
@@ -64,8 +62,7 @@ class _Layer:
 
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> Loaded:
-    """Read a recipe (or none: the defaults), what it extends, and the overrides; check all that
-    needs no machine."""
+    """The recipe (None: the defaults) under its overrides, with all checks that need no machine."""
     values: dict[str, Any] = {}
     origins = dict.fromkeys(KEYS, "default")
     for layer in [*(_read_chain(path) if path else ()), *map(_parse_override, overrides)]:
@@ -127,8 +124,8 @@ def _near(given: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def _anchored(key: str, value: Any, folder: Path) -> Any:
-    """The file that a value names, beside its recipe or else in the working folder, by its whole
-    path: the run can then be resumed from anywhere. A value that names no file stays as it is."""
+    """A value that names a file beside its recipe, or else in the working folder, with the whole
+    path: the run can then be resumed from anywhere."""
     if not isinstance(value, str) or key not in (*BUILT_IN, "tasks.data"):
         return value
     file, colon, name = value.rpartition(":") if key in BUILT_IN else (value, "", "")
@@ -146,8 +143,7 @@ def _read_chain(path: Path, origin: str = "", seen: tuple[Path, ...] = ()) -> li
         return RecipeError("extends" if origin else "recipe", str(path), rule, remedy, origin)
 
     try:
-        with path.open("rb") as file:
-            table = tomllib.loads(file.read(MAX_RECIPE_BYTES).decode("utf-8-sig"))
+        table = tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
         remedy = "name a TOML file, such as recipes/smoke.toml"
         raise wrong(f"cannot be read ({error.strerror})", remedy) from None
@@ -289,8 +285,7 @@ def check_loggers(config: Config) -> None:
 
 
 def find_model(config: Config) -> Path | None:
-    """The model's folder: a local one, or the hub's local cache. None: not on this machine (yet).
-    Never asks the network."""
+    """The model's folder, or that of the hub's local cache; None where it is not here (yet)."""
     path = config.model.path
     if path == TINY or os.path.isdir(path):
         return None if path == TINY else Path(path)
@@ -329,8 +324,7 @@ def check_model(config: Config, model_config: dict[str, Any]) -> None:
 
 
 def to_toml(config: Config, origins: Mapping[str, str] | None = None) -> str:
-    """Every value, defaults too, with where each came from if that is given: `load` gives the same
-    config back."""
+    """Every value, defaults too, so that `load` gives the same config back."""
     lines, section = [], ""
     for key in KEYS:
         here, _, name = key.rpartition(".")

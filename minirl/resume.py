@@ -23,7 +23,6 @@ MAY_CHANGE = (
     *("train.steps", "train.max_tokens", "train.gradient_checkpointing", "train.compile"),
     *("train.shard_optimizer", "tasks.verifiers", "tasks.timeout_s"),
 )
-"""Sections and keys that may differ in a resumed run."""
 
 
 @dataclass(frozen=True)
@@ -83,5 +82,5 @@ def check_changes(config: Config, run_dir: Path) -> list[str]:
 
 def check_steps(config: Config, start: Start) -> None:
     if start.step > config.train.steps:
-        rule, remedy = f"the run is at step {start.step} already", f"raise it to {start.step}"
-        raise RecipeError("train.steps", config.train.steps, rule, f"{remedy} or more")
+        rule = f"the run is at step {start.step} already"
+        raise RecipeError("train.steps", config.train.steps, rule, f"raise it to {start.step}")
