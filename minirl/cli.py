@@ -25,8 +25,6 @@ REMOVED = {
     "verify-resume": "pytest tests/test_verify_resume.py, in a source tree",
     "diff": "minirl report RUN RUN, which puts their values side by side",
     "trace": "--set log.trace=true, and open the run's trace.json in ui.perfetto.dev",
-    "plan --check": "python -m tests.docs.plan, in a source tree",
-    "plan --gpus": "--num N, once for each number of GPUs",
 }
 UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)  # typer has no public name
 
@@ -62,9 +60,8 @@ def main() -> None:
 
 def _usage(error: typer.BadParameter) -> str:
     path = error.ctx.command_path if error.ctx else "minirl"
-    words = {sys.argv[1], f"{sys.argv[1]} {getattr(error, 'option_name', '')}"}
-    if removed := [REMOVED[word] for word in words & REMOVED.keys()]:
-        return f"{error.message.partition('. ')[0].rstrip('.')}; use {removed[0]}"
+    if removed := REMOVED.get(sys.argv[1]):
+        return f"{error.message.partition('. ')[0].rstrip('.')}; use {removed}"
     return f"{error.format_message().rstrip('.')}; see {path} --help"
 
 
@@ -225,7 +222,7 @@ def data(
     \b
     minirl data recipes/gsm8k.toml --set tasks.data=my_rows.jsonl --show 5
     """
-    from minirl.model import TOKENIZER_FILES, load_tokenizer, local_folder
+    from minirl.model import load_tokenizer_alone
     from minirl.recipe import check_task, load
     from minirl.tasks.registry import make_task, self_check
     from minirl.tools.data import MOST_LOOKED_AT, survey
@@ -235,11 +232,7 @@ def data(
     check_task(config)
     task = make_task(config)
     checked = self_check(task, config.tasks.kind)
-    if config.model.path == "tiny":
-        tokenizer = TinyTokenizer()
-    else:  # without the weights
-        folder = local_folder(config, TOKENIZER_FILES)
-        tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
+    tokenizer = TinyTokenizer() if config.model.path == "tiny" else load_tokenizer_alone(config)
     found = survey(config, task, tokenizer, MOST_LOOKED_AT)
     for heading, text, reference in found.shown(count):
         typer.echo(f"--- {heading}\n{text}\n--- reference: {reference}\n")

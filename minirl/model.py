@@ -16,21 +16,20 @@ from minirl.errors import RecipeError, one_line
 if TYPE_CHECKING:
     from minirl.shm.weights import TensorSpec
 
-TOKENIZER_FILES = ("*.json", "*.txt", "*.jinja", "*.model")
-NEEDED_FILES = (*TOKENIZER_FILES, "*.safetensors")
+# Tokenizer classes of which tokenizer.json is all.
 WHOLE = ("PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer", "Qwen2TokenizerFast")
-"""Tokenizer classes of which tokenizer.json is all."""
 
 
-def local_folder(config: Config, patterns: tuple[str, ...] = NEEDED_FILES) -> Path:
+def local_folder(config: Config, weights: bool = True) -> Path:
     """A local folder as it is; a hub name by download, or from the cache without a network."""
     path = config.model.path
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download
 
+    patterns = ["*.json", "*.txt", "*.jinja", "*.model", *(["*.safetensors"] if weights else ())]
     try:
-        return Path(snapshot_download(path, allow_patterns=list(patterns)))
+        return Path(snapshot_download(path, allow_patterns=patterns))
     except Exception as error:  # the hub library raises a dozen kinds of its own
         rule = f"cannot be had from the hub ({type(error).__name__})"
         remedy = "check the name and the network, or give a local folder"
@@ -69,6 +68,11 @@ def check_folder(folder: Path) -> None:
         raise RecipeError("model.path", str(folder), "has no tokenizer.json", remedy)
 
 
+def load_tokenizer_alone(config: Config) -> Any:
+    """The tokenizer of the recipe's model without its weights."""
+    return load_tokenizer(local_folder(config, weights=False), config.model.trust_remote_code)
+
+
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     """Without transformers and torch, which take seconds to import, where tokenizer.json is all
     there is to it: no code of its own, no chat template."""
@@ -79,14 +83,13 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
         has_template = about.get("chat_template") or (folder / "chat_template.jinja").exists()
         if is_whole and not has_template:
             return PlainTokenizer(path, about)
-        if is_whole:
-            from transformers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast.from_pretrained(folder)
         devices.hide_broken_torchvision()
-        from transformers import AutoTokenizer
+        import transformers
 
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if is_whole:
+            return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        kind = transformers.AutoTokenizer
+        return kind.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # of many kinds, down to a bare Exception of the Rust library
         rule = f"its tokenizer cannot be loaded ({one_line(str(error))})"
         raise RecipeError("model.path", str(folder), rule, "fetch the model again") from None

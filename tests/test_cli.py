@@ -71,7 +71,6 @@ NO_RUN = "is not empty and holds no run (there is no recipe.toml in it)"
         ("trian x.toml", "No such command 'trian'. Did you mean 'train'?; see minirl --help"),
         ("train x.toml --nope", "No such option: --nope; see minirl train --help"),
         ("diff a b", "No such command 'diff'; use minirl report RUN RUN, "),
-        ("plan x --check", "No such option: --check; use python -m tests.docs.plan, in "),
         ("train smokee", 'recipe = "smokee": cannot be read (No such file or directory)'),
         (f"plan {GSM8K} --gpu T4", '--gpu = "T4": is not in the table; one of H100, '),
         (f"plan {GSM8K} --num 1", "--num = 1: 1 cannot be split into engines of 1 "),
