@@ -295,7 +295,7 @@ def find_model(config: Config) -> Path | None:
         found = try_to_load_from_cache(path, "config.json")
     except ValueError:
         remedy = f'name an existing folder, a hub name such as "Qwen/Qwen3-0.6B", or "{TINY}"'
-        raise RecipeError("model.path", path, "no folder, and not a hub name", remedy) from None
+        raise RecipeError("model.path", path, "no such folder, nor a hub name", remedy) from None
     return Path(found).parent if isinstance(found, str) else None
 
 

@@ -21,9 +21,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 
-class StopReason(IntEnum):
-    """Why a trajectory ended."""
-
+class StopReason(IntEnum):  # why a trajectory ended
     STOP = 0  # the model ended its answer
     LENGTH = 1  # cut at rollout.max_new_tokens, or at rollout.max_turns
 

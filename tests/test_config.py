@@ -295,7 +295,7 @@ def test_find_model(folder: Path) -> None:
     assert recipe.find_model(Config()) is None
     for path in ("/no/such/model", "a/b/c", "a?b", "x" * 5000):
         found = refusal(recipe.find_model, {"model.path": path})
-        assert "no folder, and not a hub name" in found
+        assert "no such folder, nor a hub name" in found
     for text in ("", "[", "[]"):
         write("model/config.json", text)
         broken = refusal(recipe.read_model_config, {"model.path": "model"}, Path("model"))
