@@ -1,7 +1,7 @@
 """The command line: parse, call, exit code. The only module that imports typer.
 
 Imports stay inside the commands, so that `minirl --help` answers at once. Every MinirlError and
-every usage error ends as one line on stderr. A command's docstring is its help. Leaves out: work.
+usage error ends as one line on stderr. A command's docstring is its help. Leaves out: work.
 """
 
 import os
@@ -25,8 +25,6 @@ REMOVED = {
     "verify-resume": "pytest tests/test_verify_resume.py, in a source tree",
     "diff": "minirl report RUN RUN, which puts their values side by side",
     "trace": "--set log.trace=true, and open the run's trace.json in ui.perfetto.dev",
-    "plan --check": "python -m tests.docs.plan, in a source tree",
-    "plan --gpus": "--num N, once for each number of GPUs",
 }
 UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)  # typer has no public name
 
@@ -62,9 +60,8 @@ def main() -> None:
 
 def _usage(error: typer.BadParameter) -> str:
     path = error.ctx.command_path if error.ctx else "minirl"
-    words = {sys.argv[1], f"{sys.argv[1]} {getattr(error, 'option_name', '')}"}
-    if removed := [REMOVED[word] for word in words & REMOVED.keys()]:
-        return f"{error.message.partition('. ')[0].rstrip('.')}; use {removed[0]}"
+    if removed := REMOVED.get(sys.argv[1]):
+        return f"{error.message.partition('. ')[0].rstrip('.')}; use {removed}"
     return f"{error.format_message().rstrip('.')}; see {path} --help"
 
 
@@ -145,7 +142,6 @@ def evaluate(
     minirl eval runs/smoke-…
     minirl eval Qwen/Qwen3-0.6B --task gsm8k --k 8 --problems 200
     minirl eval --compare tiny runs/smoke-…               before and after RL
-    minirl eval --compare evals/a evals/b/results.jsonl   of results that are there already
     """
     from minirl.tools import evaluate as tool
 
@@ -178,7 +174,6 @@ def sample(
 
     \b
     minirl sample runs/smoke-… "Tom has 7 apples. Tom buys 5 more. How many has Tom?" --tokens
-    minirl sample Qwen/Qwen3-0.6B "What is 7 times 8?" --temperature 0
     """
     from minirl.tools.evaluate import Options, as_overrides, resolve, run_of
     from minirl.tools.sample import sample as draw
@@ -225,7 +220,6 @@ def data(
     (references score 1, shuffled ones less) and loads no model.
 
     \b
-    minirl data recipes/smoke.toml
     minirl data recipes/gsm8k.toml --set tasks.data=my_rows.jsonl --show 5
     """
     from minirl.model import load_tokenizer_alone
@@ -238,8 +232,8 @@ def data(
     check_task(config)
     task = make_task(config)
     checked = self_check(task, config.tasks.kind)
-    tiny = TinyTokenizer() if config.model.path == "tiny" else None
-    found = survey(config, task, tiny or load_tokenizer_alone(config), MOST_LOOKED_AT)
+    tokenizer = TinyTokenizer() if config.model.path == "tiny" else load_tokenizer_alone(config)
+    found = survey(config, task, tokenizer, MOST_LOOKED_AT)
     for heading, text, reference in found.shown(count):
         typer.echo(f"--- {heading}\n{text}\n--- reference: {reference}\n")
     source = config.tasks.data or getattr(task, "data", "")
@@ -270,8 +264,7 @@ def plan(
     total = num or config.devices.rollout + config.devices.train
     lengths = of_run(run) if run else usual_lengths(config, mean or None)
     planned = Plan(config, gpu_named(gpu), lengths)
-    tables = list(planned.memory_rows(total)), list(planned.split_rows(total))
-    for table in tables:
+    for table in (list(planned.memory_rows(total)), list(planned.split_rows(total))):
         _show(table)
 
 
@@ -288,7 +281,6 @@ def sweep(
 
     \b
     minirl sweep recipes/smoke.toml --vary buffer.max_staleness=0,2,8 --seeds 3
-    minirl sweep recipes/smoke.toml --vary train.objective=decoupled,naive --vary train.lr=1e-4,3e-4
     """
     from minirl.tools.sweep import Sweep, parse_vary
 
@@ -307,7 +299,6 @@ def config(recipe: Recipe, overrides: Overrides = None) -> None:
     """Print the whole recipe as TOML, with the origin of each value.
 
     \b
-    minirl config recipes/gsm8k-2gpu.toml
     minirl config recipes/smoke.toml --set train.lr=1e-4 > mine.toml
     """
     from minirl.recipe import load, to_toml
@@ -337,8 +328,7 @@ def watch(
     p shows another sample. Without a terminal it prints one line per step.
 
     \b
-    minirl watch
-    minirl watch runs/smoke-20260101-120000 --once > now.txt
+    minirl watch runs/smoke-… --once > now.txt
     """
     from minirl.view import dashboard, status
 
@@ -365,8 +355,7 @@ def inspect(
     """Print what a step trained: rewards, versions, lengths, answers.
 
     \b
-    minirl inspect runs/smoke-20260101-120000
-    minirl inspect runs/smoke-20260101-120000 --step 12
+    minirl inspect runs/smoke-… --step 12
     """
     opened = open_run(run)
     line = find_step(opened, step)
@@ -383,7 +372,6 @@ def report(runs: Annotated[list[Path], Argument(metavar="RUN…")], out: Out = N
     runs to ./report. Runs that differ only in their seed are one curve with a band.
 
     \b
-    minirl report runs/smoke-20260101-120000
     minirl report runs/seed-* runs/other-seed-* --out comparison
     """
     from minirl.view.report import write
@@ -404,8 +392,7 @@ def replay(
     Exit code 1 if a loss is not finite, or differs from the recorded one.
 
     \b
-    minirl replay runs/smoke-20260101-120000/bad_batches/step-000012
-    minirl replay runs/smoke-20260101-120000 --from 10
+    minirl replay runs/smoke-…/bad_batches/step-000012
     """
     from minirl.train import bad_batch
 

@@ -1,8 +1,8 @@
 """The recipe's fields: type, default, range or choices, and one line of help, all in one place.
 
-Gives one frozen dataclass per section of a recipe, which pydantic checks when it is made:
-`dataclasses.replace` works, a field out of its range raises. docs/recipe.md is printed from the
-help under the fields. Leaves out TOML and rules between fields (recipe.py). Loads no torch.
+Gives one frozen dataclass per section, which pydantic checks when it is made, also by `replace`.
+docs/recipe.md is printed from the help under the fields. Leaves out TOML and rules between fields
+(recipe.py). Loads no torch.
 """
 
 from dataclasses import field, fields
@@ -13,27 +13,16 @@ from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
 TINY = "tiny"
-BYTES_PER_TOKEN = 13
-"""In the trajectory ring: token 4, mask 1, logprob 4, version 4."""
+BYTES_PER_TOKEN = 13  # in the trajectory ring: token 4, mask 1, logprob 4, version 4
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
-STRICT = ConfigDict(
-    extra="forbid",
-    strict=True,
-    allow_inf_nan=False,
-    use_attribute_docstrings=True,
-    defer_build=True,  # `minirl --help` makes no Config
-)
-
-Line = Annotated[str, Field(pattern=r"^\P{Cc}*$")]
-"""One line of text: no control character."""
-Name = Annotated[str, Field(pattern=r"^\P{Cc}*[^\s\p{Cc}]\P{Cc}*$")]
-"""The same, and not blank."""
+Line = Annotated[str, Field(pattern=r"^\P{Cc}*$")]  # no control character
+Name = Annotated[str, Field(pattern=r"^\P{Cc}*[^\s\p{Cc}]\P{Cc}*$")]  # and not blank
 OptionName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+StopToken = Annotated[int, Field(ge=0, lt=2**31)]
 Plain = str | bool | int | float
 Option = Annotated[Any, GetPydanticSchema(lambda _, schema_of: schema_of(Plain | list[Plain]))]
 """What TOML can write and a resumed run can compare; to a type checker, anything."""
-StopText = Annotated[str, Field(min_length=1)]
-StopToken = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -107,7 +96,7 @@ class RolloutConfig:
     """Sample among the k likeliest tokens; 0 is off."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Leave out tokens less likely than this share of the likeliest; 0 is off."""
-    stop: Annotated[tuple[StopText, ...], Field(strict=False)] = ()
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
     """Texts that end an answer; the answer keeps them."""
     stop_tokens: Annotated[tuple[StopToken, ...], Field(strict=False)] = ()
     """Token ids that end an answer, beside the model's own end."""
@@ -159,11 +148,13 @@ class TrainConfig:
         "grpo", "dapo", "dr_grpo", "rloo", "reinforce++", "gspo", "cispo", "a3po", "areal", "ppo"
     ] = "grpo"
     """Sets the keys below that a recipe leaves out, as docs/algorithms.md says."""
-    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce++", "batch", "gae"] = "grpo"
-    """Of the advantage; "batch" normalises over the batch, "gae" trains a critic model besides."""
-    objective: Literal["decoupled", "naive", "gspo", "cispo"] = "decoupled"
+    estimator: Name = "grpo"
+    """Of the advantage: "grpo", "dr_grpo", "rloo", "reinforce++", "batch" (normalises over the
+    batch), "gae" (trains a critic besides), or your own function: "my_adv.py:my_advantage"."""
+    objective: Name = "decoupled"
     """"decoupled" PPO (the paper's eq. 5), "naive" PPO (ratio to the sampling policy), "gspo"
-    (ratio of whole sequences) or "cispo" (clipped weights, every token keeps its gradient)."""
+    (ratio of whole sequences), "cispo" (clipped weights, every token keeps its gradient), or your
+    own function: "my_loss.py:my_loss"."""
     proximal: Literal["forward", "loglinear"] = "forward"
     """π_prox by a "forward" before the first minibatch, or "loglinear" interpolation (A-3PO)."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
@@ -230,7 +221,7 @@ class LogConfig:
     """Readable trajectories per step, in samples.jsonl."""
     trace: bool = False
     """Write a timeline: trace.json opens in ui.perfetto.dev, and `minirl report` draws it."""
-    to: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    to: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)] = ()
     """Where metrics go beside metrics.jsonl: "tensorboard", "wandb", "trackio", each an extra."""
     stall_s: Annotated[float, Field(ge=1, le=604_800)] = 300.0
     """When nothing moves for this long, stacks are written and the run ends with exit code 3."""
@@ -255,7 +246,7 @@ class Config:
 
     @property
     def num_slots(self) -> int:
-        """Groups that may be running, ready or in training at once (DESIGN: slots)."""
+        """Groups that may be running, ready or in training at once."""
         return (self.buffer.max_staleness + 1) * self.train.batch_size
 
     @property
@@ -268,19 +259,19 @@ class Config:
 
     @property
     def ring_bytes(self) -> int:
-        """Shared memory that the trajectory ring needs: a cell for every trajectory in a slot."""
+        """Of the trajectory ring: a cell for every trajectory in a slot."""
         cells = self.num_slots * self.rollout.group_size
         return cells * self.max_tokens_per_trajectory * BYTES_PER_TOKEN
 
 
 SECTIONS: dict[str, Any] = {f.name: f.type for f in fields(Config) if f.name != "seed"}
 
+# Every key of a recipe, dotted: "seed", "train.lr".
 KEYS: dict[str, FieldInfo] = {"seed": Config.__pydantic_fields__["seed"]} | {  # type: ignore[attr-defined]
     f"{section}.{name}": info
     for section, cls in SECTIONS.items()
     for name, info in cls.__pydantic_fields__.items()
 }
-"""Every key of a recipe, dotted: "seed", "train.lr"."""
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -288,12 +279,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "dr_grpo": {"train.estimator": "dr_grpo", "train.loss_norm": "constant"},
     "rloo": {"train.estimator": "rloo"},
     "reinforce++": {"train.estimator": "reinforce++"},
-    "gspo": {
-        "train.objective": "gspo",
-        "train.clip_low": 3e-4,
-        "train.clip_high": 4e-4,
-        "train.loss_norm": "sequence",
-    },
+    "gspo": {"train.objective": "gspo", "train.loss_norm": "sequence"}
+    | {"train.clip_low": 3e-4, "train.clip_high": 4e-4},
     "cispo": {"train.objective": "cispo", "train.clip_low": 1.0, "train.clip_high": 4.0},
     "a3po": {"train.proximal": "loglinear"},
     "areal": {"train.estimator": "batch"},
@@ -307,8 +294,3 @@ def get(config: Config, key: str) -> Any:
     """The value of a dotted key."""
     section, _, name = key.rpartition(".")
     return getattr(getattr(config, section) if section else config, name)
-
-
-def explain(key: str) -> str:
-    """The help under a field."""
-    return " ".join((KEYS[key].description or "").split())

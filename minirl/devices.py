@@ -1,5 +1,4 @@
-"""The only file that knows CPU from CUDA. Takes [devices], gives what is here and each process its
-place.
+"""The only file that knows CPU from CUDA. Takes [devices]; gives each process its placement.
 
 On CUDA a process sees its own GPUs only. On CPU a "device" is a process with its own cores: two
 vLLM or torch processes that both think they own all cores run up to 30 times slower. Tests marked
@@ -13,6 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import metadata, util
@@ -31,9 +31,7 @@ PACKAGES = ("minirl", "torch", "transformers", "tokenizers", "safetensors", "num
 
 @dataclass(frozen=True)
 class Gpu:
-    """As its driver calls it."""
-
-    name: str
+    name: str  # as its driver calls it
     memory_bytes: int
 
     def __str__(self) -> str:
@@ -42,9 +40,8 @@ class Gpu:
 
 def find_devices(kind: str) -> tuple[str, int]:
     """What a recipe's devices.kind means here: ("cuda", GPUs) or ("cpu", cores)."""
-    if kind != "cpu" and torch_cuda() and (found := gpus()):
-        return "cuda", len(found)
-    return "cpu", num_cores()
+    found = gpus() if kind != "cpu" and torch_cuda() else []
+    return ("cuda", len(found)) if found else ("cpu", num_cores())
 
 
 def num_cores() -> int:
@@ -54,63 +51,42 @@ def num_cores() -> int:
 
 @cache
 def torch_cuda() -> str | None:
-    """The CUDA that torch was built for, from its version file: importing torch takes seconds.
-    None for a CPU build."""
+    """The CUDA that torch was built for, or None; from a file, as importing torch takes seconds."""
     torch = util.find_spec("torch")
-    if torch is None or torch.origin is None:
-        return None
-    return runpy.run_path(str(Path(torch.origin).with_name("version.py"))).get("cuda")
-
-
-@cache
-def _has_nvml() -> bool:
-    """NVML comes with the driver. Unlike torch it describes a GPU without taking memory on it."""
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return False
-    return True
+    file = Path(torch.origin).with_name("version.py") if torch and torch.origin else None
+    return runpy.run_path(str(file)).get("cuda") if file else None
 
 
 def gpus() -> list[Gpu]:
-    """Those that CUDA_VISIBLE_DEVICES leaves visible."""
-    if not _has_nvml():
-        return []
-    handles = [_handle(gpu) for gpu in _gpus(pynvml.nvmlDeviceGetCount())]
-    return [
-        Gpu(pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-        for handle in handles
-        if handle is not None
-    ]
+    """Those that CUDA_VISIBLE_DEVICES leaves visible: as in CUDA, up to the first that is not
+    there. NVML comes with the driver; unlike torch it takes no memory on a GPU to describe it."""
+    found = []
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        for gpu in _visible(pynvml.nvmlDeviceGetCount()):
+            if gpu.isdigit():
+                handle = pynvml.nvmlDeviceGetHandleByIndex(int(gpu))
+            else:
+                handle = pynvml.nvmlDeviceGetHandleByUUID(gpu)
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            found.append(Gpu(pynvml.nvmlDeviceGetName(handle), memory.total))
+    return found
 
 
-def gpu_memory_bytes(gpu: str) -> int:
-    """In use on a GPU, by any process; `gpu` is its number or UUID. 0 where it is not known."""
-    handle = _handle(gpu) if _has_nvml() else None
-    return pynvml.nvmlDeviceGetMemoryInfo(handle).used if handle is not None else 0
+def _visible(available: int) -> list[str]:
+    every = ",".join(map(str, range(available)))
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
+    return [name.strip() for name in names if name.strip()]
 
 
-def _handle(gpu: str) -> Any:
-    try:
-        if gpu.isdigit():
-            return pynvml.nvmlDeviceGetHandleByIndex(int(gpu))
-        return pynvml.nvmlDeviceGetHandleByUUID(gpu)
-    except pynvml.NVMLError:  # CUDA_VISIBLE_DEVICES may name what is not there
-        return None
-
-
-def free_memory_bytes() -> int | None:
-    """What can still be allocated, the container's limit included; None where it is not known."""
-    try:
-        free = int(_field("/proc/meminfo", "MemAvailable").split()[0]) * 1024
-    except (OSError, IndexError):
-        return None
+def free_memory_bytes() -> int:
+    """What can still be allocated, the container's limit included."""
+    free = int(_field("/proc/meminfo", "MemAvailable").split()[0]) * 1024
     group = Path("/sys/fs/cgroup")
-    try:
-        limit = int((group / "memory.max").read_text())  # "max" where there is no limit
-        return min(free, limit - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):
-        return free
+    with suppress(OSError, ValueError):  # "max" where there is no limit
+        limit = int((group / "memory.max").read_text())
+        free = min(free, limit - int((group / "memory.current").read_text()))
+    return free
 
 
 def _field(path: str, name: str) -> str:
@@ -130,7 +106,7 @@ def describe(kind: str) -> dict[str, Any]:
         "cores": num_cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
-        "python": sys.version.split()[0],
+        "python": platform.python_version(),
         "packages": {name: version_of(name) or "not installed" for name in packages},
     }
 
@@ -141,10 +117,9 @@ def cpu_name() -> str:
 
 def version_of(package: str) -> str:
     """Empty where it is not installed."""
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
+    return ""
 
 
 @dataclass(frozen=True)
@@ -170,9 +145,9 @@ def place(
 ) -> tuple[list[Placement], list[Placement]]:
     """One placement per rollout engine, one per trainer rank; `available` counts GPUs on cuda.
     Either may be left out: then the other has all cores, or the first GPUs."""
-    devices, shards = config.devices, config.devices.tensor_parallel
-    rollout, train = devices.rollout * engines, devices.train * ranks
-    pool: list[str] | list[int] = _gpus(available)[: rollout + train]
+    shards = config.devices.tensor_parallel
+    rollout, train = config.devices.rollout * engines, config.devices.train * ranks
+    pool: list[Any] = _visible(available)[: rollout + train]
     split = rollout
     if kind == "cpu":
         pool = sorted(os.sched_getaffinity(0))
@@ -184,13 +159,6 @@ def place(
         [_placement(kind, part, shards, env) for part in _shares(pool[:split], rollout // shards)],
         [_placement(kind, part, 1, {}) for part in _shares(pool[split:] or pool, train)],
     )
-
-
-def _gpus(available: int) -> list[str]:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return [str(i) for i in range(available)]
-    return [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
 
 
 def _shares(pool: Sequence[Any], count: int) -> list[tuple[Any, ...]]:
@@ -212,9 +180,50 @@ def _placement(kind: str, part: tuple[Any, ...], shards: int, env: dict[str, str
     return Placement(kind, cores=part, env=own)
 
 
+def bind(placement: Placement) -> None:
+    """First thing in a child: take the placement that was given."""
+    if placement.cores:
+        os.sched_setaffinity(0, placement.cores)
+
+
+def vllm_environment(kind: str) -> dict[str, str]:
+    """What must be set before torch and vLLM are imported: part of a rollout worker's placement."""
+    env = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine steps in our process, when we say so
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "HF_HUB_OFFLINE": "1",  # the model folder is local by now
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    # On CPU one helper is compiled for 8 s even in eager mode.
+    return env | ({"TORCH_COMPILE_DISABLE": "1"} if kind == "cpu" else {})
+
+
+def engine_arguments(config: Config, kind: str) -> dict[str, object]:
+    """The engine arguments that differ between CPU and CUDA."""
+    if kind == "cuda":
+        return {"gpu_memory_utilization": config.rollout.memory_fraction}
+    return {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": int(config.rollout.kv_cache_gib * 2**30),
+        "block_size": 32,  # the CPU default of 128 never shares a short prompt's KV
+    }
+
+
+def keep_weights_writable() -> None:
+    """In each of vLLM's processes, before the model is built. On CPU vLLM would pack linear weights
+    for oneDNN and delete the originals: loading new ones would crash or silently do nothing. The
+    flag is private to vLLM: should it change, the canary (rule 6) stops the run."""
+    if torch_cuda() is None:
+        import vllm._custom_ops as ops
+
+        ops._supports_onednn = False
+
+
 def with_own_temp(place: Placement, folder: Path) -> Placement:
-    """vLLM on CPU leaves files in the temp folder and, under tensor parallelism, named shared
-    memory. In a temp folder of its own all of it can be found again (`sweep_temp`)."""
+    """vLLM on CPU leaves files, and under tensor parallelism named shared memory: `sweep_temp`
+    finds both again in a temp folder of its own."""
     if place.kind != "cpu":
         return place
     sockets = {"VLLM_RPC_BASE_PATH": tempfile.gettempdir()}  # their paths must stay short
@@ -235,58 +244,12 @@ def sweep_temp(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def bind(placement: Placement) -> None:
-    """First thing in a child: take the place that was given."""
-    if placement.cores:
-        os.sched_setaffinity(0, placement.cores)
-
-
 def hide_broken_torchvision() -> None:
     """Before transformers or vLLM are imported, which import these where they find them: PyPI's
     are CUDA builds that cannot load under a CPU torch."""
-    import torch
-
-    if torch.version.cuda is None:
+    if torch_cuda() is None:
         for name in ("torchvision", "torchaudio", "torchcodec"):
             sys.modules.setdefault(name, None)  # type: ignore[arg-type]
-
-
-def vllm_environment(kind: str) -> dict[str, str]:
-    """What must be set before torch and vLLM are imported: part of a rollout worker's placement."""
-    env = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine steps in our process, when we say so
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "HF_HUB_OFFLINE": "1",  # the model folder is local by now
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if kind == "cpu":
-        env["TORCH_COMPILE_DISABLE"] = "1"  # one helper is compiled for 8 s even in eager mode
-    return env
-
-
-def engine_arguments(config: Config, kind: str) -> dict[str, object]:
-    """The engine arguments that differ between CPU and CUDA."""
-    if kind == "cuda":
-        return {"gpu_memory_utilization": config.rollout.memory_fraction}
-    return {
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": int(config.rollout.kv_cache_gib * 2**30),
-        "block_size": 32,  # the CPU default of 128 never shares a short prompt's KV
-    }
-
-
-def keep_weights_writable() -> None:
-    """In each of vLLM's processes, before the model is built. On CPU vLLM would pack linear weights
-    for oneDNN and delete the originals: loading new ones would crash or silently do nothing. The
-    flag is private to vLLM: should it change, the canary (rule 6) stops the run."""
-    import torch
-
-    if torch.version.cuda is None:
-        import vllm._custom_ops as ops
-
-        ops._supports_onednn = False
 
 
 def use_training_device(placement: Placement) -> None:
@@ -317,16 +280,13 @@ class Publisher:
     def copy(
         self, destinations: Iterable["torch.Tensor"], sources: Iterable["torch.Tensor"]
     ) -> None:
-        if self._stream is None:
-            import torch
+        import torch
 
-            # One call: in a small model the calls cost more than the bytes.
+        if self._stream is None:  # one call: in a small model the calls cost more than the bytes
             torch._foreach_copy_(list(destinations), list(sources))
             return
-        from torch import cuda
-
-        self._stream.wait_stream(cuda.current_stream())
-        with cuda.stream(self._stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             for destination, source in zip(destinations, sources, strict=True):
                 # To the right type on the device: half the bytes go over the bus.
                 destination.copy_(source.to(destination.dtype), non_blocking=True)

@@ -1,5 +1,4 @@
-"""What can go wrong, as a tree. Each error is one line a person can act on; the CLI turns it into
-an exit code and shows no traceback.
+"""What can go wrong. Each error is one line a person can act on, and an exit code of the CLI.
 
     MinirlError            exit 1: the run cannot continue
     ├── RecipeError        exit 2: the user's input is wrong: key, value, rule, remedy
@@ -11,8 +10,10 @@ an exit code and shows no traceback.
 Leaves out: a failed rollout or reward. Those are data: a dropped group with a reason and a count.
 """
 
+import json
+
+# What readers raise at a file that is not what it should be.
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What readers raise at a file that is not what it should be."""
 
 
 class MinirlError(Exception):
@@ -26,20 +27,15 @@ class RecipeError(MinirlError):
 
     def __init__(self, key: str, value: object, rule: str, remedy: str, origin: str = ""):
         where = f" ({one_line(origin)})" if origin else ""
-        super().__init__(f"{one_line(key)} = {_shown(value)}: {rule}; {remedy}{where}")
-        self.key, self.value, self.rule, self.remedy, self.origin = key, value, rule, remedy, origin
-
-    def at(self, origin: str) -> "RecipeError":
-        """The same error, now that it is known where the value was written."""
-        return RecipeError(self.key, self.value, self.rule, self.remedy, origin)
+        shown = one_line(toml_value(value))
+        super().__init__(f"{one_line(key)} = {shown}: {rule}; {remedy}{where}")
+        self.key, self.value, self.rule, self.remedy = key, value, rule, remedy
 
 
-class WorkerDied(MinirlError):
-    pass
+class WorkerDied(MinirlError): ...
 
 
-class StaleWeights(MinirlError):
-    pass
+class StaleWeights(MinirlError): ...
 
 
 class Stalled(MinirlError):
@@ -57,17 +53,17 @@ def one_line(text: str, limit: int = 200) -> str:
     return shown if len(shown) <= limit else shown[:limit] + "…"
 
 
-def _shown(value: object) -> str:
-    """A value as TOML writes it, so that what the user typed is what the user sees."""
+def toml_value(value: object) -> str:
+    """A value as TOML writes it."""
     match value:
         case bool():
             return str(value).lower()
-        case str():
-            return f'"{one_line(value)}"'
+        case str():  # a TOML string is a JSON string, save for one control character
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case dict():
-            return "{…}"
-        case int() if value.bit_length() > 256:  # Python refuses to print huge ones
-            return "(huge)"
+            return f"{{{', '.join(f'{name} = {toml_value(v)}' for name, v in value.items())}}}"
         case list() | tuple():
-            return f"[{', '.join(map(_shown, value[:4]))}{', …' if len(value) > 4 else ''}]"
-    return one_line(str(value))
+            return f"[{', '.join(map(toml_value, value))}]"
+        case int() if value.bit_length() > 10_000:  # Python refuses to print huge ones
+            return "(huge)"
+    return str(value)

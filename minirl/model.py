@@ -12,35 +12,25 @@ from typing import TYPE_CHECKING, Any
 from minirl import devices
 from minirl.config import Config
 from minirl.errors import RecipeError, one_line
-from minirl.recipe import find_model
 
 if TYPE_CHECKING:
     from minirl.shm.weights import TensorSpec
 
-TOKENIZER_FILES = ("*.json", "*.txt", "*.jinja", "*.model")
-NEEDED_FILES = (*TOKENIZER_FILES, "*.safetensors")
-WHOLE_TOKENIZERS = (
-    "PreTrainedTokenizerFast",
-    "TokenizersBackend",
-    "Qwen2Tokenizer",
-    "Qwen2TokenizerFast",
-)
+# Tokenizer classes of which tokenizer.json is all.
+WHOLE = ("PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer", "Qwen2TokenizerFast")
 
 
-def local_folder(config: Config, patterns: tuple[str, ...] = NEEDED_FILES) -> Path:
-    """A local folder as it is; a hub name from the cache or by download."""
+def local_folder(config: Config, weights: bool = True) -> Path:
+    """A local folder as it is; a hub name by download, or from the cache without a network."""
     path = config.model.path
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download
 
+    patterns = ["*.json", "*.txt", "*.jinja", "*.model", *(["*.safetensors"] if weights else ())]
     try:
-        return Path(snapshot_download(path, allow_patterns=list(patterns)))
+        return Path(snapshot_download(path, allow_patterns=patterns))
     except Exception as error:  # the hub library raises a dozen kinds of its own
-        cached = find_model(config)
-        needs_weights = "*.safetensors" in patterns
-        if cached is not None and (any(cached.glob("*.safetensors")) or not needs_weights):
-            return cached
         rule = f"cannot be had from the hub ({type(error).__name__})"
         remedy = "check the name and the network, or give a local folder"
         raise RecipeError("model.path", path, rule, remedy) from None
@@ -78,45 +68,35 @@ def check_folder(folder: Path) -> None:
         raise RecipeError("model.path", str(folder), "has no tokenizer.json", remedy)
 
 
-# Tokenizers ------------------------------------------------------------------------------------
-
-
 def load_tokenizer_alone(config: Config) -> Any:
     """The tokenizer of the recipe's model without its weights."""
-    folder = local_folder(config, TOKENIZER_FILES)
-    return load_tokenizer(folder, config.model.trust_remote_code)
+    return load_tokenizer(local_folder(config, weights=False), config.model.trust_remote_code)
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    """Without transformers and torch, which take seconds to import, where tokenizer.json is all
+    there is to it: no code of its own, no chat template."""
+    config, path = folder / "tokenizer_config.json", folder / "tokenizer.json"
     try:
-        if (whole := _load_whole(folder)) is not None:
-            return whole
+        about = json.loads(config.read_text()) if config.is_file() else {}
+        is_whole = about.get("tokenizer_class") in WHOLE and path.is_file()
+        has_template = about.get("chat_template") or (folder / "chat_template.jinja").exists()
+        if is_whole and not has_template:
+            return PlainTokenizer(path, about)
         devices.hide_broken_torchvision()
-        from transformers import AutoTokenizer
+        import transformers
 
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if is_whole:
+            return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        kind = transformers.AutoTokenizer
+        return kind.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # of many kinds, down to a bare Exception of the Rust library
         rule = f"its tokenizer cannot be loaded ({one_line(str(error))})"
         raise RecipeError("model.path", str(folder), rule, "fetch the model again") from None
 
 
-def _load_whole(folder: Path) -> Any:
-    """The tokenizer of a folder whose files say that tokenizer.json is all there is to it, without
-    torch; None for any other."""
-    config, path = folder / "tokenizer_config.json", folder / "tokenizer.json"
-    about = json.loads(config.read_text()) if config.is_file() else {}
-    if about.get("tokenizer_class") not in WHOLE_TOKENIZERS or not path.is_file():
-        return None
-    if not about.get("chat_template") and not (folder / "chat_template.jinja").exists():
-        return PlainTokenizer(path, about)
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast.from_pretrained(folder)
-
-
 class PlainTokenizer:
-    """A tokenizer.json without a chat template: the tokenizers library alone reads it, and neither
-    transformers nor torch, which take seconds to import."""
+    """A tokenizer.json without a chat template, read by the tokenizers library alone."""
 
     chat_template = None
 

@@ -6,7 +6,7 @@ Glossary
                  logprobs (of the sampling distribution), versions (which weights wrote the token,
                  -1 where no model did). It lives in one cell of the shared-memory ring
     turn         what the model wrote until it ended or met a stop text. A task may *reply*, and the
-                 model goes on: all turns of a conversation are one trajectory
+                 model continues: all turns of a conversation are one trajectory
     group        the trajectories of one prompt; it carries its id, never rebuilt from positions
     version      counts published weights: 0 before the first update
     staleness    of a token: the version a training step starts from, minus the token's version
@@ -21,9 +21,7 @@ from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 
-class StopReason(IntEnum):
-    """Why a trajectory ended."""
-
+class StopReason(IntEnum):  # why a trajectory ended
     STOP = 0  # the model ended its answer
     LENGTH = 1  # cut at rollout.max_new_tokens, or at rollout.max_turns
 
@@ -96,18 +94,15 @@ class Group(NamedTuple):
     prompt_index: int
     trajectories: tuple[Trajectory, ...]
     rewards: tuple[float, ...]
-    masked: frozenset[int] = frozenset()  # places that count in the baseline but are not trained
+    masked: frozenset[int] = frozenset()  # indices that count in the baseline but are not trained
     plain: tuple[float, ...] = ()  # the task's own rewards, where the recipe shapes them
 
     @property
     def own_rewards(self) -> tuple[float, ...]:
-        """The task's own, without what the recipe adds and takes off."""
         return self.plain or self.rewards
 
     @property
     def trained(self) -> tuple[Trajectory, ...]:
-        if not self.masked:
-            return self.trajectories
         return tuple(t for i, t in enumerate(self.trajectories) if i not in self.masked)
 
     @property

@@ -2,7 +2,6 @@
 
 A run keeps the recipe that it began with. A key may change where it cannot change what is learned
 (number of devices, memory, how often something is saved or shown); any other change is refused.
-
 Leaves out: what is in a checkpoint (train/checkpoint.py).
 """
 
@@ -17,21 +16,13 @@ from minirl.recipe import load
 from minirl.run_dir import RunDir, holds_run
 from minirl.tasks.prompts import Consumed
 from minirl.train import checkpoint
-from minirl.train.checkpoint import newest_whole
 
-RECIPE = "recipe.toml"
-_SECTIONS = ("devices", "eval", "checkpoint", "log", "sft")
-_ROLLOUT = ("max_num_seqs", "memory_fraction", "kv_cache_gib")
-_TRAIN = ("steps", "max_tokens", "gradient_checkpointing", "compile", "shard_optimizer")
 MAY_CHANGE = (
-    *(key for key in KEYS if key.startswith(_SECTIONS)),
-    *(f"rollout.{name}" for name in _ROLLOUT),
-    *(f"train.{name}" for name in _TRAIN),
-    "tasks.verifiers",
-    "tasks.timeout_s",
-    "buffer.target_staleness",
+    *("devices.", "eval.", "checkpoint.", "log.", "sft.", "buffer.target_staleness"),
+    *("rollout.max_num_seqs", "rollout.memory_fraction", "rollout.kv_cache_gib"),
+    *("train.steps", "train.max_tokens", "train.gradient_checkpointing", "train.compile"),
+    *("train.shard_optimizer", "tasks.verifiers", "tasks.timeout_s"),
 )
-"""Keys that a resumed run may have otherwise."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +30,7 @@ class Start:
     folder: Path  # of the weights
     step: int = 0
     state: dict[str, Any] | None = None
-    notes: tuple[str, ...] = ()  # what a person should be told
+    notes: tuple[str, ...] = ()  # for the person at the terminal
 
     @property
     def history(self) -> History:
@@ -47,9 +38,8 @@ class Start:
 
     @property
     def consumed(self) -> Consumed:
-        if not self.state:
-            return Consumed()
-        return Consumed(self.state["consumed_below"], self.state["consumed_above"])
+        state = self.state
+        return Consumed(state["consumed_below"], state["consumed_above"]) if state else Consumed()
 
 
 def find_start(source: Path, run_dir: Path, is_resumed: bool) -> Start:
@@ -57,7 +47,7 @@ def find_start(source: Path, run_dir: Path, is_resumed: bool) -> Start:
     checkpoint.sweep(run_dir)
     if not is_resumed:
         return Start(source)
-    found, state, broken = newest_whole(run_dir)
+    found, state, broken = checkpoint.newest_whole(run_dir)
     notes = [f"passed over: {problem}" for problem in broken]
     if found is None or state is None:
         return Start(source, notes=(*notes, "no checkpoint yet: starting from the beginning"))
@@ -70,28 +60,27 @@ def is_finished(run_dir: Path, config: Config) -> bool:
     return bool(summary.get("finished")) and summary.get("steps") == config.train.steps
 
 
-# The recipe ------------------------------------------------------------------------------------
-
-
 def check_changes(config: Config, run_dir: Path) -> list[str]:
     """The changes that are accepted, one each; a RecipeError that names all where any is not."""
     if not holds_run(run_dir):
         return []
-    before = load(run_dir / RECIPE).config
-    changed = [key for key in KEYS if get(config, key) != get(before, key)]
+    before = load(run_dir / "recipe.toml").config
+    changed = {
+        key: f"{key} {get(before, key)} → {get(config, key)}"
+        for key in KEYS
+        if get(config, key) != get(before, key)
+    }
     # Under a schedule the learning rate of every step depends on train.steps.
     fixed = () if config.train.schedule == "constant" else ("train.steps",)
-    accepted = [key for key in changed if key in MAY_CHANGE and key not in fixed]
-    shown = {key: f"{key} {get(before, key)} → {get(config, key)}" for key in changed}
-    if refused := [shown[key] for key in changed if key not in accepted]:
+    accepted = [key for key in changed if key.startswith(MAY_CHANGE) and key not in fixed]
+    if refused := [shown for key, shown in changed.items() if key not in accepted]:
         rule = f"the run was begun with another recipe: {', '.join(refused)}"
         remedy = "set these back, or start a new run"
         raise RecipeError("--resume", str(run_dir), rule, remedy)
-    return [shown[key] for key in accepted]
+    return [changed[key] for key in accepted]
 
 
 def check_steps(config: Config, start: Start) -> None:
     if start.step > config.train.steps:
         rule = f"the run is at step {start.step} already"
-        remedy = f"raise it to {start.step} or more"
-        raise RecipeError("train.steps", config.train.steps, rule, remedy)
+        raise RecipeError("train.steps", config.train.steps, rule, f"raise it to {start.step}")

@@ -4,13 +4,12 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from minirl.config import Config
-from minirl.model import load_tokenizer, load_tokenizer_alone
+from minirl.model import load_tokenizer
 from minirl.records import Example
 from minirl.tasks.prompts import encode, render
 from minirl.tasks.registry import make_task
@@ -93,11 +92,11 @@ def test_a_wrong_recipe_is_one_line(recipe: Path) -> None:
 
 
 def test_the_light_tokenizer_is_the_runs_own(with_template: Path, tied_folder: Path) -> None:
+    from transformers import AutoTokenizer
+
     chat = Example(({"role": "user", "content": "Tom has 7 apples."},), "")
     for folder in (with_template, tied_folder):
-        base = Config()
-        config = replace(base, model=replace(base.model, path=str(folder)))
-        light, whole = load_tokenizer_alone(config), load_tokenizer(folder, False)
+        light, whole = load_tokenizer(folder, False), AutoTokenizer.from_pretrained(folder)
         for example in (chat, Example("Tom has 7 apples.", "")):
             assert encode(example, light) == encode(example, whole)
             assert render(example, light) == render(example, whole)

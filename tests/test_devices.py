@@ -1,9 +1,8 @@
-"""Who runs where: on CPU by cores, on CUDA by GPUs; and the few tests that only a GPU can run."""
+"""Which process runs where: on CPU by cores, on CUDA by GPUs; and what only a GPU can test."""
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +12,6 @@ import torch
 from minirl import devices
 from minirl.config import Config, DevicesConfig
 from minirl.devices import Placement, Publisher, place
-
-# Placement ------------------------------------------------------------------------------------
 
 
 def placed(
@@ -26,16 +23,15 @@ def placed(
     return place(config, "cpu", num_cores)
 
 
-@pytest.mark.parametrize("num_cores", [1, 2, 3, 4, 7, 16, 64])
-@pytest.mark.parametrize(("rollout", "train"), [(1, 1), (2, 1), (1, 3), (3, 2), (8, 8)])
+@pytest.mark.parametrize("num_cores", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize(("rollout", "train"), [(1, 1), (2, 1), (1, 3), (8, 8)])
 def test_every_process_has_cores_of_its_pool_and_as_many_threads(
     num_cores: int, rollout: int, train: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines, trainers = placed(monkeypatch, num_cores, rollout, train)
     assert (len(engines), len(trainers)) == (rollout, train)
     for placement in engines + trainers:
-        assert placement.kind == "cpu" and placement.torch_device == "cpu"
-        assert placement.process_group_backend == "gloo"
+        assert placement.torch_device == "cpu" and placement.process_group_backend == "gloo"
         assert placement.cores and set(placement.cores) <= set(range(10, 10 + num_cores))
         assert placement.env["OMP_NUM_THREADS"] == str(len(placement.cores))
         assert placement.env["CUDA_VISIBLE_DEVICES"] == ""
@@ -79,32 +75,26 @@ def test_on_cuda_each_engine_sees_its_own_gpus_and_each_rank_one(
         assert "TORCH_COMPILE_DISABLE" not in placement.env
     assert engines[0].env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    config = Config(devices=DevicesConfig(rollout=2, train=1, tensor_parallel=2))
-    engines, trainers = place(config, "cuda", 4)
-    assert [p.gpus for p in engines + trainers] == [("0", "1"), ("2",)]
-    assert [p.gpus for p in place(config, "cuda", 4, engines=False)[1]] == [("0",)]
-
-
-# What is here ---------------------------------------------------------------------------------
+    assert [p.gpus for p in place(config, "cuda", 6, engines=False)[1]] == [("0",), ("1",)]
 
 
 class FakeNvml:
-    """A driver with two GPUs."""
+    """A driver with some GPUs; without one where there are none."""
 
     class NVMLError(Exception): ...
 
-    def __init__(self, has_driver: bool = True):
-        self.has_driver = has_driver
+    def __init__(self, num_gpus: int):
+        self.num_gpus = num_gpus
 
     def nvmlInit(self) -> None:
-        if not self.has_driver:
+        if not self.num_gpus:
             raise self.NVMLError
 
     def nvmlDeviceGetCount(self) -> int:
-        return 2
+        return self.num_gpus
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
-        if index > 1:
+        if index >= self.num_gpus:
             raise self.NVMLError
         return f"GPU-{index}"
 
@@ -115,108 +105,54 @@ class FakeNvml:
         return f"NVIDIA {handle}"
 
     def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:
-        return SimpleNamespace(total=24 * 2**30, used=5)
+        return SimpleNamespace(total=24 * 2**30)
 
 
-@pytest.fixture
-def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
-    fake = FakeNvml()
-    monkeypatch.setattr(devices, "pynvml", fake)
+def test_gpus_are_found_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices.torch_cuda() == torch.version.cuda
+    monkeypatch.setattr(devices, "pynvml", FakeNvml(2))
     monkeypatch.setattr(devices, "torch_cuda", lambda: "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    devices._has_nvml.cache_clear()
-    yield fake
-    devices._has_nvml.cache_clear()
-
-
-def test_gpus_are_found_without_torch(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.find_devices("auto") == ("cuda", 2)
     assert devices.find_devices("cpu") == ("cpu", devices.num_cores())
     assert devices.describe("cuda")["gpus"] == ["NVIDIA GPU-0, 24 GiB", "NVIDIA GPU-1, 24 GiB"]
-    assert devices.gpu_memory_bytes("GPU-1") == devices.gpu_memory_bytes("0") == 5
-    assert devices.gpu_memory_bytes("7") == 0
     for visible, names in (("GPU-1", ["NVIDIA GPU-1"]), ("1,9", ["NVIDIA GPU-1"]), ("", [])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert [gpu.name for gpu in devices.gpus()] == names
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(devices, "pynvml", FakeNvml(0))
+    assert devices.find_devices("auto")[0] == "cpu" and devices.gpus() == []
+    monkeypatch.setattr(devices, "pynvml", FakeNvml(2))
     monkeypatch.setattr(devices, "torch_cuda", lambda: None)  # a CPU build
     assert devices.find_devices("auto")[0] == "cpu"
 
 
-def test_without_a_driver_there_are_no_gpus(nvml: FakeNvml) -> None:
-    nvml.has_driver = False
-    assert devices.find_devices("auto") == ("cpu", devices.num_cores())
-    assert devices.gpus() == [] and devices.gpu_memory_bytes("0") == 0
-
-
-def test_torchs_build_is_known_without_importing_it() -> None:
-    assert devices.torch_cuda() == torch.version.cuda
-
-
-# A broken torchvision -------------------------------------------------------------------------
-
-needs_cpu_torch = pytest.mark.skipif(
-    torch.version.cuda is not None, reason="a CUDA torch has a torchvision that works"
-)
-
-
-def run_beside_broken_torchvision(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA torch has one that works")
+def test_a_broken_torchvision_does_not_stop_us(tmp_path: Path) -> None:
     """As pip leaves it beside a CPU torch: it is there, and importing it raises."""
     for name in ("torchvision", "torchaudio"):
         (tmp_path / name).mkdir()
-        broken = f"raise RuntimeError('operator {name}::nms does not exist')\n"
-        (tmp_path / name / "__init__.py").write_text(broken)
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('no operator nms')\n")
         metadata = tmp_path / f"{name}-0.28.0.dist-info" / "METADATA"
         metadata.parent.mkdir()
         metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.28.0\n")
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent)])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    code = "import minirl.train.policy; from transformers import Qwen3ForCausalLM"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
-@needs_cpu_torch
-@pytest.mark.parametrize("module", ["minirl.train.policy", "minirl.train.sft"])
-def test_a_broken_torchvision_does_not_stop_us(module: str, tmp_path: Path) -> None:
-    code = f"import {module}; from transformers import Qwen3ForCausalLM"
-    result = run_beside_broken_torchvision(code, tmp_path)
-    assert result.returncode == 0, result.stderr
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
-# Publishing -----------------------------------------------------------------------------------
-
-
-def publish(kind: str, device: str) -> None:
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])])
+def test_a_publisher_copies_into_shared_memory_and_rounds(kind: str) -> None:
     memory = torch.zeros(4096, dtype=torch.uint8)
     slots = [memory[:1024].view(torch.bfloat16), memory[1024:3072].view(torch.float32)]
-    sources = [torch.randn(512, device=device), torch.randn(512, device=device)]
+    sources = [torch.randn(512, device=kind), torch.randn(512, device=kind)]
     publisher = Publisher(kind, memory)
     publisher.copy(slots, iter(sources))
     publisher.wait()
     assert torch.equal(slots[0], sources[0].cpu().bfloat16())
     assert torch.equal(slots[1], sources[1].cpu())
-
-
-def test_a_publisher_copies_into_shared_memory_and_rounds() -> None:
-    publish("cpu", "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_on_cuda_it_copies_from_the_device_on_its_own_stream() -> None:
-    publish("cuda", "cuda:0")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_ranks_on_two_gpus_meet_over_nccl(tmp_path: Path) -> None:
-    code = (
-        "import sys, torch, torch.distributed as dist\n"
-        "rank = int(sys.argv[1]); torch.cuda.set_device(rank)\n"
-        "dist.init_process_group('nccl', init_method='file://' + sys.argv[2], rank=rank,"
-        " world_size=2)\n"
-        "x = torch.ones(3, device='cuda'); dist.all_reduce(x); assert x.tolist() == [2, 2, 2]\n"
-        "dist.destroy_process_group()\n"
-    )
-    command = [sys.executable, "-c", code]
-    ranks = [subprocess.Popen([*command, str(i), str(tmp_path / "meet")]) for i in (0, 1)]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]

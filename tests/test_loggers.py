@@ -52,10 +52,10 @@ def test_a_logger_that_raises_or_hangs_is_noted_once_and_training_continues(
         raise AssertionError
 
     monkeypatch.setattr(loggers, "END_S", 120.0)
-    for opener in (keeps, raises, hangs):
-        monkeypatch.setitem(loggers.LOGGERS, opener.__name__, opener)
+    for name, opener in (("trackio", keeps), ("wandb", raises), ("tensorboard", hangs)):
+        monkeypatch.setitem(loggers.LOGGERS, name, opener)
     log_steps(tmp_path, 1, 2)  # before the resume
-    several = Loggers(with_loggers("raises", "keeps"), tmp_path, 2, notes.append)
+    several = Loggers(with_loggers("wandb", "trackio"), tmp_path, 2, notes.append)
     append(tmp_path / "metrics.jsonl", '{"step": 9, "rew\n{"rolled_back_to": 2}')  # torn
     log_steps(tmp_path, 3)
     several.close()
@@ -64,10 +64,10 @@ def test_a_logger_that_raises_or_hangs_is_noted_once_and_training_continues(
     assert len(written) == 4 and written[-1] == "over"
     assert all(e in written for e in [(3, {"reward/mean": 0.3}), (2, evaluation), (3, evaluation)])
     monkeypatch.setattr(loggers, "END_S", 0.0)
-    Loggers(with_loggers("hangs"), tmp_path, 0, notes.append).close()
+    Loggers(with_loggers("tensorboard"), tmp_path, 0, notes.append).close()
     assert notes == [
-        "raises is off, training continues: ValueError: no such project",
-        "hangs is left behind: it did not end within 0 s",
+        "wandb is off, training continues: ValueError: no such project",
+        "tensorboard is left behind: it did not end within 0 s",
     ]
 
 

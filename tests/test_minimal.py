@@ -1,13 +1,9 @@
-"""recipes/minimal.py is minirl at η = 0: its step is the trainer's to rounding, and it learns the
-same in the mean (slow: `python -m pytest -m slow tests/test_minimal.py`, up to 10 minutes).
-"""
+"""recipes/minimal.py is minirl at η = 0: its step is the trainer's to rounding, and it learns."""
 
 import importlib.util
 import random
 import sys
-from math import sqrt
 from pathlib import Path
-from statistics import fmean, variance
 from types import ModuleType
 
 import plain_script
@@ -16,16 +12,13 @@ from ranks import FIRST_VERSION, LONGEST, LocalRank, Recipe, make_group, relativ
 
 from minirl.recipe import load
 from minirl.records import Batch
-from minirl.run_dir import read_lines
 from minirl.shm.ring import TrajectoryRing
-from minirl.tools.sweep import train
 from minirl.train.optimizer import build_optimizer
 from minirl.train.policy import load_policy
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "smoke.toml"
 FILE = RECIPE.with_name("minimal.py")
 NUM_GROUPS = 4
-T99 = {6: 3.707, 8: 3.355}  # two-sided, by degrees of freedom
 
 
 @pytest.fixture(scope="module")
@@ -87,28 +80,7 @@ def test_its_step_is_the_trainers(minimal: ModuleType, tied_folder: Path) -> Non
         assert relative_error(rank.weights(), after, before) < 1e-3
 
 
-def is_close(ours: list[float], theirs: list[float], wide: float) -> bool:
-    """Are the means within the noise of the seeds, and is that noise small enough to tell?"""
-    freedom = len(ours) + len(theirs) - 2
-    half = T99[freedom] * sqrt(variance(ours) / len(ours) + variance(theirs) / len(theirs))
-    assert half < wide, f"the seeds differ by too much to tell: ± {half:.3f}"
-    return abs(fmean(ours) - fmean(theirs)) <= half
-
-
 @pytest.mark.slow
-@pytest.mark.vllm
-def test_it_learns_what_a_synchronous_run_learns(minimal: ModuleType, tmp_path: Path) -> None:
-    from minirl.train.tiny import ensure_tiny_model
-
-    folder, steps, seeds = ensure_tiny_model(0, print), 12, range(4)
-    curves: dict[str, list[list[float]]] = {"file": [], "run": []}
-    for seed in seeds:
-        curves["file"].append(minimal.run(steps, seed, folder).rewards)
-        settings = [f"seed={seed}", f"train.steps={steps}", f'model.path="{folder}"']
-        settings += ["buffer.max_staleness=0", "eval.every=0", "eval.num_prompts=1"]
-        train(RECIPE, tmp_path / str(seed), settings)
-        lines = read_lines(tmp_path / str(seed) / "metrics.jsonl")
-        curves["run"].append([line["reward/mean"] for line in lines])
-    for part, wide in ((slice(0, steps), 0.08), (slice(steps - 4, steps), 0.08)):
-        ours, theirs = ([fmean(c[part]) for c in curves[name]] for name in ("file", "run"))
-        assert is_close(ours, theirs, wide), f"{part}: {ours} against {theirs}"
+def test_it_learns(minimal: ModuleType) -> None:
+    learned = minimal.run(12, 0)
+    assert learned.after > learned.before + 0.2

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from minirl import recipe
 from minirl.config import Config, TasksConfig
 from minirl.errors import RecipeError
-from minirl.recipe import BUILTIN_TASKS
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Task
 from minirl.tasks.arithmetic import Arithmetic
@@ -75,7 +75,7 @@ def test_a_kind_that_leads_nowhere_is_one_recipe_error(kind: str) -> None:
 
 
 def test_the_built_in_tasks_are_those_that_the_rules_name() -> None:
-    assert tuple(sorted(BUILT_IN)) == tuple(sorted(BUILTIN_TASKS))
+    assert tuple(sorted(BUILT_IN)) == tuple(sorted(recipe.BUILT_IN["tasks.kind"]))
 
 
 class Plain:

@@ -20,8 +20,6 @@ FORBIDDEN_CALLS = re.compile(
     r"(pickle|torch|yaml|marshal|joblib|np|numpy)\.loads?|pickle\.Unpickler|shelve\.open"
 )
 FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "yaml"}
-
-
 # What the jail is for: a program that the model wrote, in a process that has given everything up.
 ALLOWED = {"tasks/jail.py": ["exec", "compile"]}
 
@@ -29,46 +27,35 @@ ALLOWED = {"tasks/jail.py": ["exec", "compile"]}
 def dangers(source: str) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            if FORBIDDEN_CALLS.fullmatch(name):
-                found.append(f"line {node.lineno}: {name}")
+            found += [name] if FORBIDDEN_CALLS.fullmatch(name) else []
             words = {k.arg: ast.unparse(k.value) for k in node.keywords}
-            if words.get("shell", "False") != "False":
-                found.append(f"line {node.lineno}: shell")
-            if words.get("allow_pickle", "False") != "False":
-                found.append(f"line {node.lineno}: allow_pickle")
+            found += [w for w in ("shell", "allow_pickle") if words.get(w, "False") != "False"]
         elif isinstance(node, ast.Import):
-            found += [f"line {node.lineno}: import {a.name}" for a in node.names if is_bad(a.name)]
-        elif isinstance(node, ast.ImportFrom) and is_bad(node.module or ""):
-            found.append(f"line {node.lineno}: from {node.module}")
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        found += [name for name in names if name.split(".")[0] in FORBIDDEN_IMPORTS]
     return found
-
-
-def is_bad(module: str) -> bool:
-    return module.split(".")[0] in FORBIDDEN_IMPORTS
 
 
 def test_no_data_is_run_as_code() -> None:
     for path in sorted(ROOT.rglob("*.py")):
-        found = [danger.rpartition(": ")[2] for danger in dangers(path.read_text())]
+        found = dangers(path.read_text())
         assert found == ALLOWED.get(str(path.relative_to(ROOT)), []), path
-
-
-def test_dangers_would_be_found() -> None:
     source = (
         "import pickle, os\nfrom yaml import load\ntorch.load(x)\neval(y)\nos.system(z)\n"
         "subprocess.run(a, shell=True)\nnp.fromfile(b, allow_pickle=True)\nmodel.eval()\n"
     )
-    assert [danger.split(":")[0] for danger in dangers(source)] != []
-    assert len(dangers(source)) == 7
+    assert dangers(source) == [
+        *("pickle", "yaml", "torch.load", "eval", "os.system", "shell", "allow_pickle")
+    ]
 
 
-# The run directory ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
-def test_nobody_else_may_write_into_a_run(umask: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+def test_no_other_user_may_write_into_a_run(umask: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
         run = tmp_path / "run"
@@ -85,9 +72,6 @@ def test_nobody_else_may_write_into_a_run(umask: int, tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_is_one_line() -> None:
     with pytest.raises(RecipeError, match=r"--run-dir = .* cannot be written to .*name another"):
         _make_run_dir(Config(), Path("/proc/minirl-run"), "cpu")  # not even root may
-
-
-# Tokens ---------------------------------------------------------------------------------------
 
 
 def test_workers_are_started_without_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from test_supervisor import STEPS, stage, stage_config
 from minirl.launch import _signals
 from minirl.run_dir import read_lines
 from minirl.train.checkpoint import newest_whole
-from minirl.workers import SIGNALS, signals
+from minirl.workers import SIGNALS
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -32,15 +32,9 @@ def test_once_asks_and_twice_ends(number: signal.Signals) -> None:
     assert signal.getsignal(number) == before
 
 
-def test_before_there_is_a_loop_sigterm_ends_a_run_like_ctrl_c() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), signals():
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_the_exit_code_is_ours_also_where_modules_are_being_imported() -> None:
-    """A plain KeyboardInterrupt out of an exec would end Python 3.11 by SIGINT."""
+def test_before_there_is_a_loop_sigterm_ends_a_run_with_our_exit_code() -> None:
+    """A plain KeyboardInterrupt out of an exec, as of a module being imported, would end Python
+    3.11 by SIGINT."""
     program = """
 import os, signal, sys
 from minirl.launch import INTERRUPTED
@@ -51,8 +45,7 @@ try:
 except KeyboardInterrupt:
     sys.exit(INTERRUPTED)
 """
-    root = str(Path(__file__).parent.parent)
-    env = {**os.environ, "PYTHONPATH": root}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     assert subprocess.run([sys.executable, "-c", program], env=env).returncode == 130
 
 

@@ -13,7 +13,7 @@ MIB = 2**20
 
 
 def plan_rows(config: Config) -> list[tuple[str, str]]:
-    recipe.check_task(config)
+    recipe.check_task(config, "train.estimator", "train.objective")
     recipe.check_loggers(config)
     devices, size = config.devices, f"{config.train.batch_size} × {config.rollout.group_size}"
     return [

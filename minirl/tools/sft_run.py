@@ -37,7 +37,7 @@ WARMUP_STEPS = 10
 def sft(config: Config, run_dir: Path) -> int:
     """Gives the exit code."""
     kind, available = find_devices(config.devices.kind)
-    check_devices(config, kind, available, num_rollout=0)
+    check_devices(config, kind, available, rollout=0)
     self_check(make_task(config), config.tasks.kind)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     (run_dir / "recipe.toml").write_text(to_toml(config))

@@ -3,12 +3,14 @@
 python -m tests.docs.reference > docs/recipe.md
 """
 
-import json
-from typing import Any, Literal, get_args, get_origin
+from dataclasses import astuple
+from typing import Literal, get_args, get_origin
 
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from minirl.config import ALGORITHMS, KEYS, SECTIONS, Config, explain, get
+from minirl.config import ALGORITHMS, KEYS, SECTIONS, Config, get
+from minirl.errors import toml_value
 
 HEAD = """# Recipe
 
@@ -35,11 +37,11 @@ def document() -> str:
 
 
 def _section(section: str) -> str:
-    rows = [
-        f"| `{key}` | {_values(info)} | `{_value(get(Config(), key))}` | {explain(key)} |"
-        for key, info in KEYS.items()
-        if key.rpartition(".")[0] == section
-    ]
+    rows = []
+    for key, info in KEYS.items():
+        if key.rpartition(".")[0] == section:
+            meaning, default = (info.description or "").split(), toml_value(get(Config(), key))
+            rows.append(f"| `{key}` | {_values(info)} | `{default}` | {' '.join(meaning)} |")
     head = [f"## `[{section}]`" if section else "## Top level", ""]
     head += ["| key | values | default | meaning |", "|---|---|---|---|"]
     return "\n".join([*head, *rows, ""])
@@ -49,32 +51,24 @@ def _values(field: FieldInfo) -> str:
     """What a field may be: its choices, or its type with its range."""
     kind, args = get_origin(field.annotation), get_args(field.annotation)
     if kind is Literal:
-        return ", ".join(f"`{_value(choice)}`" for choice in args)
+        return ", ".join(f"`{toml_value(choice)}`" for choice in args)
     if kind is tuple:
         return "list of " + ("whole numbers" if int in get_args(args[0]) else "strings")
     if kind is dict:
         return "table"
     names = {int: "whole number", float: "number", str: "string", bool: "true or false"}
-    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    limits = [
-        f"{sign} {getattr(limit, name):,.10g}"
-        for limit in field.metadata
-        for name, sign in signs.items()
-        if getattr(limit, name, None) is not None
-    ]
-    return ", ".join([names[field.annotation or str], *limits])
+    signs = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
+    limits = [limit for limit in field.metadata if type(limit) in signs]
+    shown = [f"{signs[type(limit)]} {astuple(limit)[0]:,.10g}" for limit in limits]
+    return ", ".join([names[field.annotation or str], *shown])
 
 
 def _presets() -> str:
     rows = []
     for name, values in ALGORITHMS.items():
-        shown = ", ".join(f"`{key} = {_value(value)}`" for key, value in values.items())
+        shown = ", ".join(f"`{key} = {toml_value(value)}`" for key, value in values.items())
         rows.append(f"| `{name}` | {shown or 'the defaults'} |")
     return PRESETS + "\n".join(rows) + "\n"
-
-
-def _value(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 if __name__ == "__main__":
