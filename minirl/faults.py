@@ -25,7 +25,7 @@ from minirl.shm.board import Row, State, Total
 from minirl.train import checkpoint
 from minirl.train.checkpoint import newest_whole
 from minirl.train.messages import TrainerSetup
-from minirl.workers import Died, Fleet, Role, Worker
+from minirl.workers import Died, Role, Worker, Workers
 
 MAX_IN_A_ROW = 4
 FIRST_DELAY_S = 1.0
@@ -69,10 +69,10 @@ class WentBack:
 
 
 class Faults:
-    def __init__(self, config: Config, fleet: Fleet, log: RunLog):
-        self.config, self.fleet, self.log = config, fleet, log
+    def __init__(self, config: Config, workers: Workers, log: RunLog):
+        self.config, self.workers, self.log = config, workers, log
         self.restarts = Restarts()
-        self._ranks = fleet.of(Role.TRAIN)
+        self._ranks = workers.of(Role.TRAIN)
         self._first: TrainerSetup = self._ranks[0].setup
         self._base = getattr(self._first, "version", 0)  # of the checkpoint's weights
         self._furthest = 0  # the last step that was reached when a rank died
@@ -88,11 +88,11 @@ class Faults:
         delay_s, remedy = self.restarts.delay_s(name), self._remedy(worker, death)
         is_hopeless = bool(remedy) and not is_up  # it would not fit the next time either
         if delay_s is None or is_hopeless:
-            self.log.note(self.fleet.last_words(worker))
+            self.log.note(self.workers.log_tail(worker))
             why = f"{remedy}; " if remedy else ""
             raise WorkerDied(
                 f"{worker.name} {death.how} (start {worker.num_starts}); {why}its log is in "
-                f"{self.fleet.log_dir}; --resume goes on from the last checkpoint"
+                f"{self.workers.log_dir}; --resume goes on from the last checkpoint"
             )
         why = f" ({remedy})" if remedy else ""
         self.log.note(f"{worker.name} {death.how}: replaced{why}")
@@ -102,7 +102,7 @@ class Faults:
     def _remedy(self, worker: Worker, death: Died) -> str:
         num_before, self._num_oom_kills = self._num_oom_kills, shortage.num_killed_for_memory()
         was_oom = "SIGKILL" in death.how and self._num_oom_kills > num_before >= 0
-        words = f"{death.how}\n{self.fleet.last_words(worker)}"
+        words = f"{death.how}\n{self.workers.log_tail(worker)}"
         kind = worker.placement.kind if worker.role is not Role.VERIFY else "cpu"
         return shortage.remedy(worker.role, words, self.config, kind, was_oom)
 
@@ -115,7 +115,7 @@ class Faults:
         """All of them, from the last checkpoint; `step` is the last that was trained."""
         self._furthest = max(self._furthest, step)
         for rank in self._ranks:
-            self.fleet.retire(rank)  # all are gone before anything is looked at
+            self.workers.retire(rank)  # all are gone before anything is looked at
         run_dir = self.log.run_dir
         checkpoint.sweep(run_dir)
         found, state, broken = newest_whole(run_dir)
@@ -131,7 +131,7 @@ class Faults:
             rank.setup = replace(
                 rank.setup, folder=folder, is_resumed=found is not None, version=self._base
             )
-            self.fleet.replace(rank, delay_s)
+            self.workers.replace(rank, delay_s)
         return WentBack(state["step"] if state else 0, base, self._base, state)
 
     # -- the watch
@@ -140,12 +140,12 @@ class Faults:
         """Workers that gave no sign of life for too long. A verifier that grades has a limit of its
         own, tasks.timeout_s."""
         found = []
-        for worker in self.fleet.workers:
-            row = self.fleet.board.row(worker.row)
+        for worker in self.workers.all:
+            row = self.workers.board.row(worker.row)
             if worker.process is None or row.beat_s <= self.config.log.stall_s:
                 continue
             is_slow = row.state in SLOW_STATES and row.beat_s <= SLOW_LIMIT_S
-            if (is_slow and not self.fleet.is_stopped(worker)) or row.state is State.GRADING:
+            if (is_slow and not self.workers.is_stopped(worker)) or row.state is State.GRADING:
                 continue
             how = f"has been {_words(row)} without a sign of life for {row.beat_s:.0f} s"
             found.append((worker, Died(how, is_final=False)))
@@ -154,9 +154,9 @@ class Faults:
     def still_s(self, last_news: float) -> float:
         """For how long nothing has moved, though all beat: no message, no token, and nobody at
         work who beats while at it."""
-        rows = [self.fleet.board.row(w.row) for w in self.fleet.workers if w.process is not None]
-        engines = [worker.row for worker in self.fleet.of(Role.ROLLOUT)]
-        tokens = (self.fleet.board.total(row, Total.TOKENS) for row in engines)
+        rows = [self.workers.board.row(w.row) for w in self.workers.all if w.process is not None]
+        engines = [worker.row for worker in self.workers.of(Role.ROLLOUT)]
+        tokens = (self.workers.board.total(row, Total.TOKENS) for row in engines)
         pulse = (last_news, *tokens)
         if pulse != self._pulse or any(row.state not in STANDING_STILL for row in rows):
             self._pulse, self._moved = pulse, time.monotonic()
@@ -172,13 +172,13 @@ class Faults:
     def report(self, why: str, facts: dict[str, object]) -> Path:
         """Writes down who waits for what, and every stack. Gives the file."""
         lines = [why, *(f"  {name:<12} {fact}" for name, fact in facts.items())]
-        for worker in self.fleet.workers:
-            row = self.fleet.board.row(worker.row)
+        for worker in self.workers.all:
+            row = self.workers.board.row(worker.row)
             lines.append(
                 f"  {worker.name:<12} {_words(row)} for {row.since_s:.0f} s, last beat "
                 f"{row.beat_s:.0f} s ago, version {row.version}, running {row.running}"
             )
-        return self.log.stalled("\n".join(lines) + "\n" + self.fleet.stacks())
+        return self.log.stalled("\n".join(lines) + "\n" + self.workers.stacks())
 
     def stall(self, why: str, facts: dict[str, object]) -> Stalled:
         return Stalled(f"{why}; who waited for what, and all stacks: {self.report(why, facts)}")

@@ -47,7 +47,7 @@ from minirl.train.messages import SftSetup, TrainerSetup
 from minirl.train.tiny import tiny_model_folder
 from minirl.view.console import ConsoleView
 from minirl.view.loggers import Loggers
-from minirl.workers import Died, Fleet, LossyStream, Role, graceful, signals
+from minirl.workers import Died, LossyStream, Role, Workers, graceful, signals
 
 INTERRUPTED = 130
 BODIES = {
@@ -138,13 +138,13 @@ def _run(config: Config, job: Job, source: Path, start: Start, view: ConsoleView
     places = devices.place(config, kind, job.available)
     num_workers = len(places[0]) + len(places[1]) + config.tasks.verifiers
     trace = run_dir / "trace.json" if config.log.trace else None
-    fleet = Fleet(run_dir / "logs", num_workers, trace)
+    workers = Workers(run_dir / "logs", num_workers, trace)
     try:
         dialogue = None
         if has_turns(task):  # else the tokenizer loads while workers start
             tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
             dialogue = dialogue_of(task, config.tasks.kind, tokenizer)
-        ring, store = _spawn(fleet, config, places, source, start, run_dir, dialogue)
+        ring, store = _spawn(workers, config, places, source, start, run_dir, dialogue)
         tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
         stream = PromptStream(task, tokenizer, config.seed, start.consumed)
         heldout = heldout_prompts(config, task, tokenizer)
@@ -154,8 +154,8 @@ def _run(config: Config, job: Job, source: Path, start: Start, view: ConsoleView
         saver = BatchSaver(config, run_dir, ring, store, source, threads)
         totals = RunTotals.of(start.state)
         under_way = (start.state or {}).get("evaluating")
-        log = RunLog(config, run_dir, fleet, view, start.step, totals, saver, under_way)
-        loop = Loop(config, fleet, stream, heldout, buffer, log)
+        log = RunLog(config, run_dir, workers, view, start.step, totals, saver, under_way)
+        loop = Loop(config, workers, stream, heldout, buffer, log)
         loggers = Loggers(config, run_dir, start.step, view.note)
         try:
             with _signals(loop, view), view.watching(loop, run_dir):
@@ -164,7 +164,7 @@ def _run(config: Config, job: Job, source: Path, start: Start, view: ConsoleView
             log.close()  # what was written until now is kept
             raise
         if loop.has_finished:  # else they have not all started, and would not listen
-            fleet.stop(Stop())
+            workers.stop(Stop())
         loggers.close()
         is_whole = loop.step == config.train.steps
         extra = {"run_dir": str(run_dir), "seed": config.seed, "drops": dict(buffer.drops)}
@@ -183,7 +183,7 @@ def _run(config: Config, job: Job, source: Path, start: Start, view: ConsoleView
         return 0 if is_whole else INTERRUPTED
     finally:
         with signals(signal.SIG_IGN):  # what is left takes a moment, and must be done
-            fleet.kill()
+            workers.kill()
             devices.sweep_temp(run_dir / "tmp")
             checkpoint.sweep(run_dir)
             (run_dir / "rendezvous").unlink(missing_ok=True)
@@ -198,7 +198,7 @@ def make_buffer(config: Config, history: History | None = None) -> Buffer:
 
 
 def _spawn(
-    fleet: Fleet,
+    workers: Workers,
     config: Config,
     places: tuple[list[devices.Placement], list[devices.Placement]],
     source: Path,
@@ -224,39 +224,39 @@ def _spawn(
         is_resumed=start.state is not None,
         version=start.history.version,
     )
-    spawn_ranks(fleet, Role.TRAIN, first, ranks)
+    spawn_ranks(workers, Role.TRAIN, first, ranks)
     seed = config.seed * 1000 + 1 + 1_000_003 * start.step  # not as they did when the run began
     engine = RolloutSetup(config, str(source), engines[0].kind, seed, ring, store, dialogue)
-    spawn_engines(fleet, engine, engines, run_dir / "tmp")
-    spawn_verifiers(fleet, VerifierSetup(config, str(source), ring, dialogue))
+    spawn_engines(workers, engine, engines, run_dir / "tmp")
+    spawn_verifiers(workers, VerifierSetup(config, str(source), ring, dialogue))
     return ring, store
 
 
 def spawn_ranks(
-    fleet: Fleet, role: Role, first: TrainerSetup | SftSetup, places: list[devices.Placement]
+    workers: Workers, role: Role, first: TrainerSetup | SftSetup, places: list[devices.Placement]
 ) -> None:
     """`first` is rank 0's set-up."""
     Path(first.rendezvous).unlink(missing_ok=True)
     for rank, place in enumerate(places):
         setup = replace(first, rank=rank, placement=place)
-        fleet.spawn(role, rank, BODIES[role], setup, place)
+        workers.spawn(role, rank, BODIES[role], setup, place)
 
 
 def spawn_engines(
-    fleet: Fleet, first: RolloutSetup, places: list[devices.Placement], temp: Path
+    workers: Workers, first: RolloutSetup, places: list[devices.Placement], temp: Path
 ) -> None:
     """`first` is the first one's set-up; the seeds of the others differ, so that engines do not
     sample alike."""
     for rank, place in enumerate(places):
         setup = replace(first, seed=(first.seed + rank) % 2**31)
         own = devices.with_own_temp(place, temp)
-        fleet.spawn(Role.ROLLOUT, rank, BODIES[Role.ROLLOUT], setup, own)
+        workers.spawn(Role.ROLLOUT, rank, BODIES[Role.ROLLOUT], setup, own)
 
 
-def spawn_verifiers(fleet: Fleet, setup: VerifierSetup) -> None:
+def spawn_verifiers(workers: Workers, setup: VerifierSetup) -> None:
     place = devices.Placement("cpu", env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
     for rank in range(setup.config.tasks.verifiers):
-        fleet.spawn(Role.VERIFY, rank, BODIES[Role.VERIFY], setup, place)
+        workers.spawn(Role.VERIFY, rank, BODIES[Role.VERIFY], setup, place)
 
 
 def _make_run_dir(config: Config, run_dir: Path, kind: str) -> tuple[Path, IO[str]]:
@@ -288,20 +288,20 @@ def model_folder(config: Config, logs: Path, view: Notes) -> Path:
         return folder
     view.note(f"building the tiny model of seed {config.seed}, once: about a minute and a half")
     place = devices.Placement("cpu", env={"OMP_NUM_THREADS": "1"})  # more threads are slower
-    fleet = Fleet(logs, 1)
+    workers = Workers(logs, 1)
     try:
-        builder = fleet.spawn(Role.WARMUP, 0, BODIES[Role.WARMUP], config.seed, place)
+        builder = workers.spawn(Role.WARMUP, 0, BODIES[Role.WARMUP], config.seed, place)
         while True:
-            for _, message in fleet.hear(1.0):
+            for _, message in workers.receive(1.0):
                 if isinstance(message, str):
                     view.note(message)
                 elif isinstance(message, Died) and folder.is_dir():
                     return folder
                 elif isinstance(message, Died):
-                    view.note(fleet.last_words(builder))
+                    view.note(workers.log_tail(builder))
                     raise MinirlError(f"the warm-up {message.how}; its log is in {logs}")
     finally:
-        fleet.kill()
+        workers.kill()
 
 
 def heldout_prompts(config: Config, task: Task, tokenizer: Any) -> list[Prompt]:

@@ -9,7 +9,7 @@
 Each turn of the loop:
 
     feed      while the buffer has slots, send prompts to the rollout workers
-    collect   hear what workers say: trajectories to grade, rewards, published versions, deaths
+    collect   receive what workers say: trajectories to grade, rewards, published versions, deaths
     learn     when the trainer is free and a batch is ready, send it
 
 The controller sends and hears only small descriptors; tokens and weights stay in shared memory.
@@ -53,7 +53,7 @@ from minirl.tasks.prompts import PromptStream
 from minirl.tasks.rewards import filter_group
 from minirl.tasks.verifier import Ask, Grade, Graded, Replied
 from minirl.train.messages import Ready, Save, Saved, Train, Trained
-from minirl.workers import Died, Fleet, Role, Worker
+from minirl.workers import Died, Role, Worker, Workers
 
 LISTEN_S = 0.2  # how long a turn waits for news at most
 LEAST_BUSY_S = 0.5
@@ -62,8 +62,8 @@ LEAST_BUSY_S = 0.5
 class Speedometer:
     """Tokens a second of each engine while it had something to do, since the last look."""
 
-    def __init__(self, fleet: Fleet, engines: list[Worker]):
-        self._board, self._rows = fleet.board, [engine.row for engine in engines]
+    def __init__(self, workers: Workers, engines: list[Worker]):
+        self._board, self._rows = workers.board, [engine.row for engine in engines]
         self._before = [self._look(row) for row in self._rows]
 
     def _look(self, row: int) -> tuple[float, float]:
@@ -82,25 +82,25 @@ class Loop(Recovery):
     def __init__(
         self,
         config: Config,
-        fleet: Fleet,
+        workers: Workers,
         stream: PromptStream,
         heldout: list[Prompt],
         buffer: Buffer,
         log: RunLog,
     ):
         super().__init__()
-        self.config, self.fleet, self.stream, self.heldout = config, fleet, stream, heldout
+        self.config, self.workers, self.stream, self.heldout = config, workers, stream, heldout
         self.buffer, self.log = buffer, log
-        self.engines, self.ranks = fleet.of(Role.ROLLOUT), fleet.of(Role.TRAIN)
-        self.verifiers = {worker.name: worker for worker in fleet.of(Role.VERIFY)}
+        self.engines, self.ranks = workers.of(Role.ROLLOUT), workers.of(Role.TRAIN)
+        self.verifiers = {worker.name: worker for worker in workers.of(Role.VERIFY)}
         self.dispatcher = Dispatcher(len(self.engines), config.rollout.max_new_tokens)
-        self.speedometer = Speedometer(fleet, self.engines)
+        self.speedometer = Speedometer(workers, self.engines)
         self.grading = GradingQueue()
         self.conversations = Conversations(
             config, self.dispatcher, self.grading, in_step=config.is_synchronous
         )
         self.guard = Guard(config.train.num_minibatches)
-        self.faults = Faults(config, fleet, log)
+        self.faults = Faults(config, workers, log)
         self.step = self.saved_step = log.step
         self.has_begun = False  # all workers are up
         self.is_interrupted = False  # set from outside: finish the step, save, end
@@ -211,7 +211,7 @@ class Loop(Recovery):
 
     def version_served_by(self, engine: int) -> int:
         """New groups begin under the newest weights, except where an evaluation pins older ones."""
-        served = self.fleet.board.row(self.engines[engine].row).version
+        served = self.workers.board.row(self.engines[engine].row).version
         if self.evaluation is None or served < 0:
             return self.buffer.version
         return min(served, self.buffer.version)
@@ -219,7 +219,7 @@ class Loop(Recovery):
     # -- collect
 
     def collect(self) -> None:
-        for worker, message in self.fleet.hear(LISTEN_S):
+        for worker, message in self.workers.receive(LISTEN_S):
             self.last_news = time.monotonic()
             match message:
                 case Started() | Ready():

@@ -26,7 +26,7 @@ from minirl.shm.board import State
 from minirl.tasks.grading import GradingQueue
 from minirl.tasks.prompts import PromptStream
 from minirl.tasks.verifier import Ask, Grade
-from minirl.workers import Died, Fleet, Role, Worker
+from minirl.workers import Died, Role, Worker, Workers
 
 MAX_LOSSES = 5  # of one prompt with its engine: then the prompt is taken for the cause
 FROM_OUTSIDE = ("SIGKILL", "without a sign of life")  # no reward ends so by itself
@@ -47,7 +47,7 @@ class Recovery:
     """What the loop has that a loss concerns."""
 
     config: Config
-    fleet: Fleet
+    workers: Workers
     log: RunLog
     buffer: Buffer
     stream: PromptStream
@@ -92,21 +92,21 @@ class Recovery:
 
     def on_death(self, worker: Worker, death: Died) -> None:
         if worker.role is Role.TRAIN:
-            worker, death = next(iter(self.fleet.causes(self.ranks)), (worker, death))
+            worker, death = next(iter(self.workers.causes(self.ranks)), (worker, death))
         if death.is_final:
             raise MinirlError(f"{worker.name}: {death.how}{self.saved_batch(worker, death)}")
-        if self.fleet.board.row(worker.row).state is State.GRADING:
+        if self.workers.board.row(worker.row).state is State.GRADING:
             self.faults.restarts.proved(worker.name)  # a reward took it down, and that is data
         delay_s = self.faults.verdict(worker, death, worker.name in self.up)
         self.up.discard(worker.name)
         if worker.role is Role.TRAIN:
             self.go_back(delay_s)
         elif worker.role is Role.VERIFY:
-            place = self.fleet.board.row(worker.row).running  # what it was grading
-            self.fleet.replace(worker, delay_s)
+            place = self.workers.board.row(worker.row).running  # what it was grading
+            self.workers.replace(worker, delay_s)
             self.on_verifier_death(worker, death, place)
         else:
-            self.fleet.replace(worker, delay_s)
+            self.workers.replace(worker, delay_s)
             self.on_engine_death(worker)
 
     def saved_batch(self, worker: Worker, death: Died) -> str:
@@ -186,12 +186,12 @@ class Recovery:
         if not self.faults.is_time_to_look():
             return
         for name, verifier in self.verifiers.items():
-            row = self.fleet.board.row(verifier.row)
+            row = self.workers.board.row(verifier.row)
             late = row.state is State.GRADING and row.since_s > self.config.tasks.timeout_s
             if late and self.grading.is_busy(name):
                 request = self.grading.done(name)
                 assert request is not None
-                self.fleet.replace(verifier)
+                self.workers.replace(verifier)
                 limit = f"took longer than tasks.timeout_s = {self.config.tasks.timeout_s:g}"
                 self.reward_failed(request, row.running, Drop.REWARD_TIMEOUT, limit)
         for worker, death in self.faults.frozen():

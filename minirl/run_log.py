@@ -26,7 +26,7 @@ from minirl.shm.board import Total
 from minirl.tasks.rewards import overlong_penalty
 from minirl.train.bad_batch import BatchSaver
 from minirl.train.messages import Trained
-from minirl.workers import Fleet, Role
+from minirl.workers import Role, Workers
 
 LOGS = ("metrics", "evals", "samples", "batches")
 NUM_SHOWN_SAMPLES = 6  # in memory, for the dashboard
@@ -63,10 +63,10 @@ class RunTotals:
 class Meter:
     """What the workers did since the last lap: differences of their running totals."""
 
-    def __init__(self, fleet: Fleet):
-        self._board = fleet.board
-        self._engines = [worker.row for worker in fleet.of(Role.ROLLOUT)]
-        self._rank = fleet.of(Role.TRAIN)[0].row
+    def __init__(self, workers: Workers):
+        self._board = workers.board
+        self._engines = [worker.row for worker in workers.of(Role.ROLLOUT)]
+        self._rank = workers.of(Role.TRAIN)[0].row
         self._before = self._read()
 
     def _read(self) -> dict[Total | str, float]:
@@ -100,7 +100,7 @@ class RunLog:
         self,
         config: Config,
         run_dir: Path,
-        fleet: Fleet,
+        workers: Workers,
         view: View,
         step: int = 0,
         totals: RunTotals | None = None,
@@ -108,7 +108,7 @@ class RunLog:
         evaluating: int | None = None,
     ):
         self.config, self.run_dir, self.view, self.step = config, run_dir, view, step
-        self._fleet, self._saver = fleet, saver
+        self._workers, self._saver = workers, saver
         self._files = {name: JsonLines(run_dir / f"{name}.jsonl") for name in LOGS}
         self.metrics = read_lines(run_dir / "metrics.jsonl")
         self.evals = read_lines(run_dir / "evals.jsonl")
@@ -127,7 +127,7 @@ class RunLog:
 
     def begin(self) -> None:
         self.began = time.monotonic()
-        self._meter = Meter(self._fleet)
+        self._meter = Meter(self._workers)
 
     def note(self, text: str) -> None:
         self.view.note(text)

@@ -41,7 +41,7 @@ from minirl.errors import Interrupted, MinirlError, Stalled, WorkerDied
 from minirl.shm.board import Board
 from minirl.shm.tracer import TraceFile, Tracer
 
-LAST_WORDS_LINES = 12
+LOG_TAIL_LINES = 12
 STOP_GRACE_S = 10.0
 STACKS_WAIT_S = 10.0  # a frozen worker never answers
 CAUSE_GRACE_S = 1.0  # a rank that is killed takes the others with it, and theirs may be heard first
@@ -94,8 +94,8 @@ class Worker:
         self._outbox = bytearray()
 
     def send(self, message: object) -> None:
-        """Never waits: what the worker does not take now goes out at a later `hear`. A worker that
-        just died does not take it at all; `hear` will say so."""
+        """Never waits: what the worker does not take now goes out at a later `receive`, which also
+        reports one that just died."""
         body = bytes(ForkingPickler.dumps(message))
         self._outbox += struct.pack("!i", len(body)) + body  # as Connection.send does it
         self.flush()
@@ -128,24 +128,24 @@ class Worker:
         return self.process.pid
 
 
-class Fleet:
+class Workers:
     def __init__(self, log_dir: Path, num_workers: int, trace: Path | None = None):
         self.log_dir = log_dir
         self._trace = TraceFile(trace) if trace else None
         if self._trace:
             self._trace.begin()
         self.board = Board(num_workers)
-        self.workers: list[Worker] = []
+        self.all: list[Worker] = []
         # torch.multiprocessing is this plus a way to send tensors. None goes through a pipe here:
         # so the controller need not load torch.
         self._context = multiprocessing.get_context("spawn")
 
     def of(self, role: Role) -> list[Worker]:
-        return [worker for worker in self.workers if worker.role is role]
+        return [worker for worker in self.all if worker.role is role]
 
     def spawn(self, role: Role, rank: int, body: str, setup: Any, place: Placement) -> Worker:
-        worker = Worker(role, rank, len(self.workers), body, setup, place)
-        self.workers.append(worker)
+        worker = Worker(role, rank, len(self.all), body, setup, place)
+        self.all.append(worker)
         self._start(worker)
         return worker
 
@@ -175,10 +175,10 @@ class Fleet:
             worker.process = process
         theirs.close()
 
-    def hear(self, timeout_s: float) -> Iterator[tuple[Worker, object]]:
+    def receive(self, timeout_s: float) -> Iterator[tuple[Worker, object]]:
         """Messages, as they come; at most one `timeout_s` of silence."""
         by_handle: dict[Any, Worker] = {}
-        for worker in self.workers:
+        for worker in self.all:
             if worker.process is not None:
                 worker.flush()
                 by_handle[worker.pipe] = by_handle[worker.process.sentinel] = worker
@@ -200,13 +200,13 @@ class Fleet:
             is_dead = True
         if is_dead:
             failure = worker.failure
-            yield Died(self.how_it_ended(worker), bool(failure and failure.is_ours))
+            yield Died(self.exit_reason(worker), bool(failure and failure.is_ours))
 
     def wait_for(self, kind: type[Message], limit_s: float) -> Message:
         """The next message of this kind; others are not kept. A death raises."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
-            for worker, message in self.hear(LISTEN_S):
+            for worker, message in self.receive(LISTEN_S):
                 if isinstance(message, Died):
                     raise self.exit_error(worker, message)
                 if isinstance(message, kind):
@@ -216,11 +216,9 @@ class Fleet:
 
     def exit_error(self, worker: Worker, death: Died) -> MinirlError:
         how = f"{worker.name}: {death.how}; its log is in {self.log_dir}"
-        return (
-            MinirlError(how) if death.is_final else WorkerDied(f"{how}\n{self.last_words(worker)}")
-        )
+        return MinirlError(how) if death.is_final else WorkerDied(f"{how}\n{self.log_tail(worker)}")
 
-    def how_it_ended(self, worker: Worker) -> str:
+    def exit_reason(self, worker: Worker) -> str:
         if worker.failure:
             return worker.failure.message
         code = worker.process.exitcode
@@ -228,10 +226,10 @@ class Fleet:
             return f"was killed by {signal.Signals(-code).name}"
         return f"ended with exit code {code}"
 
-    def last_words(self, worker: Worker) -> str:
+    def log_tail(self, worker: Worker) -> str:
         path = self.log_dir / f"{worker.name}.log"
         lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-        return "\n".join(f"  {worker.name} | {line}" for line in lines[-LAST_WORDS_LINES:])
+        return "\n".join(f"  {worker.name} | {line}" for line in lines[-LOG_TAIL_LINES:])
 
     def replace(self, worker: Worker, delay_s: float = 0.0) -> None:
         """A new process in the place of one that died or must go. With a delay it is there at once
@@ -277,9 +275,9 @@ class Fleet:
 
     def stacks(self) -> str:
         """Every worker's Python stacks, through its log."""
-        logs = {worker: self.log_dir / f"{worker.name}.log" for worker in self.workers}
+        logs = {worker: self.log_dir / f"{worker.name}.log" for worker in self.all}
         start = {worker: _size(log) for worker, log in logs.items()}
-        asked = [worker for worker in self.workers if logs[worker].is_file() and worker.is_alive()]
+        asked = [worker for worker in self.all if logs[worker].is_file() and worker.is_alive()]
         for worker in asked:  # without a log there is no handler yet: the signal would kill it
             os.kill(worker.pid, signal.SIGUSR1)
         sizes: dict[Worker, int] = {}
@@ -299,7 +297,7 @@ class Fleet:
 
     def stop(self, goodbye: object) -> None:
         """Ends all, gently first: a goodbye, a grace, then the axe. Nothing is left afterwards."""
-        living = [worker for worker in self.workers if worker.process is not None]
+        living = [worker for worker in self.all if worker.process is not None]
         for worker in living:
             worker.send(goodbye)
             worker.pipe.close()
@@ -309,7 +307,7 @@ class Fleet:
         self.kill()
 
     def kill(self) -> None:
-        for worker in self.workers:
+        for worker in self.all:
             if worker.process is not None:
                 _kill_tree(worker.process)
                 worker.process = None

@@ -1,4 +1,4 @@
-"""Real worker processes for tests: a Fleet, and an inbox that waits for what a worker must say."""
+"""Real worker processes for tests, and an inbox that waits for what a worker must say."""
 
 import os
 import time
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from minirl.devices import Placement, vllm_environment
-from minirl.workers import Died, Fleet, Worker
+from minirl.workers import Died, Worker, Workers
 
 LIMIT_S = 300.0  # a hang is a failure, however slow the machine
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -32,8 +32,8 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 class Inbox:
     """Everything that workers said and nobody has taken yet."""
 
-    def __init__(self, fleet: Fleet):
-        self.fleet = fleet
+    def __init__(self, workers: Workers):
+        self.workers = workers
         self.messages: list[tuple[Worker, object]] = []
 
     def take(self, worker: Worker, kind: type[Message]) -> Message:
@@ -51,21 +51,21 @@ class Inbox:
         self.wait_until(is_there)
         message = self.messages.pop(found[0])[1]
         if not isinstance(message, kind):
-            raise AssertionError(f"{message}\n{self.fleet.last_words(worker)}")
+            raise AssertionError(f"{message}\n{self.workers.log_tail(worker)}")
         return message
 
     def wait_until(self, is_there: Callable[[], bool], listen_s: float = 0.2) -> None:
         deadline = time.monotonic() + LIMIT_S
         while not is_there():
             assert time.monotonic() < deadline, f"waited in vain; heard {self.messages}"
-            self.messages += self.fleet.hear(listen_s)
+            self.messages += self.workers.receive(listen_s)
 
 
 @contextmanager
 def crew(log_dir: Path, num_workers: int) -> Iterator[Inbox]:
     log_dir.mkdir(parents=True, exist_ok=True)
-    fleet = Fleet(log_dir, num_workers)
+    workers = Workers(log_dir, num_workers)
     try:
-        yield Inbox(fleet)
+        yield Inbox(workers)
     finally:
-        fleet.kill()
+        workers.kill()

@@ -23,7 +23,7 @@ from minirl.rollout.worker import RolloutWorker, Started
 from minirl.shm.board import BoardWriter
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import CANARY_TOKENS, TensorSpec, WeightStore
-from minirl.workers import Fleet, Role
+from minirl.workers import Role, Workers
 from tests.bench.scripted import TrainerScript, serve_training
 
 STEP_S = 0.03
@@ -108,18 +108,18 @@ def trainer(store: WeightStore, board: BoardWriter, pipe: Connection) -> None:
 @contextmanager
 def crew_of(
     config: Config, folder: Path, slow_s: Sequence[float], has_turns: bool = False
-) -> Iterator[tuple[Fleet, TrajectoryRing]]:
+) -> Iterator[tuple[Workers, TrajectoryRing]]:
     """A trainer and as many engines as there are paces. The verifiers are the test's."""
-    fleet = Fleet(folder, len(slow_s) + 1 + config.tasks.verifiers)
+    workers = Workers(folder, len(slow_s) + 1 + config.tasks.verifiers)
     # Forked: what they need is loaded here, and each would take seconds to load torch.
-    fleet._context = multiprocessing.get_context("fork")
+    workers._context = multiprocessing.get_context("fork")
     store, cells = WeightStore(TABLE, "float32"), config.num_slots * config.rollout.group_size
     ring = TrajectoryRing(cells + config.eval.num_prompts, config.max_tokens_per_trajectory)
     try:
-        fleet.spawn(Role.TRAIN, 0, "pinned_crew:trainer", store, TRAINER_PLACE)
+        workers.spawn(Role.TRAIN, 0, "pinned_crew:trainer", store, TRAINER_PLACE)
         for rank, pace_s in enumerate(slow_s):
             setup = CountingSetup(config, ring, store, rank, pace_s, has_turns)
-            fleet.spawn(Role.ROLLOUT, rank, "pinned_crew:engine", setup, TRAINER_PLACE)
-        yield fleet, ring
+            workers.spawn(Role.ROLLOUT, rank, "pinned_crew:engine", setup, TRAINER_PLACE)
+        yield workers, ring
     finally:
-        fleet.kill()
+        workers.kill()

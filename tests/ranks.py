@@ -243,7 +243,7 @@ def ranks(
                 version=FIRST_VERSION if resumed_at is None else resumed_at,
             )
             body = "minirl.train.trainer:run"
-            workers.append(inbox.fleet.spawn(Role.TRAIN, rank, body, setup, place))
+            workers.append(inbox.workers.spawn(Role.TRAIN, rank, body, setup, place))
         for worker in workers:
             inbox.take(worker, Ready)
         yield Ranks(inbox, workers, store)

@@ -137,7 +137,7 @@ def test_a_real_verifier_grades_code(folder: Path, tmp_path: Path) -> None:
     setup = VerifierSetup(replace(Config(), tasks=tasks), str(tmp_path), ring)
     with crew(tmp_path / "logs", 1) as inbox:
         body = "minirl.tasks.verifier:run"
-        verifier = inbox.fleet.spawn(Role.VERIFY, 0, body, setup, Placement("cpu"))
+        verifier = inbox.workers.spawn(Role.VERIFY, 0, body, setup, Placement("cpu"))
         for cell in range(len(texts)):
             ring.write(cell, 7, [0], [cell], [-1.0], [0])
         answers = [Trajectory(i, 2, 1, StopReason.STOP, 0, 0) for i in range(len(texts))]

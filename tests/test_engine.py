@@ -112,7 +112,7 @@ def engines(
         versions[name].publish(0)
         setups[name] = RolloutSetup(config, str(folder), "cpu", 1, ring, versions[name].store)
     with crew(tmp_path_factory.mktemp("engines"), 1) as inbox:
-        worker = inbox.fleet.spawn(Role.ROLLOUT, 0, "engine_child:run", setups, ENGINE_PLACE)
+        worker = inbox.workers.spawn(Role.ROLLOUT, 0, "engine_child:run", setups, ENGINE_PLACE)
         inbox.take(worker, Result)
         remotes = {name: Remote(name, inbox, worker, versions[name]) for name in ENGINES}
         for remote in remotes.values():
@@ -361,7 +361,7 @@ def test_weights_change_in_flight_on_cuda(tied_folder: Path, tmp_path: Path) -> 
     setup = RolloutSetup(config, str(tied_folder), "cuda", 1, TrajectoryRing(1, 1), versions.store)
     with crew(tmp_path, 1) as inbox:
         body = "engine_child:run"
-        worker = inbox.fleet.spawn(Role.ROLLOUT, 0, body, {"cuda": setup}, CUDA_ENGINE_PLACE)
+        worker = inbox.workers.spawn(Role.ROLLOUT, 0, body, {"cuda": setup}, CUDA_ENGINE_PLACE)
         inbox.take(worker, Result)
         engine = Remote("cuda", inbox, worker, versions)
         engine.call(engine_child.reload)

@@ -122,11 +122,11 @@ class Endless(Prompts):
 def loop(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     """Run to its end."""
     folder = tmp_path_factory.mktemp("pinned")
-    with crew_of(CONFIG, folder, slow_s=[0.004, 0.016]) as (fleet, _):
-        fleet.spawn(Role.VERIFY, 0, "tests.bench.scripted:verifier", "", TRAINER_PLACE)
+    with crew_of(CONFIG, folder, slow_s=[0.004, 0.016]) as (workers, _):
+        workers.spawn(Role.VERIFY, 0, "tests.bench.scripted:verifier", "", TRAINER_PLACE)
         heldout = [Prompt(i, Example(str(i), "!"), (1, 2, 3)) for i in range(NUM_HELDOUT)]
-        log = RunLog(CONFIG, folder, fleet, Silent())
-        loop = Watched(CONFIG, fleet, Endless(), heldout, make_buffer(CONFIG), log)
+        log = RunLog(CONFIG, folder, workers, Silent())
+        loop = Watched(CONFIG, workers, Endless(), heldout, make_buffer(CONFIG), log)
         loop.run()
     return loop
 

@@ -1,4 +1,4 @@
-"""The real loop, fleet, run log and buffer around workers that die, freeze or stand still: whatever
+"""The real loop, run log and buffer around workers that die, freeze or stand still: whatever
 happens, steps come once each, every group is accounted for, and no version number comes twice.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from fault_bodies import Script
-from fleet_bodies import place
 from processes import assert_accounted
+from worker_bodies import place
 
 from minirl import faults
 from minirl.buffer import Drop
@@ -34,7 +34,7 @@ from minirl.shm.board import State, Total
 from minirl.shm.weights import TensorSpec, WeightStore
 from minirl.tasks.prompts import PromptStream
 from minirl.tasks.registry import make_task
-from minirl.workers import Fleet, Role
+from minirl.workers import Role, Workers
 from tests.soak.ledger import prove
 
 STEPS, BATCH = 8, 3
@@ -68,9 +68,9 @@ class Stage:
         self.dir, self.config, self.notes = folder, config, Notes()
         start = find_start(Path(), folder, is_resumed)
         (folder / "recipe.toml").write_text(to_toml(config))
-        self.fleet = Fleet(folder, 3)
+        self.workers = Workers(folder, 3)
         # Forked: these workers need nothing but what is loaded here, and torch takes 2 s to load.
-        self.fleet._context = multiprocessing.get_context("fork")
+        self.workers._context = multiprocessing.get_context("fork")
         self.store = WeightStore((TensorSpec("w", (1,)),), "float32")
         script = Script(
             self.store,
@@ -82,19 +82,19 @@ class Stage:
         )
         for role, body in BODIES.items():
             its = replace(script, **scripts.get(role.value, {}))
-            self.fleet.spawn(role, 0, body, its, place())
+            self.workers.spawn(role, 0, body, its, place())
         self.stream = PromptStream(make_task(config), Numbers(), config.seed, start.consumed)
         self.buffer = make_buffer(config, start.history)
         self.log = RunLog(
-            *(config, folder, self.fleet, self.notes, start.step, RunTotals.of(start.state)),
+            *(config, folder, self.workers, self.notes, start.step, RunTotals.of(start.state)),
             evaluating=(start.state or {}).get("evaluating"),
         )
         heldout = [Prompt(i, Example("Ann has 1 pear", "?"), (1,)) for i in range(2)]
-        self.loop = Loop(config, self.fleet, self.stream, heldout, self.buffer, self.log)
+        self.loop = Loop(config, self.workers, self.stream, heldout, self.buffer, self.log)
 
     def signal_at(self, step: int, role: Role, number: int) -> None:
         """In the loop's own thread, right after the step: no later one can come first."""
-        self.notes.at_step[step] = lambda: os.kill(self.fleet.of(role)[0].pid, number)
+        self.notes.at_step[step] = lambda: os.kill(self.workers.of(role)[0].pid, number)
 
     @property
     def updates(self) -> float:
@@ -105,7 +105,7 @@ class Stage:
     def run_and_check(self) -> list[dict[str, Any]]:
         """To its end, and what must be true then of any run that gets there."""
         self.loop.run()
-        self.fleet.stop(Stop())
+        self.workers.stop(Stop())
         lines = read_lines(self.dir / "metrics.jsonl")
         assert_accounted(lines, self.config.buffer.max_staleness)
         trained = [line["buffer/groups_trained"] for line in lines]
@@ -154,7 +154,7 @@ def stage(
     try:
         yield built
     finally:
-        built.fleet.kill()
+        built.workers.kill()
         built.log.close()
 
 
@@ -252,8 +252,8 @@ def test_a_prompt_that_kills_every_engine_is_dropped_in_the_end(tmp_path: Path) 
 
 def test_generation_continues_while_a_checkpoint_is_saved(tmp_path: Path) -> None:
     with stage(tmp_path, train={"save_s": 0.6}) as run:
-        board, written = run.fleet.board, {True: 0.0, False: 0.0}
-        engine, rank = (run.fleet.of(role)[0].row for role in (Role.ROLLOUT, Role.TRAIN))
+        board, written = run.workers.board, {True: 0.0, False: 0.0}
+        engine, rank = (run.workers.of(role)[0].row for role in (Role.ROLLOUT, Role.TRAIN))
 
         def watch() -> None:
             before = 0.0

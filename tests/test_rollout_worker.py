@@ -116,7 +116,7 @@ class Station:
                 assert message.group_id not in self.gone
                 self.gone[message.group_id] = message.why
             else:
-                assert not isinstance(message, Died), self.inbox.fleet.last_words(worker)
+                assert not isinstance(message, Died), self.inbox.workers.log_tail(worker)
                 left.append((worker, message))
         self.inbox.messages = left
 
@@ -143,7 +143,7 @@ class Station:
 
         def is_idle() -> bool:
             self.read()
-            row = self.inbox.fleet.board.row(self.worker.row)
+            row = self.inbox.workers.board.row(self.worker.row)
             is_new = row.version == self.versions.store.latest
             return row.state is State.WAITING_FOR_PROMPTS and row.running == 0 and is_new
 
@@ -152,12 +152,12 @@ class Station:
     def wait_version(self) -> None:
         """Until it serves the newest."""
         row, latest = self.worker.row, self.versions.store.latest
-        board = self.inbox.fleet.board
+        board = self.inbox.workers.board
         self.inbox.wait_until(lambda: board.row(row).version == latest, listen_s=0.001)
 
     @property
     def num_sampled(self) -> float:
-        return self.inbox.fleet.board.total(self.worker.row, Total.TOKENS)
+        return self.inbox.workers.board.total(self.worker.row, Total.TOKENS)
 
     def views(self, group: GroupRequest) -> list[TrajectoryView]:
         """The trajectories, after checking that each is what its descriptor says, that every token
@@ -204,7 +204,7 @@ def station(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     setup = RolloutSetup(CONFIG, str(tied_folder), "cpu", 1, ring, versions.store, dialogue)
     with crew(tmp_path_factory.mktemp("rollout"), 1) as inbox:
         body = "minirl.rollout.worker:run"
-        worker = inbox.fleet.spawn(Role.ROLLOUT, 0, body, setup, ENGINE_PLACE)
+        worker = inbox.workers.spawn(Role.ROLLOUT, 0, body, setup, ENGINE_PLACE)
         inbox.take(worker, Started)
         yield Station(inbox, worker, versions, ring)
 

@@ -18,7 +18,7 @@ from minirl.records import Batch, Example, Group, Prompt, StopReason, Trajectory
 from minirl.run_dir import JsonLines, RunDir, RunState, hold, open_run, read_lines, write_text
 from minirl.run_log import RunLog, RunTotals
 from minirl.train.messages import AnswerTokens, Trained
-from minirl.workers import Fleet, Role, Worker
+from minirl.workers import Role, Worker, Workers
 
 HELDOUT = [Prompt(i, Example(f"Is 2 + 2 = {i}?", "4"), (1, 2)) for i in range(4)]
 CONFIG = replace(
@@ -43,10 +43,10 @@ class Notes:
 
 def log_of(path: Path, step: int = 0, every: int = 0) -> RunLog:
     config = replace(CONFIG, eval=replace(CONFIG.eval, every=every))
-    fleet = Fleet(path, 2)
+    workers = Workers(path, 2)
     for row, role in enumerate((Role.ROLLOUT, Role.TRAIN)):
-        fleet.workers.append(Worker(role, 0, row, "", None, Placement("cpu")))
-    log = RunLog(config, path, fleet, Notes(), step)
+        workers.all.append(Worker(role, 0, row, "", None, Placement("cpu")))
+    log = RunLog(config, path, workers, Notes(), step)
     log.begin()
     return log
 

@@ -34,7 +34,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(task, "PARTS", {BadReward.RAISES: 1.0})
         with stage(folder, config) as run:
             run.loop.run()
-            run.fleet.stop(Stop())
+            run.workers.stop(Stop())
             assert run.buffer.drops[Drop.REWARD_ERROR] >= 2
     return folder
 

@@ -81,16 +81,16 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     folder, plain = tmp_path_factory.mktemp("turns"), tokenizer(512)
     plain.save_pretrained(folder)
     task = make_task(CONFIG)
-    with crew_of(CONFIG, folder, [0.004] * NUM_ENGINES, has_turns=True) as (fleet, ring):
+    with crew_of(CONFIG, folder, [0.004] * NUM_ENGINES, has_turns=True) as (workers, ring):
         for rank in range(CONFIG.tasks.verifiers):
             grader = VerifierSetup(CONFIG, str(folder), ring, Dialogue())
-            fleet.spawn(Role.VERIFY, rank, "minirl.tasks.verifier:run", grader, TRAINER_PLACE)
+            workers.spawn(Role.VERIFY, rank, "minirl.tasks.verifier:run", grader, TRAINER_PLACE)
         heldout = [Prompt(i, e, (1, 2)) for i, e in enumerate(task.heldout(NUM_HELDOUT))]
         stream, log = (
             PromptStream(task, plain, CONFIG.seed),
-            RunLog(CONFIG, folder, fleet, Silent()),
+            RunLog(CONFIG, folder, workers, Silent()),
         )
-        loop = Watched(ring, CONFIG, fleet, stream, heldout, make_buffer(CONFIG), log)
+        loop = Watched(ring, CONFIG, workers, stream, heldout, make_buffer(CONFIG), log)
         loop.run()
     return loop
 

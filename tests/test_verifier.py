@@ -18,7 +18,7 @@ from minirl.shm.board import State
 from minirl.shm.ring import TrajectoryRing
 from minirl.tasks.turns import Dialogue
 from minirl.tasks.verifier import Ask, Grade, Graded, Replied, VerifierSetup
-from minirl.workers import Died, Fleet, Role, Worker
+from minirl.workers import Died, Role, Worker, Workers
 
 WORDS = ["<end>", "question", "right", "wrong", "raise", "nan", "inf", "hang", "exit", "text"]
 WORDS += ["huge"]
@@ -80,12 +80,12 @@ class Bench:
 
     def __init__(self, folder: Path, log_dir: Path, task: str = "Moody"):
         self.ring = TrajectoryRing(num_cells=8, cell_tokens=16)
-        self.fleet = Fleet(log_dir, num_workers=1)
+        self.workers = Workers(log_dir, num_workers=1)
         config = Config()
         kind = f"{folder / 'moody.py'}:{task}"
         config = replace(config, tasks=replace(config.tasks, kind=kind, memory_gib=0.75))
         setup = VerifierSetup(config, str(folder), self.ring, Dialogue())
-        self.worker: Worker = self.fleet.spawn(
+        self.worker: Worker = self.workers.spawn(
             Role.VERIFY, 0, "minirl.tasks.verifier:run", setup, Placement("cpu")
         )
 
@@ -107,10 +107,10 @@ class Bench:
     def ask_reply(self, group_id: int, *turns: str) -> None:
         self.worker.send(Ask(group_id, 0, EXAMPLE, self.write(0, group_id, turns)))
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         deadline = time.monotonic() + LONG_S
         while time.monotonic() < deadline:
-            for _, message in self.fleet.hear(1.0):
+            for _, message in self.workers.receive(1.0):
                 return message
         raise AssertionError("the verifier said nothing")
 
@@ -119,13 +119,13 @@ class Bench:
 def bench(folder: Path, tmp_path: Path) -> Iterator[Bench]:
     bench = Bench(folder, tmp_path)
     yield bench
-    bench.fleet.kill()
+    bench.workers.kill()
 
 
 def test_rewards_and_texts_come_in_the_order_of_the_group(bench: Bench) -> None:
     bench.ask(4, "right <end>", "wrong", "right", "wrong right")
     texts = ("right", "wrong", "right", "wrong right")  # no prompt, no special token
-    assert bench.hear() == Graded(4, (1.0, 0.0, 1.0, 0.0), texts)
+    assert bench.receive() == Graded(4, (1.0, 0.0, 1.0, 0.0), texts)
 
 
 def test_a_reward_that_fails_is_an_error_for_the_whole_group_and_never_a_0(bench: Bench) -> None:
@@ -137,12 +137,12 @@ def test_a_reward_that_fails_is_an_error_for_the_whole_group_and_never_a_0(bench
     }
     for group_id, (text, error) in enumerate(failures.items()):
         bench.ask(group_id, "right", text)
-        assert bench.hear() == Graded(group_id, (), (), error)
+        assert bench.receive() == Graded(group_id, (), (), error)
     texts = ("right", "raise", "wrong")  # but as many may fail as the request says
     bench.ask(5, *texts, max_failures=1)
-    assert bench.hear() == Graded(5, (1.0, None, 0.0), texts, "ValueError: no idea")
+    assert bench.receive() == Graded(5, (1.0, None, 0.0), texts, "ValueError: no idea")
     bench.ask(6, "hang", "raise", "right", max_failures=2, skip=(0,))
-    assert bench.hear() == Graded(
+    assert bench.receive() == Graded(
         6, (None, None, 1.0), ("", "raise", "right"), "ValueError: no idea"
     )
 
@@ -153,62 +153,62 @@ def test_a_reward_that_hangs_is_seen_on_the_board_and_its_verifier_can_be_replac
     bench.ask(1, "right", "hang")
     deadline = time.monotonic() + LONG_S
     while True:
-        row = bench.fleet.board.row(bench.worker.row)
+        row = bench.workers.board.row(bench.worker.row)
         if row.state is State.GRADING and row.since_s > 0.3:
             break
         assert time.monotonic() < deadline, row
-        assert list(bench.fleet.hear(0.02)) == []
-    bench.fleet.replace(bench.worker)
+        assert list(bench.workers.receive(0.02)) == []
+    bench.workers.replace(bench.worker)
     bench.ask(2, "right")
-    assert bench.hear() == Graded(2, (1.0,), ("right",))
+    assert bench.receive() == Graded(2, (1.0,), ("right",))
 
 
 def test_a_reward_that_takes_too_much_memory_costs_its_verifier(bench: Bench) -> None:
     bench.ask(1, "right", "huge")
-    died = bench.hear()
+    died = bench.receive()
     assert isinstance(died, Died) and died.how.startswith("MemoryError") and not died.is_final
-    row = bench.fleet.board.row(bench.worker.row)
+    row = bench.workers.board.row(bench.worker.row)
     assert (row.state, row.running) == (State.GRADING, 1)  # what the controller goes by
 
 
 def test_an_answer_of_another_group_is_not_graded(bench: Bench) -> None:
     trajectory = bench.write(0, 1, ("right",))
     bench.worker.send(Grade(2, EXAMPLE, (trajectory,)))
-    died = bench.hear()
+    died = bench.receive()
     assert isinstance(died, Died) and "sealed for 1, not for 2" in died.how
 
 
 def test_a_task_that_cannot_be_loaded_is_final(folder: Path, tmp_path: Path) -> None:
     bench = Bench(folder, tmp_path, task="Missing")
-    died = bench.hear()
-    bench.fleet.kill()
+    died = bench.receive()
+    bench.workers.kill()
     assert isinstance(died, Died) and died.is_final
     assert "tasks.kind" in died.how and "Missing" in died.how
 
 
 def test_it_waits_for_answers_until_goodbye_ends_it(bench: Bench) -> None:
     bench.ask(1, "right")
-    bench.hear()
+    bench.receive()
     deadline = time.monotonic() + LONG_S
-    while bench.fleet.board.row(0).state is not State.WAITING_FOR_ANSWERS:
+    while bench.workers.board.row(0).state is not State.WAITING_FOR_ANSWERS:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process = bench.worker.process
-    bench.fleet.stop(goodbye="anything else")
+    bench.workers.stop(goodbye="anything else")
     assert process.exitcode == 0
 
 
 def test_a_reply_is_given_as_its_own_tokens_and_none_ends_the_conversation(bench: Bench) -> None:
     reply = (WORDS.index("text"), WORDS.index("right"))
     bench.ask_reply(1, "wrong")
-    assert bench.hear() == Replied(1, 0, reply)
+    assert bench.receive() == Replied(1, 0, reply)
     bench.ask_reply(1, "wrong <end>", "text right", "right wrong", "text right", "wrong")
-    assert bench.hear() == Replied(1, 0, reply)  # and its task saw its own replies as they were
+    assert bench.receive() == Replied(1, 0, reply)  # and its task saw its own replies as they were
     bench.ask_reply(1, "wrong", "text right", "right <end>")
-    assert bench.hear() == Replied(1, 0, ())
+    assert bench.receive() == Replied(1, 0, ())
     trajectory = bench.write(0, 1, ("wrong", "text right", "right <end>"))
     bench.worker.send(Grade(1, EXAMPLE, (trajectory,)))  # a reward sees the last turn, people all
-    assert bench.hear() == Graded(1, (1.0,), ("wrong⟦text right⟧right",))
+    assert bench.receive() == Graded(1, (1.0,), ("wrong⟦text right⟧right",))
 
 
 def test_a_reply_that_fails_says_why(bench: Bench) -> None:
@@ -218,11 +218,11 @@ def test_a_reply_that_fails_says_why(bench: Bench) -> None:
     }
     for text, error in failures.items():
         bench.ask_reply(2, text)
-        assert bench.hear() == Replied(2, 0, (), error)
+        assert bench.receive() == Replied(2, 0, (), error)
     bench.ask_reply(2, "inf")  # replies 3, which is no text
-    assert bench.hear().error.startswith("TypeError")
+    assert bench.receive().error.startswith("TypeError")
     bench.worker.send(Ask(2, 0, EXAMPLE, bench.write(0, 3, ("wrong",))))
-    assert "sealed for 3, not for 2" in bench.hear().error  # the group was given up, and it lives
+    assert "sealed for 3, not for 2" in bench.receive().error  # the group is gone, it lives
     bench.ask_reply(4, "exit")
-    assert bench.hear() == Died("ended with exit code 5", is_final=False)
-    assert bench.fleet.board.row(bench.worker.row).state is State.GRADING
+    assert bench.receive() == Died("ended with exit code 5", is_final=False)
+    assert bench.workers.board.row(bench.worker.row).state is State.GRADING

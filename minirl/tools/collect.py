@@ -43,7 +43,7 @@ from minirl.shm.ring import TrajectoryRing
 from minirl.tasks.grading import GradingQueue
 from minirl.tasks.turns import Dialogue, readable, texts_of
 from minirl.tasks.verifier import Ask, Grade, Graded, Replied, VerifierSetup
-from minirl.workers import LISTEN_S, Died, Fleet, Role, Worker, signals
+from minirl.workers import LISTEN_S, Died, Role, Worker, Workers, signals
 
 START_LIMIT_S = 1800.0  # loading a large model and capturing graphs takes its time
 MAX_STARTS = 3
@@ -77,22 +77,22 @@ def collecting(
     places = devices.place(config, kind, available, ranks=False)[0]
     log_dir.mkdir(parents=True, exist_ok=True)
     temp = Path(tempfile.mkdtemp(prefix="minirl-"))
-    fleet = Fleet(log_dir, len(places) + config.tasks.verifiers)
+    workers = Workers(log_dir, len(places) + config.tasks.verifiers)
     with signals():
         try:
             ring = TrajectoryRing(num_cells, config.max_tokens_per_trajectory)
             seed, source = config.seed * 1000 + 1, str(folder)
             first = RolloutSetup(config, source, kind, seed, ring, None, dialogue)
-            spawn_engines(fleet, first, places, temp)
+            spawn_engines(workers, first, places, temp)
             if is_graded:
-                spawn_verifiers(fleet, VerifierSetup(config, source, ring, dialogue))
+                spawn_verifiers(workers, VerifierSetup(config, source, ring, dialogue))
             note(f"starting {len(places)} engine{'s'[: len(places) != 1]}")
             for _ in places:
-                fleet.wait_for(Started, START_LIMIT_S)
-            yield Collector(config, fleet, ring, tokenizer, note, dialogue)
+                workers.wait_for(Started, START_LIMIT_S)
+            yield Collector(config, workers, ring, tokenizer, note, dialogue)
         finally:
             with signals(signal.SIG_IGN):
-                fleet.kill()
+                workers.kill()
                 devices.sweep_temp(temp)
 
 
@@ -101,15 +101,15 @@ class Collector:
     """Group ids are places in `prompts`. A prompt that stands there k times has k answers."""
 
     config: Config
-    fleet: Fleet
+    workers: Workers
     ring: TrajectoryRing
     tokenizer: Any
     note: Callable[[str], None]
     dialogue: Dialogue | None
 
     def __post_init__(self) -> None:
-        self.engines = self.fleet.of(Role.ROLLOUT)
-        self.verifiers = {worker.name: worker for worker in self.fleet.of(Role.VERIFY)}
+        self.engines = self.workers.of(Role.ROLLOUT)
+        self.verifiers = {worker.name: worker for worker in self.workers.of(Role.VERIFY)}
         self.dispatcher = Dispatcher(len(self.engines), self.config.rollout.max_new_tokens)
         self.grading = GradingQueue()
         queues = self.dispatcher, self.grading
@@ -155,7 +155,7 @@ class Collector:
         return random.Random(f"{self.config.seed}/exam/{engine}").getrandbits(31)
 
     def collect(self) -> None:
-        for worker, message in self.fleet.hear(LISTEN_S):
+        for worker, message in self.workers.receive(LISTEN_S):
             self.handle(worker, message)
         for engine, replies in self.conversations.outgoing():
             self.engines[engine].send(replies)
@@ -225,19 +225,19 @@ class Collector:
 
     def on_death(self, worker: Worker, death: Died) -> None:
         if death.is_final or (worker.role is Role.ROLLOUT and worker.num_starts >= MAX_STARTS):
-            raise self.fleet.exit_error(worker, death)
+            raise self.workers.exit_error(worker, death)
         self.note(f"{worker.name} {death.how}: replaced")
         if worker.role is Role.VERIFY:
             self.replace_verifier(worker, f"its verifier {death.how}")
             return
-        self.fleet.replace(worker)
+        self.workers.replace(worker)
         self.conversations.lost(worker.rank)
         for group_id in self.dispatcher.lost(worker.rank):
             self.free.append(self.cells.pop(group_id))
             self.to_ask.append(group_id)
 
     def replace_verifier(self, verifier: Worker, why: str) -> None:
-        self.fleet.replace(verifier)
+        self.workers.replace(verifier)
         request = self.grading.done(verifier.name)
         if request is not None:
             self.fail(request, why)
@@ -245,15 +245,15 @@ class Collector:
     def end_slow_rewards(self) -> None:
         limit_s = self.config.tasks.timeout_s
         for name, verifier in self.verifiers.items():
-            row = self.fleet.board.row(verifier.row)
+            row = self.workers.board.row(verifier.row)
             if row.state is State.GRADING and row.since_s > limit_s and self.grading.is_busy(name):
                 self.replace_verifier(verifier, f"took longer than tasks.timeout_s = {limit_s:g}")
 
     def check_heartbeats(self) -> None:
         """Rule 8: an engine that hangs ends it."""
         for worker in self.engines:
-            row = self.fleet.board.row(worker.row)
+            row = self.workers.board.row(worker.row)
             limit_s = START_LIMIT_S if row.state is State.STARTING else self.config.log.stall_s
             if row.beat_s > limit_s and row.state is not State.WAITING_FOR_PROMPTS:
                 silent = f"{worker.name} gave no sign of life for {row.beat_s:.0f} s"
-                raise Stalled(f"{silent}; stacks:\n{self.fleet.stacks()}")
+                raise Stalled(f"{silent}; stacks:\n{self.workers.stacks()}")

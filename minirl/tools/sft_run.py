@@ -27,7 +27,7 @@ from minirl.run_dir import JsonLines, write_text
 from minirl.tasks.registry import make_task, self_check
 from minirl.train.messages import Learn, Learned, Saved, SaveModel, SftSetup
 from minirl.view.console import Bar
-from minirl.workers import Fleet, Message, Role, graceful, signals
+from minirl.workers import Message, Role, Workers, graceful, signals
 
 MODEL = "model"
 START_LIMIT_S = 1800.0
@@ -41,15 +41,15 @@ def sft(config: Config, run_dir: Path) -> int:
     self_check(make_task(config), config.tasks.kind)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     (run_dir / "recipe.toml").write_text(to_toml(config))
-    fleet, bar = Fleet(run_dir / "logs", config.devices.train), Bar("steps")
+    workers, bar = Workers(run_dir / "logs", config.devices.train), Bar("steps")
     rendezvous = run_dir.absolute() / "rendezvous"
     try:
         source = model_folder(config, run_dir / "logs", bar)
         check_model(config, read_model_config(config, source))
-        controller = SftController(as_training(config), run_dir, fleet, bar)
+        controller = SftController(as_training(config), run_dir, workers, bar)
         places = devices.place(config, kind, available, engines=False)[1]
         args = (str(source), 0, len(places), str(rendezvous), places[0])
-        spawn_ranks(fleet, Role.SFT, SftSetup(controller.config, *args), places)
+        spawn_ranks(workers, Role.SFT, SftSetup(controller.config, *args), places)
         with graceful(controller.stop) as came:
             controller.run()
         bar.note(f"the model is in {run_dir / MODEL}")
@@ -57,7 +57,7 @@ def sft(config: Config, run_dir: Path) -> int:
     finally:
         with signals(signal.SIG_IGN):
             bar.close()
-            fleet.kill()
+            workers.kill()
             rendezvous.unlink(missing_ok=True)
 
 
@@ -70,8 +70,8 @@ def as_training(config: Config) -> Config:
 
 
 class SftController:
-    def __init__(self, config: Config, run_dir: Path, fleet: Fleet, bar: Bar):
-        self.config, self.run_dir, self.fleet, self.bar = config, run_dir, fleet, bar
+    def __init__(self, config: Config, run_dir: Path, workers: Workers, bar: Bar):
+        self.config, self.run_dir, self.workers, self.bar = config, run_dir, workers, bar
         self.is_interrupted = False
         self.losses: list[tuple[int, float]] = []  # on held-out examples, by step
 
@@ -80,7 +80,7 @@ class SftController:
         self.bar.note(f"{name}: finishing the step and saving; again to end now")
 
     def run(self) -> None:
-        learned = self.fleet.wait_for(Learned, START_LIMIT_S)
+        learned = self.workers.wait_for(Learned, START_LIMIT_S)
         steps, every = self.config.train.steps, self.config.eval.every
         log = JsonLines(self.run_dir / "metrics.jsonl")
         began, done = time.monotonic(), 0
@@ -97,13 +97,13 @@ class SftController:
         log.close()
         self.ask(SaveModel(str(self.run_dir / MODEL)), Saved)
         self.write_summary(done, learned.num_too_long)
-        self.fleet.stop(Stop())
+        self.workers.stop(Stop())
 
     def ask(self, request: Learn | SaveModel, kind: type[Message]) -> Message:
         """Every rank; the first one answers."""
-        for rank in self.fleet.workers:
+        for rank in self.workers.all:
             rank.send(request)
-        return self.fleet.wait_for(kind, self.config.log.stall_s)
+        return self.workers.wait_for(kind, self.config.log.stall_s)
 
     def note_loss(self, step: int, learned: Learned) -> None:
         loss = learned.values.get("sft/heldout_loss")

@@ -132,7 +132,7 @@ class Observer:
 
     def __init__(self, loop: "Loop", name: str, notes: deque[tuple[float, str]]):
         self.loop, self.name, self._notes = loop, name, notes
-        self._board = loop.fleet.board
+        self._board = loop.workers.board
         self._workers = loop.engines + loop.ranks
         self._strips = {w.name: deque[str](maxlen=NUM_LETTERS) for w in self._workers}
 

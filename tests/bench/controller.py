@@ -100,7 +100,7 @@ def play(
             engine = EngineScript(shape.num_places, shape.answer_s, SIGMA, rank, trainer_row=0)
             here.spawn(Role.ROLLOUT, body("engine"), engine, cpu)
         here.spawn(Role.VERIFY, body("verifier"), "" if view is None else ANSWER, cpu)
-        run = run_loop(config, here.fleet, folder, view or Silent(), around=around)
+        run = run_loop(config, here.workers, folder, view or Silent(), around=around)
     lines = run.lines[shape.num_warm : shape.num_warm + shape.num_counted]
     seconds = lines[-1]["seconds"] - run.lines[shape.num_warm - 1]["seconds"]
     return Outcome(

@@ -18,7 +18,7 @@ from minirl.records import Example, Prompt
 from minirl.rollout.worker import Stop
 from minirl.run_log import RunLog, View
 from minirl.tasks.prompts import Consumed
-from minirl.workers import Fleet
+from minirl.workers import Workers
 
 Around = Callable[[Loop], AbstractContextManager[object]]
 
@@ -61,7 +61,7 @@ class LoopRun:
 
 def run_loop(
     config: Config,
-    fleet: Fleet,
+    workers: Workers,
     folder: Path,
     view: View,
     prompts: Prompts | None = None,
@@ -69,16 +69,16 @@ def run_loop(
 ) -> LoopRun:
     """`around`: contexts that are entered before the loop runs and left when it has ended."""
     prompts = prompts or Prompts()
-    log = RunLog(config, folder, fleet, view)
+    log = RunLog(config, folder, workers, view)
     buffer = Buffer(config.train.batch_size, config.buffer.max_staleness)
     heldout = [prompts.next()]
-    loop = Loop(config, fleet, prompts, heldout, buffer, log)  # type: ignore[arg-type]
+    loop = Loop(config, workers, prompts, heldout, buffer, log)  # type: ignore[arg-type]
     started = time.process_time()
     with ExitStack() as stack:
         for enter in around:
             stack.enter_context(enter(loop))
         loop.run()
     cpu_s = time.process_time() - started
-    fleet.stop(Stop())
+    workers.stop(Stop())
     log.close()
     return LoopRun(log.metrics, buffer, cpu_s)

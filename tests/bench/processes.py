@@ -20,7 +20,7 @@ from minirl.config import Config
 from minirl.devices import Placement, find_devices
 from minirl.errors import WorkerDied
 from minirl.shm.board import BoardWriter
-from minirl.workers import Died, Fleet, Role, Worker
+from minirl.workers import Died, Role, Worker, Workers
 
 LIMIT_S = 600.0  # for one call; a bench that hangs says so
 
@@ -55,7 +55,7 @@ def serve(part: Part, board: BoardWriter, pipe: Connection) -> None:
 class Processes:
     def __init__(self, folder: Path, num_parts: int):
         self.folder = folder
-        self.fleet = Fleet(folder, num_parts)
+        self.workers = Workers(folder, num_parts)
         self._received: list[tuple[Worker, object]] = []
 
     @cached_property
@@ -85,8 +85,8 @@ class Processes:
 
     def spawn(self, role: Role, body: str, setup: Any, place: Placement) -> Worker:
         """Starts a worker of a run, real or scripted; ranks count up within a role."""
-        rank = len(self.fleet.of(role))
-        return self.fleet.spawn(role, rank, body, setup, place)
+        rank = len(self.workers.of(role))
+        return self.workers.spawn(role, rank, body, setup, place)
 
     def begin(self, part: Worker, function: Callable[..., Any], *arguments: Any) -> None:
         part.send(Call(function, arguments))
@@ -123,9 +123,9 @@ class Processes:
         return None
 
     def _receive(self) -> None:
-        for sender, message in self.fleet.hear(0.2):
+        for sender, message in self.workers.receive(0.2):
             if isinstance(message, Died):
-                words = self.fleet.last_words(sender)
+                words = self.workers.log_tail(sender)
                 raise WorkerDied(f"a part of the bench {message.how}\n{words}")
             self._received.append((sender, message))
 
@@ -138,5 +138,5 @@ def processes(num_parts: int, folder: Path | None = None) -> Iterator[Processes]
             temporary = tempfile.TemporaryDirectory(prefix="minirl-bench-")
             folder = Path(stack.enter_context(temporary))
         built = Processes(folder, num_parts)
-        stack.callback(built.fleet.kill)
+        stack.callback(built.workers.kill)
         yield built

@@ -135,7 +135,7 @@ def _play(
         grader = VerifierSetup(config, folder, ring)
         here.spawn(Role.VERIFY, "minirl.tasks.verifier:run", grader, aside)
     prompts = RandomPrompts(size.prompt_tokens, vocab=300)
-    return run_loop(config, here.fleet, here.folder, conductor, prompts)
+    return run_loop(config, here.workers, here.folder, conductor, prompts)
 
 
 def _recipe(size: Size, switch: str) -> Config:

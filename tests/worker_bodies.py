@@ -1,4 +1,4 @@
-"""Bodies of tiny workers for test_fleet.py, imported by name in the worker's process; and, run as a
+"""Bodies of tiny workers for test_workers.py, imported by name in their processes; and, run as a
 program, a controller that is there to be killed."""
 
 import os
@@ -15,7 +15,7 @@ from typing import Any
 from minirl.devices import Placement
 from minirl.errors import MinirlError
 from minirl.shm.board import BoardWriter, State
-from minirl.workers import Fleet, Role
+from minirl.workers import Role, Workers
 
 HERE = Path(__file__).parent
 
@@ -38,7 +38,7 @@ class Late:
 def echo(setup: Any, board: BoardWriter, pipe: Connection) -> None:
     """Says its set-up and its process, then repeats what it hears until it hears None."""
     board.enter(State.GENERATING)
-    pipe.send((setup, os.getpid(), os.environ.get("FLEET_TEST")))
+    pipe.send((setup, os.getpid(), os.environ.get("WORKER_TEST")))
     while (message := pipe.recv()) is not None:
         pipe.send(message)
 
@@ -94,14 +94,14 @@ def deaf_in_a_thread() -> None:
 
 
 def be_controller(log_dir: str) -> None:
-    fleet = Fleet(Path(log_dir), num_workers=3)
+    workers = Workers(Path(log_dir), num_workers=3)
     for rank, body in enumerate(("echo", "deaf", "deaf")):
-        fleet.spawn(Role.VERIFY, rank, f"fleet_bodies:{body}", None, place())
-    waited_for = {worker.name for worker in fleet.workers}
+        workers.spawn(Role.VERIFY, rank, f"worker_bodies:{body}", None, place())
+    waited_for = {worker.name for worker in workers.all}
     while waited_for:
-        for worker, _ in fleet.hear(0.2):
+        for worker, _ in workers.receive(0.2):
             waited_for.discard(worker.name)
-    print(*[worker.pid for worker in fleet.workers], flush=True)
+    print(*[worker.pid for worker in workers.all], flush=True)
     time.sleep(600)
 
 
