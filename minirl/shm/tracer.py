@@ -31,7 +31,7 @@ class TraceFile:
     path: Path
     clock_us: int = field(default_factory=lambda: (time.time_ns() - time.monotonic_ns()) // 1000)
 
-    def begin(self) -> None:
+    def __post_init__(self) -> None:
         """Open the array; a resumed run continues the one that is there."""
         with suppress(OSError), self.path.open("x") as file:
             file.write("[\n")
