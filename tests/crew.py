@@ -2,12 +2,13 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from minirl.devices import Placement, vllm_environment
+from minirl.shm.weights import WeightStore
 from minirl.workers import Died, Worker, Workers
 
 LIMIT_S = 300.0  # a hang is a failure, however slow the machine
@@ -27,6 +28,14 @@ def wait_until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < deadline, "it never came to that"
         time.sleep(0.002)
+
+
+def publish(store: WeightStore, version: int, weights: Iterable[Any], canary: Any = 0.0) -> None:
+    """As a trainer does it; `weights` in the order of the store's table."""
+    with store.publishing(version) as slot:
+        for shared, tensor in zip(slot.tensors, weights, strict=True):
+            shared.copy_(tensor)
+        slot.canary[:] = canary
 
 
 class Inbox:

@@ -79,14 +79,9 @@ class Board:
         row[SINCE] = row[BEAT] = time.monotonic()
 
     def row(self, worker: int) -> Row:
-        row, now = self._rows[worker], time.monotonic()
-        return Row(
-            State(int(row[STATE])),
-            now - float(row[SINCE]),
-            now - float(row[BEAT]),
-            int(row[VERSION]),
-            int(row[RUNNING]),
-        )
+        state, since, beat, version, running = self._rows[worker, :TOTALS].tolist()
+        now = time.monotonic()
+        return Row(State(int(state)), now - since, now - beat, int(version), int(running))
 
     def total(self, worker: int, column: Total) -> float:
         """Idle time counts up to now, also while the worker is still waiting."""

@@ -1,10 +1,8 @@
 """Anonymous shared memory. Takes a size, gives arrays over the same bytes in every process.
 
-It is a memfd: it has no name, so nothing can stay behind in /dev/shm whoever is killed, and the
-size of /dev/shm (64 MB in a default container) does not limit it. The kernel frees it with the last
-process that holds it. Pages are only taken when they are first written.
-
-Leaves out: any locking. Who may write which byte is the business of ring, weights and board.
+A memfd has no name, so no kill can leave it in /dev/shm, and the size of /dev/shm (64 MB in a
+default container) does not limit it. The kernel frees it with the last process that holds it.
+Leaves out: any locking; ring, weights and board say which process may write which byte.
 """
 
 import mmap
