@@ -4,8 +4,6 @@ Takes a slot number of the weight store, copies the tensors into the running mod
 gives the names of tensors that did not arrive (rule 6). Only small values cross vLLM's border.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from minirl import devices
@@ -64,9 +62,10 @@ class LoadedTensors:
             if place is None:
                 self._unplaced.append(name)
                 continue
-            parameter = parameters[place.parameter].detach()
-            held = parameter[place.first_row : place.first_row + tensor.shape[0]]
-            if place.num_rows <= parameter.shape[0] and held.shape == tensor.shape:
+            target, first_row, num_rows = place
+            parameter = parameters[target].detach()
+            held = parameter[first_row : first_row + tensor.shape[0]]
+            if num_rows <= parameter.shape[0] and held.shape == tensor.shape:  # else it is sharded
                 self._held[name] = held
         self._samples = {name: held[_grid(held)] for name, held in self._held.items()}
         self._direct = {n: held for n, held in self._held.items() if _is_equal(held, weights[n])}
@@ -100,27 +99,20 @@ def _is_equal(held: torch.Tensor, published: torch.Tensor) -> bool:
     return torch.equal(held.cpu(), published.to(held.dtype))
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a checkpoint's tensor lies in the engine: vLLM fuses q, k and v, and gate and up."""
-
-    parameter: str
-    first_row: int
-    num_rows: int  # of all the tensors that were fused, before any sharding
-
-
 def find_place(
     name: str,
     shapes: dict[str, torch.Size],
     parameters: dict[str, torch.nn.Parameter],
     packed: dict[str, list[str]],
-) -> Place | None:
+) -> tuple[str, int, int] | None:
+    """Where a checkpoint's tensor lies: the engine's parameter, its first row there, and how many
+    rows that has before any sharding. vLLM fuses q, k and v, and gate and up."""
     if name in parameters:
-        return Place(name, 0, shapes[name][0])
+        return name, 0, shapes[name][0]
     for fused, parts in packed.items():
         for i, part in enumerate(parts):
             target = name.replace(f".{part}.", f".{fused}.")
             if target != name and target in parameters:
                 rows = [shapes[name.replace(f".{part}.", f".{other}.")][0] for other in parts]
-                return Place(target, sum(rows[:i]), sum(rows))
+                return target, sum(rows[:i]), sum(rows)
     return None

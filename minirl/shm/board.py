@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from minirl.shm.segment import Segment
+from minirl.shm.segment import Segment, Shared
 from minirl.shm.tracer import Tracer
 
 BEAT_S = 0.25  # a worker that waits says so this often
@@ -61,7 +61,7 @@ class Row:
     running: int
 
 
-class Board:
+class Board(Shared):
     def __init__(self, num_workers: int):
         self.num_workers = num_workers
         self._segment = Segment(8 * NUM_COLUMNS * num_workers)
@@ -91,13 +91,6 @@ class Board:
 
     def writer(self, worker: int) -> "BoardWriter":
         return BoardWriter(self, worker)
-
-    def __getstate__(self) -> tuple[int, Segment]:
-        return self.num_workers, self._segment
-
-    def __setstate__(self, state: tuple[int, Segment]) -> None:
-        self.num_workers, self._segment = state
-        self._map()
 
 
 class BoardWriter:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minirl.errors import MinirlError
-from minirl.shm.segment import Segment, aligned
+from minirl.shm.segment import Segment, Shared, aligned
 
 NOTHING = -1  # the seal of a cell without an entry; also the version of a token no model wrote
 
@@ -36,7 +36,7 @@ class TornEntry(Exception):
     """The cell holds no whole entry of that ticket."""
 
 
-class TrajectoryRing:
+class TrajectoryRing(Shared):
     def __init__(self, num_cells: int, cell_tokens: int):
         self.num_cells, self.cell_tokens = num_cells, cell_tokens
         self._segment = Segment(self.bytes_needed(num_cells, cell_tokens))
@@ -97,28 +97,9 @@ class TrajectoryRing:
         self._lengths[cell] = end
         self._seals[cell] = ticket
 
-    def restore(self, cell: int, ticket: int, view: TrajectoryView) -> None:
-        """A whole trajectory that was read from another ring."""
-        end = len(view.tokens)
-        assert end <= self.cell_tokens and ticket != NOTHING
-        self._seals[cell] = NOTHING
-        self._tokens[cell, :end] = view.tokens
-        self._mask[cell, :end] = view.mask
-        self._logprobs[cell, :end] = view.logprobs
-        self._versions[cell, :end] = view.versions
-        self._lengths[cell] = end
-        self._seals[cell] = ticket
-
     def read(self, cell: int, ticket: int) -> TrajectoryView:
         if self._seals[cell] != ticket:
             raise TornEntry(f"cell {cell} is sealed for {self._seals[cell]}, not for {ticket}")
         end = int(self._lengths[cell])
         columns = (self._tokens, self._mask, self._logprobs, self._versions)
         return TrajectoryView(*(column[cell, :end] for column in columns))
-
-    def __getstate__(self) -> tuple[int, int, Segment]:
-        return self.num_cells, self.cell_tokens, self._segment
-
-    def __setstate__(self, state: tuple[int, int, Segment]) -> None:
-        self.num_cells, self.cell_tokens, self._segment = state
-        self._map()

@@ -51,5 +51,22 @@ class Segment:
         self._map = mmap.mmap(self._fd, self.num_bytes)
 
 
+class Shared:
+    """What lies in a segment, as views that `_map` makes anew in each process."""
+
+    _segment: Segment
+
+    def _map(self) -> None:
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        items = self.__dict__.items()
+        return {name: v for name, v in items if name[0] != "_" or isinstance(v, Segment)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._map()
+
+
 def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT

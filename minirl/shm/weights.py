@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from minirl.shm.segment import Segment, aligned
+from minirl.shm.segment import Segment, Shared, aligned
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,7 @@ def canary_tokens(vocab_size: int) -> list[int]:
     return [(7 + 7919 * i) % vocab_size for i in range(CANARY_TOKENS)]
 
 
-class WeightStore:
+class WeightStore(Shared):
     def __init__(self, table: tuple[TensorSpec, ...], dtype: str):
         self.table, self.dtype = table, dtype
         self._segment = Segment(HEADER_BYTES + NUM_SLOTS * self.slot_bytes)
@@ -162,10 +162,3 @@ class WeightStore:
         tensors = {name: view.clone() for name, view in self._slots[slot]}
         canary = self._canaries[slot].copy()
         return (tensors, canary) if int(self._sequence[slot]) == before else None
-
-    def __getstate__(self) -> tuple[tuple[TensorSpec, ...], str, Segment]:
-        return self.table, self.dtype, self._segment
-
-    def __setstate__(self, state: tuple[tuple[TensorSpec, ...], str, Segment]) -> None:
-        self.table, self.dtype, self._segment = state
-        self._map()
