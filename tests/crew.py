@@ -39,7 +39,7 @@ def publish(store: WeightStore, version: int, weights: Iterable[Any], canary: An
 
 
 class Inbox:
-    """Everything that workers said and nobody has taken yet."""
+    """Messages of workers that are not taken yet."""
 
     def __init__(self, workers: Workers):
         self.workers = workers
@@ -66,7 +66,7 @@ class Inbox:
     def wait_until(self, is_there: Callable[[], bool], listen_s: float = 0.2) -> None:
         deadline = time.monotonic() + LIMIT_S
         while not is_there():
-            assert time.monotonic() < deadline, f"waited in vain; heard {self.messages}"
+            assert time.monotonic() < deadline, f"waited in vain; received {self.messages}"
             self.messages += self.workers.receive(listen_s)
 
 

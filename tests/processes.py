@@ -92,7 +92,7 @@ class Run:
         return Ended(self.process.returncode, out, err)
 
     def traces(self) -> list[str]:
-        """Living processes of the run, and shared memory that nobody holds."""
+        """Living processes of the run, and shared memory that no process holds."""
         memory = sorted(orphaned_memory() - self.before)
         return [f"process {pid}" for pid in living(self.process.pid)] + memory
 

@@ -165,7 +165,7 @@ def test_keep_versions_are_right_and_the_first_span_is_exact(engines: dict[str, 
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         spans = [answer.versions.count(first + i) for i in range(4)]
         assert answer.versions == [first + i for i in range(4) for _ in range(spans[i])]
-        # One token a step, from the first: prompts this short are prefilled at once.
+        # One token per step, from the first: prompts this short are prefilled at once.
         assert spans[:3] == [15, 15, 15] or answer.stop is StopReason.STOP
         errors = keep.errors(prompt, answer)
         assert errors[: spans[0]].max() < EXACT

@@ -233,26 +233,29 @@ def test_answers_run_through_new_versions_until_the_model_ends_them_or_the_limit
     assert StopReason.STOP in reasons[0] and StopReason.LENGTH in reasons[1]
 
 
-@pytest.mark.parametrize("is_running", [False, True])
-def test_an_aborted_group_is_gone_and_its_seats_are_free(
-    is_running: bool, station: Station
-) -> None:
-    station.versions.publish_next(SELDOM)
-    aborted, other = station.request(size=8), station.request()
+@pytest.mark.parametrize("state", ["waits", "runs", "is parked"])
+def test_an_aborted_group_is_gone_and_its_seats_are_free(state: str, station: Station) -> None:
+    station.serve_next(OFTEN if state == "is parked" else SELDOM)
+    aborted = station.request(size=8, has_replies=True)
+    other = station.request()
     station.submit(aborted)
-    if is_running:
+    if state == "runs":
         station.wait_tokens(8)
+    turns = station.listen(aborted) if state == "is parked" else {}
     station.abort(aborted)
+    station.reply(aborted, REPLY, *turns)  # too late: it gets no further turn
     assert station.gone[aborted.group_id] == ""
-    done = set(station.done[aborted.group_id])
-    assert len(done) < 8
-    for index in set(range(8)) - done:
-        with pytest.raises(TornEntry):
-            station.ring.read(aborted.cells[index], aborted.group_id)
+    done = {**turns, **station.done[aborted.group_id], **station.waiting[aborted.group_id]}
+    assert bool(turns) == (state == "is parked")
     station.run(other)
     station.views(other)
     station.wait_version()
-    assert set(station.done[aborted.group_id]) == done
+    for place, cell in enumerate(aborted.cells):
+        if place in done:
+            assert len(station.ring.read(cell, aborted.group_id).tokens) == done[place].length
+        else:
+            with pytest.raises(TornEntry):
+                station.ring.read(cell, aborted.group_id)
     station.abort(other)  # the worker no longer has it, and answers too
 
 
@@ -341,22 +344,6 @@ def test_all_turns_and_replies_together_stay_within_the_limit(station: Station) 
     assert ended and all(said.num_new == MAX_NEW and said.num_turns == 2 for said in ended)
     assert [said.num_replied for said in ended] == [free - 1 for free in room.values()]
     assert StopReason.LENGTH in {said.stop for said in ended}
-
-
-def test_an_aborted_group_gets_no_further_turn(station: Station) -> None:
-    station.serve_next(OFTEN)
-    aborted, other = (station.request(has_replies=True) for _ in range(2))
-    station.submit(aborted)
-    turns = station.listen(aborted)
-    assert turns
-    station.worker.send(Abort(aborted.group_id))
-    station.reply(aborted, REPLY, *turns)
-    station.submit(other)
-    station.reply(other, (), *station.listen(other))
-    station.wait_version()
-    assert aborted.group_id in station.gone
-    for turn in turns.values():
-        assert len(station.ring.read(turn.cell, aborted.group_id).tokens) == turn.length
 
 
 def test_an_evaluation_that_waits_for_a_reply_keeps_its_version(station: Station) -> None:

@@ -38,7 +38,7 @@ def test_a_spawned_child_sees_and_writes_the_same_bytes_and_nothing_has_a_name()
 
 def test_arrays_lie_where_asked_and_the_path_opens_the_same_bytes() -> None:
     segment = Segment(256)
-    Segment.open(segment.path, 256).array(np.int32, (2, 3), offset=64)[1, 2] = 7
+    Segment(256, segment.path).array(np.int32, (2, 3), offset=64)[1, 2] = 7
     assert segment.array(np.int32, (64,))[16 + 5] == 7
     sizes = [aligned(n) for n in (0, 1, ALIGNMENT - 1, ALIGNMENT, ALIGNMENT + 1)]
     assert sizes == [0, ALIGNMENT, ALIGNMENT, ALIGNMENT, 2 * ALIGNMENT]

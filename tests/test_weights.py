@@ -59,7 +59,7 @@ def test_versions_come_back_whole_also_by_path_and_from_a_resumed_runs_version(d
     store = store_with(41, dtype=dtype)
     check_version(store, 41)
     check_next(store, 42, 43)
-    check_version(WeightStore.open(TABLE, dtype, store.path), 43)  # as another process does
+    check_version(WeightStore(TABLE, dtype, store.path), 43)  # as another process does
 
 
 @pytest.mark.parametrize(

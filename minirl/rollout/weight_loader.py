@@ -20,7 +20,7 @@ class WeightLoader:
     def open_store(self, table: list[tuple[str, tuple[int, ...]]], dtype: str, path: str) -> None:
         devices.remember_segments()
         specs = tuple(TensorSpec(name, tuple(shape)) for name, shape in table)
-        self._store = WeightStore.open(specs, dtype, path)
+        self._store = WeightStore(specs, dtype, path)
         self._loaded: LoadedTensors | None = None
 
     def load_slot(self, slot: int) -> list[str]:

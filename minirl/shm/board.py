@@ -1,4 +1,4 @@
-"""The board: one row a worker, written by that worker alone, read by the controller at any time.
+"""The board: one row per worker, written by that worker alone, read by the controller at any time.
 
 Takes what a worker does and its running totals, gives heartbeats (rule 8) and the raw material of
 the throughput and idle metrics without a message. Each field is one aligned 8-byte store.

@@ -17,19 +17,15 @@ ALIGNMENT = 64  # a cache line: rows of different writers never share one
 
 
 class Segment:
-    def __init__(self, num_bytes: int):
+    def __init__(self, num_bytes: int, path: str = ""):
+        """A new one, or the one behind `path`, for a process that minirl did not spawn itself."""
         self.num_bytes = num_bytes
-        self._fd = os.memfd_create("minirl", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, num_bytes)
+        if path:
+            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        else:
+            self._fd = os.memfd_create("minirl", os.MFD_CLOEXEC)
+            os.ftruncate(self._fd, num_bytes)
         self._map = mmap.mmap(self._fd, num_bytes)
-
-    @classmethod
-    def open(cls, path: str, num_bytes: int) -> "Segment":
-        """The segment behind `path` (see below), for a process that minirl did not spawn itself."""
-        self = cls.__new__(cls)
-        self.num_bytes, self._fd = num_bytes, os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._map = mmap.mmap(self._fd, num_bytes)
-        return self
 
     @property
     def path(self) -> str:

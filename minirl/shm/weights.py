@@ -60,20 +60,13 @@ def canary_tokens(vocab_size: int) -> list[int]:
 
 
 class WeightStore(Shared):
-    def __init__(self, table: tuple[TensorSpec, ...], dtype: str):
+    def __init__(self, table: tuple[TensorSpec, ...], dtype: str, path: str = ""):
+        """With the `path` of another store: that one, in a process of vLLM's own."""
         self.table, self.dtype = table, dtype
-        self._segment = Segment(HEADER_BYTES + NUM_SLOTS * self.slot_bytes)
+        self._segment = Segment(HEADER_BYTES + NUM_SLOTS * self.slot_bytes, path)
         self._map()
-        self._latest[0] = -1
-
-    @classmethod
-    def open(cls, table: tuple[TensorSpec, ...], dtype: str, path: str) -> "WeightStore":
-        """For vLLM's own worker processes, which are not spawned by minirl: see `path`."""
-        self = cls.__new__(cls)
-        self.table, self.dtype = table, dtype
-        self._segment = Segment.open(path, HEADER_BYTES + NUM_SLOTS * self.slot_bytes)
-        self._map()
-        return self
+        if not path:
+            self._latest[0] = -1
 
     @property
     def path(self) -> str:
