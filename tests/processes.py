@@ -39,7 +39,6 @@ class Run:
         run_dir: Path,
         *extra: str,
         small: bool = True,
-        program: tuple[str, ...] = ("-m", "minirl.cli"),
         **changes: object,
     ):
         settings = {**SMALL, **_dotted(changes)} if small else _dotted(changes)
@@ -48,7 +47,7 @@ class Run:
         self.before = set(os.listdir("/dev/shm"))
         self.process = subprocess.Popen(
             [
-                *(sys.executable, *program, "train", str(RECIPES / "smoke.toml")),
+                *(sys.executable, "-m", "minirl.cli", "train", str(RECIPES / "smoke.toml")),
                 *("--run-dir", str(run_dir), *overrides, *extra),
             ],
             stdout=subprocess.PIPE,
