@@ -1,7 +1,7 @@
-"""Who starts what. Takes a recipe, gives a finished run and an exit code.
+"""`minirl train`. Takes a recipe, gives a finished run and an exit code.
 
 The only place that picks classes, devices and processes, and that tears them down. However a run
-ends, nothing of it is left but its run directory.
+ends, only its run directory is left.
 """
 
 import json
@@ -9,15 +9,17 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from minirl import devices, model
 from minirl.balance import balance
 from minirl.buffer import Buffer, History, OnStale
 from minirl.config import TINY, Config
+from minirl.devices import Placement
 from minirl.errors import MinirlError, RecipeError
 from minirl.loop import Loop
 from minirl.recipe import (
@@ -49,6 +51,7 @@ from minirl.view.loggers import Loggers
 from minirl.workers import Died, LossyStream, Role, Workers, graceful, signals
 
 INTERRUPTED = 130
+TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
 BODIES = {
     Role.TRAIN: "minirl.train.trainer:run",
     Role.ROLLOUT: "minirl.rollout.worker:run",
@@ -58,60 +61,60 @@ BODIES = {
 }
 
 
-class Notes(Protocol):
-    def note(self, text: str) -> None: ...
+@dataclass(frozen=True)
+class Job:
+    """What to train, where, and on what."""
+
+    config: Config
+    task: Task
+    run_dir: Path
+    recipe: Path  # as the user named it
+    kind: str
+    engines: list[Placement]
+    ranks: list[Placement]
 
 
 def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: bool = False) -> int:
-    """`resume`: the run directory holds a run to go on with."""
+    """`resume`: the run directory holds a run to continue."""
     try:
         with signals():  # while there is nothing to save yet
-            return _train(loaded, recipe, run_dir, resume, is_plain)
+            return _prepare(_make_job(loaded.config, recipe, run_dir, resume), resume, is_plain)
     except KeyboardInterrupt:
-        print(_stopped(recipe, run_dir), file=LossyStream(sys.stdout))
+        text = "stopped before anything was saved"
+        if found := checkpoint.found(run_dir):
+            text = f"stopped; to go on from {found[-1]}: {_resume_command(recipe, run_dir)}"
+        print(text, file=LossyStream(sys.stdout))
         return INTERRUPTED
 
 
-def _train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: bool) -> int:
-    config = loaded.config
+def _resume_command(recipe: Path, run_dir: Path) -> str:
+    return f"minirl train {recipe} --resume --run-dir {run_dir}"
+
+
+def _make_job(config: Config, recipe: Path, run_dir: Path, resume: bool) -> Job:
     kind, available = devices.find_devices(config.devices.kind)
     if config.devices.split == "auto":
-        config = _with_auto_split(config, kind, run_dir if resume else None)
+        from minirl.tools import plan  # the only tool that the train path uses, and only here
+
+        found = devices.gpus() if kind == "cuda" else []
+        gpu = plan.recognise(found[0].name, found[0].memory_bytes) if found else None
+        config = plan.with_auto_split(config, gpu, run_dir if resume else None)
     check_devices(config, kind, available)
     if (free := devices.free_memory_bytes()) is not None:
         check_memory(config, free)
     task = make_task(config)
     self_check(task, config.tasks.kind)
-    changes = check_changes(config, run_dir) if resume else []
+    return Job(config, task, run_dir, recipe, kind, *devices.place(config, kind, available))
+
+
+def _prepare(job: Job, resume: bool, is_plain: bool) -> int:
+    """The run directory and the model."""
+    config, run_dir = job.config, job.run_dir
+    changes = check_changes(config, run_dir) if resume else []  # before the recipe is written
     if resume and is_finished(run_dir, config):
         print(f"all {config.train.steps} steps are done; raise train.steps to go on")
         return 0
-    job = Job(task, run_dir, recipe, kind, available)
-    return _prepare(config, job, changes, resume, is_plain)
-
-
-def _with_auto_split(config: Config, kind: str, resumed: Path | None) -> Config:
-    from minirl.tools import plan  # the only tool that the train path uses, and only here
-
-    found = devices.gpus() if kind == "cuda" else []
-    gpu = plan.recognise(found[0].name, found[0].memory_bytes) if found else None
-    return plan.with_auto_split(config, gpu, resumed)
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to train, where, and on what."""
-
-    task: Task
-    run_dir: Path
-    recipe: Path  # as the user named it
-    kind: str
-    available: int
-
-
-def _prepare(config: Config, job: Job, changes: list[str], resume: bool, is_plain: bool) -> int:
-    run_dir = job.run_dir
-    start = find_start(Path(), run_dir, resume)  # before the recipe of the run is touched
+    start = find_start(Path(), run_dir, resume)
     check_steps(config, start)
     logs, lock = _make_run_dir(config, run_dir, job.kind)
     view = ConsoleView(config.train.steps, is_plain=is_plain)
@@ -120,22 +123,21 @@ def _prepare(config: Config, job: Job, changes: list[str], resume: bool, is_plai
             view.note(note)
         if config.model.trust_remote_code:
             view.note(f"warning: model.trust_remote_code: code of {config.model.path} is run here")
-        source = model_folder(config, logs, view)
+        source = model_folder(config, logs, view.note)
         check_model(config, read_model_config(config, source))
         model.check_folder(source)
         start = start if start.state else replace(start, folder=source)
-        return _run(config, job, source, start, view)
+        return _run(job, source, start, view)
     finally:
         devices.sweep_temp(run_dir / "tmp")
         view.close()
         lock.close()
 
 
-def _run(config: Config, job: Job, source: Path, start: Start, view: ConsoleView) -> int:
+def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
     """From the first process to the last; gives an exit code."""
-    run_dir, kind, task = job.run_dir, job.kind, job.task
-    places = devices.place(config, kind, job.available)
-    num_workers = len(places[0]) + len(places[1]) + config.tasks.verifiers
+    config, run_dir, task = job.config, job.run_dir, job.task
+    num_workers = len(job.engines) + len(job.ranks) + config.tasks.verifiers
     trace = run_dir / "trace.json" if config.log.trace else None
     workers = Workers(run_dir / "logs", num_workers, trace)
     try:
@@ -143,18 +145,16 @@ def _run(config: Config, job: Job, source: Path, start: Start, view: ConsoleView
         if has_turns(task):  # else the tokenizer loads while workers start
             tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
             dialogue = dialogue_of(task, config.tasks.kind, tokenizer)
-        ring, store = _spawn(workers, config, places, source, start, run_dir, dialogue)
+        ring, store = _spawn(workers, job, source, start, dialogue)
         tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
         stream = PromptStream(task, tokenizer, config.seed, start.consumed)
         heldout = heldout_prompts(config, task, tokenizer)
         _check_prompt_lengths(config, task, tokenizer)
-        buffer = make_buffer(config, start.history)
-        threads = len(places[1][0].cores)
-        saver = BatchSaver(config, run_dir, ring, store, source, threads)
-        totals = RunTotals.of(start.state)
+        saver = BatchSaver(config, run_dir, ring, store, source, len(job.ranks[0].cores))
         under_way = (start.state or {}).get("evaluating")
+        totals = RunTotals.of(start.state)
         log = RunLog(config, run_dir, workers, view, start.step, totals, saver, under_way)
-        loop = Loop(config, workers, stream, heldout, buffer, log)
+        loop = Loop(config, workers, stream, heldout, make_buffer(config, start.history), log)
         loggers = Loggers(config, run_dir, start.step, view.note)
         try:
             with _signals(loop, view), view.watching(loop, run_dir):
@@ -162,30 +162,41 @@ def _run(config: Config, job: Job, source: Path, start: Start, view: ConsoleView
         except BaseException:
             log.close()  # what was written until now is kept
             raise
-        if loop.has_finished:  # else they have not all started, and would not listen
+        if loop.has_finished:  # else some are still starting, and read no message
             workers.stop(Stop())
         loggers.close()
-        is_whole = loop.step == config.train.steps
-        extra = {"run_dir": str(run_dir), "seed": config.seed, "drops": dict(buffer.drops)}
-        found = balance(log.metrics, config.devices.rollout, config.devices.train)
-        word = "GPU" if kind == "cuda" else "process"
-        extra["balance"] = found.sentence(word, config.is_synchronous) if found else None
-        extra["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        summary = log.summarise(is_whole, {**extra, **devices.describe(kind)})
-        log.close()
-        view.finished(summary, _try_next(job.recipe, run_dir, is_whole))
-        if loop.save_error:
-            kept = log.last_checkpoint
-            log.problems.append(f"no checkpoint of the last step: {loop.save_error}; {kept}")
-        if log.problems:
-            raise MinirlError(f"not all could be written: {'; '.join(log.problems)}")
-        return 0 if is_whole else INTERRUPTED
+        return _finish(job, loop, log, view)
     finally:
         with signals(signal.SIG_IGN):  # what is left takes a moment, and must be done
             workers.kill()
             devices.sweep_temp(run_dir / "tmp")
             checkpoint.sweep(run_dir)
             (run_dir / "rendezvous").unlink(missing_ok=True)
+
+
+def _finish(job: Job, loop: Loop, log: RunLog, view: ConsoleView) -> int:
+    """The summary, and an error where something is not on the disk."""
+    config, is_whole = job.config, loop.step == job.config.train.steps
+    found = balance(log.metrics, config.devices.rollout, config.devices.train)
+    word = "GPU" if job.kind == "cuda" else "process"
+    extra = {
+        "run_dir": str(job.run_dir),
+        "seed": config.seed,
+        "drops": dict(loop.buffer.drops),
+        "balance": found.sentence(word, config.is_synchronous) if found else None,
+        "ended": time.strftime(TIME_FORMAT),
+        **devices.describe(job.kind),
+    }
+    summary = log.summarise(is_whole, extra)
+    log.close()
+    synchronous = f"minirl train {job.recipe} --set buffer.max_staleness=0  # the same, synchronous"
+    view.finished(summary, synchronous if is_whole else _resume_command(job.recipe, job.run_dir))
+    if loop.save_error:
+        kept = log.last_checkpoint
+        log.problems.append(f"no checkpoint of the last step: {loop.save_error}; {kept}")
+    if log.problems:
+        raise MinirlError(f"not all could be written: {'; '.join(log.problems)}")
+    return 0 if is_whole else INTERRUPTED
 
 
 def make_buffer(config: Config, history: History | None = None) -> Buffer:
@@ -195,16 +206,10 @@ def make_buffer(config: Config, history: History | None = None) -> Buffer:
 
 
 def _spawn(
-    workers: Workers,
-    config: Config,
-    places: tuple[list[devices.Placement], list[devices.Placement]],
-    source: Path,
-    start: Start,
-    run_dir: Path,
-    dialogue: Dialogue | None,
+    workers: Workers, job: Job, source: Path, start: Start, dialogue: Dialogue | None
 ) -> tuple[TrajectoryRing, WeightStore]:
-    """Trainer ranks first: everybody waits for the first version."""
-    engines, ranks = places
+    """Trainer ranks first: all workers wait for the first version."""
+    config, run_dir = job.config, job.run_dir
     num_cells = config.num_slots * config.rollout.group_size + config.eval.num_prompts
     ring = TrajectoryRing(num_cells, config.max_tokens_per_trajectory)
     store = WeightStore(model.weight_table(start.folder), config.model.dtype)
@@ -212,25 +217,24 @@ def _spawn(
         config=config,
         folder=str(start.folder),
         tokenizer_folder=str(source),
-        rank=0,
-        num_ranks=len(ranks),
+        num_ranks=len(job.ranks),
         rendezvous=str(run_dir.absolute() / "rendezvous"),
-        placement=ranks[0],
+        placement=job.ranks[0],
         ring=ring,
         store=store,
         is_resumed=start.state is not None,
         version=start.history.version,
     )
-    spawn_ranks(workers, Role.TRAIN, first, ranks)
-    seed = config.seed * 1000 + 1 + 1_000_003 * start.step  # not as they did when the run began
-    engine = RolloutSetup(config, str(source), engines[0].kind, seed, ring, store, dialogue)
-    spawn_engines(workers, engine, engines, run_dir / "tmp")
+    spawn_ranks(workers, Role.TRAIN, first, job.ranks)
+    seed = config.seed * 1000 + 1 + 1_000_003 * start.step  # a resumed run samples anew
+    engine = RolloutSetup(config, str(source), job.kind, seed, ring, store, dialogue)
+    spawn_engines(workers, engine, job.engines, run_dir / "tmp")
     spawn_verifiers(workers, VerifierSetup(config, str(source), ring, dialogue))
     return ring, store
 
 
 def spawn_ranks(
-    workers: Workers, role: Role, first: TrainerSetup | SftSetup, places: list[devices.Placement]
+    workers: Workers, role: Role, first: TrainerSetup | SftSetup, places: list[Placement]
 ) -> None:
     """`first` is rank 0's set-up."""
     Path(first.rendezvous).unlink(missing_ok=True)
@@ -240,10 +244,9 @@ def spawn_ranks(
 
 
 def spawn_engines(
-    workers: Workers, first: RolloutSetup, places: list[devices.Placement], temp: Path
+    workers: Workers, first: RolloutSetup, places: list[Placement], temp: Path
 ) -> None:
-    """`first` is the first one's set-up; the seeds of the others differ, so that engines do not
-    sample alike."""
+    """`first` is engine 0's set-up; each has a seed of its own."""
     for rank, place in enumerate(places):
         setup = replace(first, seed=(first.seed + rank) % 2**31)
         own = devices.with_own_temp(place, temp)
@@ -251,13 +254,13 @@ def spawn_engines(
 
 
 def spawn_verifiers(workers: Workers, setup: VerifierSetup) -> None:
-    place = devices.Placement("cpu", env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+    place = Placement("cpu", env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
     for rank in range(setup.config.tasks.verifiers):
         workers.spawn(Role.VERIFY, rank, BODIES[Role.VERIFY], setup, place)
 
 
 def _make_run_dir(config: Config, run_dir: Path, kind: str) -> tuple[Path, IO[str]]:
-    """Nobody else may write into it, whatever the umask: what is in it is read again."""
+    """Only its owner may write into it, whatever the umask: what is in it is read again."""
     os.umask(os.umask(0o022) | 0o022)
     logs = run_dir / "logs"
     try:
@@ -268,7 +271,7 @@ def _make_run_dir(config: Config, run_dir: Path, kind: str) -> tuple[Path, IO[st
         devices.sweep_temp(run_dir / "tmp")  # a controller that was killed could not
         (run_dir / "tmp").mkdir()
         write_text(run_dir / "recipe.toml", to_toml(config))
-        facts = {**devices.describe(kind), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        facts = {**devices.describe(kind), "started": time.strftime(TIME_FORMAT)}
         write_text(run_dir / "machine.json", json.dumps(facts, indent=2) + "\n")
     except OSError as error:
         rule = f"cannot be written to ({error.strerror})"
@@ -276,27 +279,26 @@ def _make_run_dir(config: Config, run_dir: Path, kind: str) -> tuple[Path, IO[st
     return logs, lock
 
 
-def model_folder(config: Config, logs: Path, view: Notes) -> Path:
+def model_folder(config: Config, logs: Path, note: Callable[[str], None]) -> Path:
     """The recipe's model on this machine; the tiny one is built the first time, in a process."""
     if config.model.path != TINY:
         return model.local_folder(config)
     folder = tiny_model_folder(config.seed)
     if folder.is_dir():
         return folder
-    view.note(f"building the tiny model of seed {config.seed}, once: about a minute and a half")
-    place = devices.Placement("cpu", env={"OMP_NUM_THREADS": "1"})  # more threads are slower
+    note(f"building the tiny model of seed {config.seed}, once: about a minute and a half")
+    place = Placement("cpu", env={"OMP_NUM_THREADS": "1"})  # more threads are slower
     workers = Workers(logs, 1)
     try:
-        builder = workers.spawn(Role.WARMUP, 0, BODIES[Role.WARMUP], config.seed, place)
+        workers.spawn(Role.WARMUP, 0, BODIES[Role.WARMUP], config.seed, place)
         while True:
-            for _, message in workers.receive(1.0):
-                if isinstance(message, str):
-                    view.note(message)
-                elif isinstance(message, Died) and folder.is_dir():
+            for worker, message in workers.receive(1.0):
+                if not isinstance(message, Died):
+                    note(str(message))
+                elif folder.is_dir():
                     return folder
-                elif isinstance(message, Died):
-                    view.note(workers.log_tail(builder))
-                    raise MinirlError(f"the warm-up {message.how}; its log is in {logs}")
+                else:
+                    raise workers.exit_error(worker, message)
     finally:
         workers.kill()
 
@@ -315,15 +317,12 @@ def heldout_prompts(config: Config, task: Task, tokenizer: Any) -> list[Prompt]:
 
 def _check_prompt_lengths(config: Config, task: Task, tokenizer: Any) -> None:
     """Single prompts that are too long are dropped and counted; all of them is a wrong recipe."""
-    count = min(64, task.num_train)
+    limit, count = config.tasks.max_prompt_tokens, min(64, task.num_train)
     lengths = [len(encode(task.train(i), tokenizer)) for i in range(count)]
-    if min(lengths) > config.tasks.max_prompt_tokens:
-        raise RecipeError(
-            "tasks.max_prompt_tokens",
-            config.tasks.max_prompt_tokens,
-            f"the first {count} prompts have {min(lengths)} to {max(lengths)} tokens",
-            f"raise it to {max(lengths)} or more",
-        )
+    if min(lengths) > limit:
+        rule = f"the first {count} prompts have {min(lengths)} to {max(lengths)} tokens"
+        remedy = f"raise it to {max(lengths)} or more"
+        raise RecipeError("tasks.max_prompt_tokens", limit, rule, remedy)
 
 
 def _signals(loop: Loop, view: ConsoleView) -> AbstractContextManager[list[int]]:
@@ -335,17 +334,3 @@ def _signals(loop: Loop, view: ConsoleView) -> AbstractContextManager[list[int]]
         view.note(f"{name}: {what}; again to end now")
 
     return graceful(stop)
-
-
-def _stopped(recipe: Path, run_dir: Path) -> str:
-    """Of a run that was ended at once."""
-    found = checkpoint.found(run_dir)
-    if not found:
-        return "stopped before anything was saved"
-    return f"stopped; to go on from {found[-1]}: minirl train {recipe} --resume --run-dir {run_dir}"
-
-
-def _try_next(recipe: Path, run_dir: Path, is_whole: bool) -> str:
-    if not is_whole:
-        return f"minirl train {recipe} --resume --run-dir {run_dir}"
-    return f"minirl train {recipe} --set buffer.max_staleness=0  # the same, synchronous"

@@ -1,10 +1,9 @@
-"""Processes: spawned, heard, replaced, ended. Takes bodies and their set-up, gives messages.
+"""Worker processes: spawn, message, replace, kill. Takes bodies and their set-up, gives messages.
 
-Each worker has its own pipe and no lock with anybody, so one that is killed at any instant blocks
-nobody: its pipe ends, and that is news like any other. Nor does one that is frozen or has not come
-up yet: what it does not take waits here. Only small messages go through pipes.
-A worker's output goes to a log of its own in the run directory; its tail is its last words.
-A worker dies with the controller, whatever kills that, and takes no notice of Ctrl-C or SIGTERM.
+Each worker has its own pipe and shares no lock, so one that is killed at any instant blocks no
+other: its pipe ends, and `receive` reports it as Died. What a frozen worker does not take waits in
+its outbox here. Only small messages go through pipes. Output goes to one log per worker.
+A worker dies with the controller, whatever kills that, and ignores SIGINT and SIGTERM.
 
 Leaves out: which workers there are and why (launch.py), and what messages mean (loop.py).
 """
@@ -22,7 +21,6 @@ import struct
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -33,22 +31,23 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, TypeVar
 
+import psutil
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from minirl import devices
 from minirl.devices import Placement
 from minirl.errors import Interrupted, MinirlError, Stalled, WorkerDied
-from minirl.shm.board import Board
+from minirl.shm.board import Board, State
 from minirl.shm.tracer import TraceFile, Tracer
 
 LOG_TAIL_LINES = 12
 STOP_GRACE_S = 10.0
 STACKS_WAIT_S = 10.0  # a frozen worker never answers
-CAUSE_GRACE_S = 1.0  # a rank that is killed takes the others with it, and theirs may be heard first
+CAUSE_GRACE_S = 1.0  # a killed rank takes the others down, and their deaths may be reported first
+LISTEN_S = 0.2
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SECRET = re.compile(r"(?!TOKENIZER)TOKEN|SECRET|PASSW|CREDENTIAL|KEY$|APIKEY", re.I)
-LISTEN_S = 0.2
 
 Message = TypeVar("Message")
 
@@ -63,19 +62,12 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True)
-class Failed:
-    """A worker's own account of why it ends."""
-
-    message: str
-    is_ours: bool  # a MinirlError: a new worker would fail just so
-
-
-@dataclass(frozen=True)
 class Died:
-    """The worker is gone and every message it sent was heard."""
+    """The worker is gone and every message it sent was received. A worker that fails sends its own
+    account as its last message."""
 
     how: str
-    is_final: bool  # it said itself that it cannot go on
+    is_final: bool  # a MinirlError: a new worker would fail the same way
 
 
 class Worker:
@@ -86,43 +78,38 @@ class Worker:
     def __init__(self, role: Role, rank: int, row: int, body: str, setup: Any, place: Placement):
         self.role, self.rank, self.row = role, rank, row
         self.body, self.setup, self.placement = body, setup, place
-        self.name = f"{role}-{rank}"
-        self.num_starts = 0
-        self.is_ready = False  # it has said so
+        self.name, self.num_starts = f"{role}-{rank}", 0
         self.process: Any = None
         self.pipe: Connection
-        self.failure: Failed | None = None
-        self._outbox = bytearray()
+        self.failure: Died | None = None
+        self.is_ready = False  # it has said so
+        self.outbox = bytearray()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled for its own process."""
+        how = (self.body, self.setup, self.placement)
+        return Worker, (self.role, self.rank, self.row, *how)
 
     def send(self, message: object) -> None:
         """Never waits: what the worker does not take now goes out at a later `receive`, which also
         reports one that just died."""
         body = bytes(ForkingPickler.dumps(message))
-        self._outbox += struct.pack("!i", len(body)) + body  # as Connection.send does it
+        self.outbox += struct.pack("!i", len(body)) + body  # as Connection.send does it
         self.flush()
 
     def flush(self) -> None:
-        if not self._outbox or self.pipe.closed:
+        if not self.outbox or self.pipe.closed:
             return
         end = socket.socket(fileno=self.pipe.fileno())
         try:
-            while self._outbox:
-                del self._outbox[: end.send(self._outbox, socket.MSG_DONTWAIT)]
+            while self.outbox:
+                del self.outbox[: end.send(self.outbox, socket.MSG_DONTWAIT)]
         except BlockingIOError:
             pass
         except OSError:
-            self._outbox.clear()
+            self.outbox.clear()
         finally:
-            end.detach()  # the pipe's still
-
-    def connect(self, pipe: Connection) -> None:
-        """A new process begins with an empty record."""
-        self.pipe, self.failure, self.is_ready = pipe, None, False
-        self._outbox.clear()
-        self.num_starts += 1
-
-    def is_alive(self) -> bool:
-        return self.process is not None and bool(self.process.is_alive())
+            end.detach()  # the pipe keeps the file descriptor
 
     @property
     def pid(self) -> int:
@@ -133,12 +120,9 @@ class Workers:
     def __init__(self, log_dir: Path, num_workers: int, trace: Path | None = None):
         self.log_dir = log_dir
         self._trace = TraceFile(trace) if trace else None
-        if self._trace:
-            self._trace.begin()
         self.board = Board(num_workers)
         self.all: list[Worker] = []
-        # torch.multiprocessing is this plus a way to send tensors. None goes through a pipe here:
-        # so the controller need not load torch.
+        # Not torch.multiprocessing: no tensor goes through a pipe, and torch is slow to load.
         self._context = multiprocessing.get_context("spawn")
 
     def of(self, role: Role) -> list[Worker]:
@@ -156,40 +140,31 @@ class Workers:
         return worker
 
     def _start(self, worker: Worker, delay_s: float = 0.0) -> None:
-        ours, theirs = self._context.Pipe()
-        worker.connect(ours)
+        worker.pipe, theirs = self._context.Pipe()
+        worker.failure, worker.outbox, worker.is_ready = None, bytearray(), False
+        worker.num_starts += 1
         self.board.reset(worker.row)
-        log = self.log_dir / f"{worker.name}.log"
         process = self._context.Process(
             target=_child,
-            args=(worker.body, worker.setup, worker.placement, self.board, worker.row),
-            kwargs={
-                "pipe": theirs,
-                "log": log,
-                "parent": os.getpid(),
-                "trace": self._trace,
-                "delay_s": delay_s,
-            },
+            args=(worker, self.board, theirs, self._log(worker), self._trace, delay_s),
             name=f"minirl-{worker.name}",
         )
-        # Workers run code of tasks and models: none is given a token.
-        hidden = [name for name in os.environ if SECRET.search(name)]
         if self._context.get_start_method() == "spawn":
-            resource_tracker.ensure_running()  # here, since the first time it unblocks signals
-        with _environment(worker.placement.env, hidden), _undisturbed():
+            resource_tracker.ensure_running()  # here, since its first start unblocks signals
+        with _environment(worker.placement.env), _deferred_signals():
             process.start()  # type: ignore[attr-defined]
             worker.process = process
         theirs.close()
 
     def receive(self, timeout_s: float) -> Iterator[tuple[Worker, object]]:
-        """Messages, as they come; at most one `timeout_s` of silence."""
+        """Messages as they come; at most one `timeout_s` of silence."""
         by_handle: dict[Any, Worker] = {}
         for worker in self.all:
             if worker.process is not None:
                 worker.flush()
                 by_handle[worker.pipe] = by_handle[worker.process.sentinel] = worker
-        heard = {id(w): w for w in (by_handle[h] for h in wait(list(by_handle), timeout_s))}
-        for worker in heard.values():
+        ready = dict.fromkeys(by_handle[handle] for handle in wait(list(by_handle), timeout_s))
+        for worker in ready:
             yield from ((worker, message) for message in self._drain(worker))
 
     def _drain(self, worker: Worker) -> Iterator[object]:
@@ -197,16 +172,15 @@ class Workers:
         try:
             while worker.pipe.poll():
                 message = worker.pipe.recv()
-                if isinstance(message, Failed):
+                if isinstance(message, Died):
                     worker.failure = message
                 else:
                     yield message
-        except (EOFError, OSError):  # OSError too: it was killed in the middle of a long message
+        except (EOFError, OSError):  # OSError: it was killed in the middle of a long message
             worker.process.join(STOP_GRACE_S)
             is_dead = True
         if is_dead:
-            failure = worker.failure
-            yield Died(self.exit_reason(worker), bool(failure and failure.is_ours))
+            yield worker.failure or Died(exit_reason(worker.process.exitcode), is_final=False)
 
     def wait_for(self, kind: type[Message], limit_s: float) -> Message:
         """The next message of this kind; others are not kept. A death raises."""
@@ -224,99 +198,95 @@ class Workers:
         how = f"{worker.name}: {death.how}; its log is in {self.log_dir}"
         return MinirlError(how) if death.is_final else WorkerDied(f"{how}\n{self.log_tail(worker)}")
 
-    def exit_reason(self, worker: Worker) -> str:
-        if worker.failure:
-            return worker.failure.message
-        code = worker.process.exitcode
-        if code is not None and code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"ended with exit code {code}"
-
     def log_tail(self, worker: Worker) -> str:
-        path = self.log_dir / f"{worker.name}.log"
-        lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+        lines = _read(self._log(worker)).decode(errors="replace").splitlines()
         return "\n".join(f"  {worker.name} | {line}" for line in lines[-LOG_TAIL_LINES:])
 
-    def replace(self, worker: Worker, delay_s: float = 0.0) -> None:
-        """A new process in the place of one that died or must go. With a delay it is there at once
-        and takes messages, but begins its work later."""
-        if worker.process is not None:
-            self._end(worker)
-        self._start(worker, delay_s)
+    def _log(self, worker: Worker) -> Path:
+        return self.log_dir / f"{worker.name}.log"
 
     def causes(self, workers: list[Worker]) -> list[tuple[Worker, Died]]:
         """The deaths among workers that take each other down, the likeliest cause first: one that
-        says it cannot go on, one that was killed, then the others."""
-        found = []
-        deadline = time.monotonic() + CAUSE_GRACE_S
-        for worker in workers:
-            worker.process.join(max(0.0, deadline - time.monotonic()))
-            if worker.process.is_alive():
-                continue
-            deaths = [message for message in self._drain(worker) if isinstance(message, Died)]
-            found += [(worker, death) for death in deaths]
-
-        def rank(pair: tuple[Worker, Died]) -> int:
-            worker, death = pair
-            was_killed = worker.failure is None and (worker.process.exitcode or 0) < 0
-            return 0 if death.is_final else 1 if was_killed else 2
-
-        return sorted(found, key=rank)
+        is final, one that was killed, then the others."""
+        _join(workers, CAUSE_GRACE_S)
+        dead = [worker for worker in workers if not worker.process.is_alive()]
+        found = [(w, m) for w in dead for m in self._drain(w) if isinstance(m, Died)]
+        return sorted(found, key=lambda pair: (not pair[1].is_final, pair[0].failure is not None))
 
     def is_stopped(self, worker: Worker) -> bool:
-        """By SIGSTOP or a debugger: it could not beat if it wanted to."""
-        try:
-            stat = Path(f"/proc/{worker.pid}/stat").read_text()
-        except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] in ("T", "t")
-
-    def retire(self, worker: Worker) -> None:
-        self._end(worker)
-        worker.process = None
-
-    def _end(self, worker: Worker) -> None:
-        _kill_tree(worker.process)
-        worker.pipe.close()
+        """By SIGSTOP or a debugger: then its heartbeat cannot come."""
+        stopped = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        return worker.process.is_alive() and psutil.Process(worker.pid).status() in stopped
 
     def stacks(self) -> str:
         """Every worker's Python stacks, through its log."""
-        logs = {worker: self.log_dir / f"{worker.name}.log" for worker in self.all}
-        start = {worker: _size(log) for worker, log in logs.items()}
-        asked = [worker for worker in self.all if logs[worker].is_file() and worker.is_alive()]
-        for worker in asked:  # without a log there is no handler yet: the signal would kill it
+        start = {worker: len(_read(self._log(worker))) for worker in self.all}
+        asked = [worker for worker in self.all if worker.process and worker.process.is_alive()]
+        for worker in asked:
             os.kill(worker.pid, signal.SIGUSR1)
-        sizes: dict[Worker, int] = {}
+        written: dict[Worker, bytes] = {}
         deadline = time.monotonic() + STACKS_WAIT_S
         while time.monotonic() < deadline:
-            before, sizes = sizes, {worker: _size(logs[worker]) for worker in asked}
-            if sizes == before and all(sizes[worker] > start[worker] for worker in asked):
+            before, written = written, {w: _read(self._log(w))[start[w] :] for w in self.all}
+            if written == before and all(written[worker] for worker in asked):
                 break
             time.sleep(0.25)
-        parts = []
-        for worker, log in logs.items():
-            text = (
-                log.read_bytes()[start[worker] :].decode(errors="replace") if log.is_file() else ""
-            )
-            parts.append(f"--- {log.stem}\n{text or '(no answer: frozen or gone)'}")
-        return "\n".join(parts)
+        return "\n".join(
+            f"--- {worker.name}\n{text.decode(errors='replace') or '(no answer: frozen or gone)'}"
+            for worker, text in written.items()
+        )
+
+    def replace(self, worker: Worker, delay_s: float = 0.0) -> None:
+        """A new process instead of one that died or must go. With a delay it exists at once and
+        takes messages, but begins its work later."""
+        self.retire(worker)
+        self._start(worker, delay_s)
+
+    def retire(self, worker: Worker) -> None:
+        if worker.process is not None:
+            _kill_tree(worker.process)
+            worker.pipe.close()
+            worker.process = None
 
     def stop(self, goodbye: object) -> None:
-        """Ends all, gently first: a goodbye, a grace, then the axe. Nothing is left afterwards."""
+        """Ends all: a goodbye, a grace period, then SIGKILL. No process is left afterwards."""
         living = [worker for worker in self.all if worker.process is not None]
         for worker in living:
             worker.send(goodbye)
             worker.pipe.close()
-        deadline = time.monotonic() + STOP_GRACE_S
-        for worker in living:
-            worker.process.join(max(0.0, deadline - time.monotonic()))
+        _join(living, STOP_GRACE_S)
         self.kill()
 
     def kill(self) -> None:
         for worker in self.all:
-            if worker.process is not None:
-                _kill_tree(worker.process)
-                worker.process = None
+            self.retire(worker)
+
+
+def exit_reason(code: int) -> str:
+    killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+    return killed or f"ended with exit code {code}"
+
+
+def _join(workers: list[Worker], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    for worker in workers:
+        worker.process.join(max(0.0, deadline - time.monotonic()))
+
+
+def _read(log: Path) -> bytes:
+    return log.read_bytes() if log.is_file() else b""
+
+
+def _kill_tree(process: Any) -> None:
+    """A vLLM engine may have children of its own (tensor parallelism): they go with it."""
+    children = []
+    if process.is_alive():  # or a zombie by now, which has none
+        children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.join()
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
@@ -338,8 +308,7 @@ def signals(
 
 @contextlib.contextmanager
 def graceful(stop: Callable[[str], None]) -> Iterator[list[int]]:
-    """The first signal calls `stop` with its name; the second ends at once. Gives those that
-    came."""
+    """The first signal calls `stop` with its name; the second ends at once. Gives the signals."""
     came: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -352,56 +321,13 @@ def graceful(stop: Callable[[str], None]) -> Iterator[list[int]]:
         yield came
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
-
-
-def _kill_tree(process: Any) -> None:
-    """A vLLM engine may have children of its own (tensor parallelism): they go with it."""
-    children = _children(process.pid) if process.is_alive() else []
-    process.kill()
-    process.join()
-    for pid in children:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _children(pid: int) -> list[int]:
-    path = Path(f"/proc/{pid}/task/{pid}/children")
-    try:
-        direct = [int(child) for child in path.read_text().split()]
-    except OSError:
-        return []
-    return direct + [grandchild for child in direct for grandchild in _children(child)]
-
-
 @contextlib.contextmanager
-def _environment(extra: dict[str, str], hidden: list[str]) -> Iterator[None]:
-    """A spawned process takes the environment of its parent at that moment."""
-    before = {key: os.environ.get(key) for key in (*extra, *hidden)}
-    os.environ.update(extra)
-    for key in hidden:
-        os.environ.pop(key, None)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                os.environ.pop(key, None)
-            else:
-                os.environ[key] = value
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """While a process is started: one that is half started could neither be heard nor ended. What
-    comes meanwhile comes afterwards. And blocked, as the new process inherits it, until that can
-    say that it takes no notice."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals are the main thread's business
-        return
+def _deferred_signals() -> Iterator[None]:
+    """Defer SIGINT and SIGTERM while a child starts: a half-started child can be neither messaged
+    nor killed. Signals that arrive meanwhile are re-raised afterwards. They, and the signal that
+    asks for stacks, stay blocked in the child until it has its own handlers."""
     came: list[int] = []
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGUSR1))
     try:
         with signals(lambda number, frame: came.append(number)):
             try:
@@ -413,56 +339,63 @@ def _undisturbed() -> Iterator[None]:
             signal.raise_signal(late)
 
 
+@contextlib.contextmanager
+def _environment(extra: dict[str, str]) -> Iterator[None]:
+    """A spawned process takes the environment of its parent at that moment. Workers run code of
+    tasks and models, so none is given a secret."""
+    before = dict(os.environ)
+    try:
+        os.environ.update(extra)
+        for name in filter(SECRET.search, before):
+            del os.environ[name]
+        yield
+    finally:
+        for name in extra:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
 def _child(
-    body: str,
-    setup: Any,
-    placement: Placement,
+    worker: Worker,
     board: Board,
-    row: int,
-    *,
     pipe: Connection,
     log: Path,
-    parent: int,
     trace: TraceFile | None,
     delay_s: float,
 ) -> None:
     """What every worker process runs."""
+    parent = multiprocessing.parent_process()
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    libc.prctl(PR_SET_NAME, f"rl-{log.stem}".encode())  # what top shows, at most 15 letters
-    if os.getppid() != parent:  # it died before we could ask to die with it
+    libc.prctl(PR_SET_NAME, f"rl-{worker.name}".encode())  # what top shows, at most 15 letters
+    if parent is None or os.getppid() != parent.pid:  # it died before PDEATHSIG was set
         os._exit(1)
+    _write_to(log)
     for number in SIGNALS:  # they may come to the whole process group: the controller decides
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a reward's own children may want them
-    _write_to(log)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*SIGNALS, signal.SIGUSR1))
     tqdm.set_lock(threading.RLock())  # its own lock is a named semaphore, which a kill would leave
-    devices.bind(placement)
-    writer = board.writer(row)
+    devices.bind(worker.placement)
+    writer = board.writer(worker.row)
     if trace is not None:
-        writer.tracer = Tracer(trace, log.stem)
-        writer.tracer.state("starting", {})
+        writer.tracer = Tracer(trace, worker.name)
+        writer.enter(State.STARTING)
     time.sleep(delay_s)
     try:
-        module, _, function = body.partition(":")
-        getattr(importlib.import_module(module), function)(setup, writer, pipe)
+        module, _, function = worker.body.partition(":")
+        getattr(importlib.import_module(module), function)(worker.setup, writer, pipe)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the controller is gone or has closed the pipe: nothing left to do
-    except MinirlError as error:
-        _report(pipe, Failed(str(error), is_ours=True))
+        pass  # the controller is gone or has closed the pipe
     except Exception as error:
-        traceback.print_exc()
-        _report(pipe, Failed(f"{type(error).__name__}: {error}", is_ours=False))
+        is_ours = isinstance(error, MinirlError)
+        how = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        with contextlib.suppress(OSError):
+            pipe.send(Died(how, is_final=is_ours))
+        if not is_ours:
+            raise  # multiprocessing prints the traceback, into the log
     finally:
         if writer.tracer is not None:
             writer.tracer.close()
-        sys.stdout.flush()
-        sys.stderr.flush()
-
-
-def _report(pipe: Connection, failure: Failed) -> None:
-    with contextlib.suppress(OSError):
-        pipe.send(failure)
 
 
 class LossyStream:

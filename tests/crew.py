@@ -2,12 +2,13 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from minirl.devices import Placement, vllm_environment
+from minirl.shm.weights import WeightStore
 from minirl.workers import Died, Worker, Workers
 
 LIMIT_S = 300.0  # a hang is a failure, however slow the machine
@@ -29,8 +30,16 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
+def publish(store: WeightStore, version: int, weights: Iterable[Any], canary: Any = 0.0) -> None:
+    """As a trainer does it; `weights` in the order of the store's table."""
+    with store.publishing(version) as slot:
+        for shared, tensor in zip(slot.tensors, weights, strict=True):
+            shared.copy_(tensor)
+        slot.canary[:] = canary
+
+
 class Inbox:
-    """Everything that workers said and nobody has taken yet."""
+    """Messages of workers that are not taken yet."""
 
     def __init__(self, workers: Workers):
         self.workers = workers
@@ -57,7 +66,7 @@ class Inbox:
     def wait_until(self, is_there: Callable[[], bool], listen_s: float = 0.2) -> None:
         deadline = time.monotonic() + LIMIT_S
         while not is_there():
-            assert time.monotonic() < deadline, f"waited in vain; heard {self.messages}"
+            assert time.monotonic() < deadline, f"waited in vain; received {self.messages}"
             self.messages += self.workers.receive(listen_s)
 
 

@@ -10,17 +10,16 @@ from typing import Any
 import torch
 
 from minirl.errors import StaleWeights
-from minirl.rollout.engine import Chunk, Engine, Sampling
+from minirl.rollout.engine import Chunk, Engine
 from minirl.rollout.worker import RolloutSetup
 from minirl.shm.board import BoardWriter
 
 Weights = dict[str, torch.Tensor]
-CALLS_ALLOWED_TO_FAIL = (StaleWeights, ValueError)
 
 
 @dataclass(frozen=True)
 class Call:
-    """Of a method of Engine or a function of this module, on one of the engines."""
+    """Of a method of Engine, a function of this module, or getattr, on one of the engines."""
 
     engine: str
     function: Callable[..., Any]
@@ -42,21 +41,8 @@ def run(setups: dict[str, RolloutSetup], board: BoardWriter, pipe: Connection) -
     while isinstance(call := pipe.recv(), Call):
         try:
             pipe.send(Result(call.function(engines[call.engine], *call.arguments)))
-        except CALLS_ALLOWED_TO_FAIL as error:
+        except (StaleWeights, ValueError) as error:
             pipe.send(Result(error=error))
-
-
-def reload(engine: Engine) -> int:
-    engine.reload()
-    return engine.version
-
-
-def canary_gap(engine: Engine) -> float:
-    return engine.canary_gap
-
-
-def add(engine: Engine, key: int, prompt: list[int], sampling: Sampling) -> None:
-    engine.add(key, prompt, sampling, priority=key)
 
 
 def steps(engine: Engine, count: int) -> list[tuple[int, Chunk]]:
@@ -66,32 +52,21 @@ def steps(engine: Engine, count: int) -> list[tuple[int, Chunk]]:
         if not engine.is_busy:
             break
         version = engine.version
-        found += [
-            (version, Chunk(c.key, list(c.tokens), list(c.logprobs), c.stop)) for c in engine.step()
-        ]
+        plain = [Chunk(c.key, list(c.tokens), list(c.logprobs), c.stop) for c in engine.step()]
+        found += [(version, chunk) for chunk in plain]
     return found
 
 
-def lose_tensors(engine: Engine, names: list[str] | None) -> None:
-    """From now on these never arrive; None: nothing does. An empty list: all is well again."""
+def break_copies(engine: Engine, fault: str) -> None:
+    """From now on copies go wrong: "all" loses every tensor, "torn" takes every other one from the
+    slot of the version before, a name loses that tensor, and "" mends it."""
 
-    def lose(weights: Weights) -> Weights:
-        return {n: w for n, w in weights.items() if names is not None and n not in names}
+    def change(weights: Weights) -> Weights:
+        if fault == "torn":
+            other = dict(engine._store.views(1 - engine._store.latest % 2))
+            return {n: other[n] if i % 2 else w for i, (n, w) in enumerate(weights.items())}
+        return {n: w for n, w in weights.items() if fault not in ("all", n)}
 
-    _copy_instead(engine, lose)
-
-
-def tear(engine: Engine, is_torn: bool) -> None:
-    """From now on every other tensor is loaded from the slot of the version before."""
-
-    def tear_apart(weights: Weights) -> Weights:
-        other = dict(engine._store.views(1 - engine._store.latest % 2))
-        return {n: other[n] if i % 2 else w for i, (n, w) in enumerate(weights.items())}
-
-    _copy_instead(engine, tear_apart if is_torn else lambda weights: weights)
-
-
-def _copy_instead(engine: Engine, change: Callable[[Weights], Weights]) -> None:
     def patch(wrapper: Any) -> None:
         worker = wrapper.worker
         worker.copy = lambda weights: type(worker).copy(worker, change(weights))

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import numpy as np
 import torch
+from crew import publish
 
 from minirl.errors import StaleWeights
 from minirl.records import Group, StopReason, Trajectory
 from minirl.rollout.worker import Abort, Finished, Gone, GroupRequest, Started, Submit
 from minirl.shm.board import BEAT_S, BoardWriter, State, Total
-from minirl.shm.weights import CANARY_TOKENS, WeightStore
+from minirl.shm.weights import WeightStore
 from minirl.train.messages import AnswerTokens, Ready, Save, Saved, Train, Trained
 
 TICK_S = 0.01
@@ -81,7 +81,7 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
         os.write(1, b"the last words of a rank\n")
         raise RuntimeError("CUDA out of memory" if script.bad["dies"] == 2 else "no luck")
     updates = read_updates(Path(script.folder)) if script.is_resumed else 0
-    publish(script.store, script.version, updates)
+    publish(script.store, script.version, [torch.tensor([float(updates)])])
     pipe.send(Ready())
     died = Path(script.rendezvous).with_name("died")  # each fault happens once
     while True:
@@ -98,7 +98,7 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
                 died.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             updates += 1
-            publish(script.store, version + 1, updates)
+            publish(script.store, version + 1, [torch.tensor([float(updates)])])
             if is_due and step == script.bad.get("die_after_publishing"):
                 died.touch()
                 time.sleep(10 * script.seconds)  # engines load it, and write under it
@@ -125,11 +125,6 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
             pipe.send(Saved(request.folder))
         else:
             return
-
-
-def publish(store: WeightStore, version: int, updates: int) -> None:
-    canary = np.zeros(CANARY_TOKENS, dtype=np.float32)
-    store.publish(version, [torch.tensor([float(updates)])], canary)
 
 
 def shown_tokens(group: Group, oldest: int) -> AnswerTokens:

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import crew
 import torch
 from crew import TRAINER_PLACE
 
@@ -22,7 +22,7 @@ from minirl.rollout.engine import Chunk, Sampling
 from minirl.rollout.worker import RolloutWorker, Started
 from minirl.shm.board import BoardWriter
 from minirl.shm.ring import TrajectoryRing
-from minirl.shm.weights import CANARY_TOKENS, TensorSpec, WeightStore
+from minirl.shm.weights import TensorSpec, WeightStore
 from minirl.workers import Role, Workers
 from tests.bench.scripted import TrainerScript, serve_training
 
@@ -99,7 +99,7 @@ def trainer(store: WeightStore, board: BoardWriter, pipe: Connection) -> None:
     def publish() -> None:
         version = store.latest + 1
         weights = [torch.full((4,), float(version))]
-        store.publish(version, weights, np.zeros(CANARY_TOKENS, np.float32))
+        crew.publish(store, version, weights)
 
     publish()
     serve_training(TrainerScript(STEP_S), board, pipe, publish)

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from minirl.run_dir import read_lines
-from tests.soak.controller_process import children, living, orphaned_memory
+from tests.soak.controller_process import living, orphaned_memory
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 SMALL = {
@@ -37,7 +39,6 @@ class Run:
         run_dir: Path,
         *extra: str,
         small: bool = True,
-        program: tuple[str, ...] = ("-m", "minirl.cli"),
         **changes: object,
     ):
         settings = {**SMALL, **_dotted(changes)} if small else _dotted(changes)
@@ -46,7 +47,7 @@ class Run:
         self.before = set(os.listdir("/dev/shm"))
         self.process = subprocess.Popen(
             [
-                *(sys.executable, *program, "train", str(RECIPES / "smoke.toml")),
+                *(sys.executable, "-m", "minirl.cli", "train", str(RECIPES / "smoke.toml")),
                 *("--run-dir", str(run_dir), *overrides, *extra),
             ],
             stdout=subprocess.PIPE,
@@ -58,12 +59,8 @@ class Run:
 
     def workers(self) -> dict[str, int]:
         """Process ids by worker name."""
-        found = {}
-        for pid in children(self.process.pid):
-            name = Path(f"/proc/{pid}/comm").read_text().strip()
-            if name.startswith("rl-"):
-                found[name.removeprefix("rl-")] = pid
-        return found
+        found = {p.name(): p.pid for p in psutil.Process(self.process.pid).children()}
+        return {name[3:]: pid for name, pid in found.items() if name.startswith("rl-")}
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         os.kill(self.workers()[name], number)
@@ -94,7 +91,7 @@ class Run:
         return Ended(self.process.returncode, out, err)
 
     def traces(self) -> list[str]:
-        """Living processes of the run, and shared memory that nobody holds."""
+        """Living processes of the run, and shared memory that no process holds."""
         memory = sorted(orphaned_memory() - self.before)
         return [f"process {pid}" for pid in living(self.process.pid)] + memory
 
@@ -124,20 +121,13 @@ def assert_accounted(lines: list[dict[str, Any]], max_staleness: int) -> None:
 
 
 def listening_addresses(session: int) -> set[str]:
-    """Addresses, as the kernel writes them, at which processes of a run take connections."""
-    listening = {}
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A":
-                listening[f"socket:[{fields[9]}]"] = fields[1].partition(":")[0]
+    """At which processes of a run take connections."""
     found = set()
     for pid in living(session):
-        with contextlib.suppress(OSError):
-            for fd in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    found.add(listening.get(os.readlink(fd), ""))
-    return found - {""}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            open_now = psutil.Process(pid).net_connections("tcp")
+            found |= {c.laddr.ip for c in open_now if c.status == psutil.CONN_LISTEN}
+    return found
 
 
 def _dotted(changes: dict[str, object]) -> dict[str, object]:

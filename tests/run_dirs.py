@@ -77,7 +77,6 @@ def evaluation(step: int) -> dict[str, Any]:
 def write_trace(path: Path, steps: int) -> None:
     """One engine and one rank, one group per step, in no time at all."""
     file = TraceFile(path)
-    file.begin()
     engine, rank = Tracer(file, "rollout-0"), Tracer(file, "train-0")
     for step in range(1, steps + 1):
         engine.state("generating", {})

@@ -1,8 +1,5 @@
-"""Processes that write and read shared memory, until they are killed: bodies for test_ring.py and
-test_weights.py.
-
-A fork server imports torch once and forks each process from there: a start takes milliseconds.
-"""
+"""Processes that write and read shared memory until they are killed, for test_ring.py and
+test_weights.py. A fork server imports torch once: a start takes milliseconds."""
 
 import random
 import time
@@ -13,6 +10,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import crew
 import numpy as np
 import torch
 
@@ -21,23 +19,18 @@ from minirl.shm.weights import CANARY_TOKENS, TensorSpec, WeightStore
 
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(["torch", "minirl.shm.ring", "minirl.shm.weights"])
-
-TABLE = (
-    TensorSpec("embed", (301, 67)),
-    TensorSpec("scalar", ()),
-    TensorSpec("bias", (13,)),
-    TensorSpec("head", (700, 33)),
-)
+SHAPES = {"embed": (301, 67), "scalar": (), "empty": (0, 4), "bias": (13,), "head": (700, 33)}
+TABLE = tuple(TensorSpec(name, shape) for name, shape in SHAPES.items())
 
 
-def started(body: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connection]:
-    """The process, after it has sent its first message, and the pipe from it."""
+def started(body: Callable[..., None], *args: Any) -> BaseProcess:
+    """The process, after it has sent a message."""
     ours, theirs = FORKS.Pipe()
     process = FORKS.Process(target=body, args=(*args, theirs), daemon=True)
     process.start()
     theirs.close()
     ours.recv()
-    return process, ours
+    return process
 
 
 def kill(process: BaseProcess) -> None:
@@ -45,28 +38,17 @@ def kill(process: BaseProcess) -> None:
     process.join()
 
 
-# The ring -------------------------------------------------------------------------------------
-
-
 def entry(ticket: int, cell_tokens: int) -> tuple[list[int], list[int], list[float], list[int]]:
     """Prompt, tokens, logprobs and versions: a function of the ticket, lengths too."""
     start = 1 + ticket * 37 % (cell_tokens // 4)
-    num_written = 1 + ticket * 101 % (cell_tokens - start)
-    return (
-        [ticket] * start,
-        [ticket + 1] * num_written,
-        [float(-ticket)] * num_written,
-        [ticket + 2] * num_written,
-    )
+    size = 1 + ticket * 101 % (cell_tokens - start)
+    return [ticket] * start, [ticket + 1] * size, [float(-ticket)] * size, [ticket + 2] * size
 
 
 def write_forever(ring: TrajectoryRing, first_ticket: int, pipe: Connection) -> None:
     pipe.send("writing")
     for ticket in count(first_ticket):
         ring.write(ticket % ring.num_cells, ticket, *entry(ticket, ring.cell_tokens))
-
-
-# The weights ----------------------------------------------------------------------------------
 
 
 def filled(version: int) -> list[torch.Tensor]:
@@ -78,12 +60,17 @@ def canary(version: int) -> np.ndarray:
     return np.full(CANARY_TOKENS, -float(version), np.float32)
 
 
+def publish(store: WeightStore, *versions: int) -> None:
+    for version in versions:
+        crew.publish(store, version, filled(version), canary(version))
+
+
 def publish_forever(store: WeightStore, pipe: Connection) -> None:
     """In bursts with short rests: readers are lapped all the time, and get through now and then."""
     torch.set_num_threads(1)
     rest = random.Random(1)
     for version in count(store.latest + 1):
-        store.publish(version, filled(version), canary(version))
+        publish(store, version)
         if version == 1:
             pipe.send("publishing")
         if rest.random() < 0.1:
@@ -100,7 +87,7 @@ def publish_half(store: WeightStore, version: int, pipe: Connection) -> None:
 
 
 def publish_once(store: WeightStore, version: int, pipe: Connection) -> None:
-    store.publish(version, filled(version), canary(version))
+    publish(store, version)
     pipe.send("published")
 
 

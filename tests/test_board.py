@@ -7,8 +7,6 @@ import pytest
 from minirl.shm import board as board_module
 from minirl.shm.board import IDLE_STATES, Board, State, Total
 
-SPAWN = get_context("spawn")
-
 
 class Clock:
     """Time that passes only when a test says so."""
@@ -30,48 +28,42 @@ def work(board: Board) -> None:
     writer = board.writer(1)
     writer.enter(State.GENERATING)
     writer.serving(version=7, running=3)
-    writer.add(Total.TOKENS, 100)
-    writer.add(Total.RELOAD_S, 0.5)
-    writer.add(Total.TOKENS, 23)
+    for column, amount in ((Total.TOKENS, 100), (Total.RELOAD_S, 0.5), (Total.TOKENS, 23)):
+        writer.add(column, amount)
 
 
 def test_a_spawned_worker_writes_its_own_row_and_a_reset_keeps_its_totals() -> None:
     board = Board(3)
-    child = SPAWN.Process(target=work, args=(board,))
+    child = get_context("spawn").Process(target=work, args=(board,))
     child.start()
     child.join()
     row = board.row(1)
     assert (row.state, row.version, row.running) == (State.GENERATING, 7, 3)
     board.reset(1)  # a new process takes the row over
-    totals = [board.total(1, column) for column in Total]
-    assert totals == [123.0, 0.0, 0.5, 0.0, 0.0]
-    for worker in range(3):
+    for worker, totals in enumerate(([0.0] * 5, [123.0, 0.0, 0.5, 0.0, 0.0], [0.0] * 5)):
         row = board.row(worker)
         assert (row.state, row.version, row.running) == (State.STARTING, -1, 0)
-        assert worker == 1 or [board.total(worker, c) for c in Total] == [0.0] * len(Total)
+        assert [board.total(worker, column) for column in Total] == totals
 
 
 def test_the_same_state_again_is_a_heartbeat_and_keeps_since(clock: Clock) -> None:
     board = Board(1)
     writer = board.writer(0)
 
-    def ages() -> tuple[float, float]:
-        row = board.row(0)
-        return row.since_s, row.beat_s
+    def check(since_s: float, beat_s: float) -> None:
+        assert (board.row(0).since_s, board.row(0).beat_s) == (since_s, beat_s)
 
     writer.enter(State.GENERATING)
     clock.now += 3
-    assert ages() == (3, 3)
+    check(3, 3)
     writer.enter(State.GENERATING)
-    assert ages() == (3, 0)
+    check(3, 0)
     writer.enter(State.GENERATING, anew=True)
-    assert ages() == (0, 0)
-    clock.now += 3
-    writer.enter(State.TRAINING)
-    assert ages() == (0, 0)
-    clock.now += 3
-    board.reset(0)
-    assert ages() == (0, 0)
+    check(0, 0)
+    for renew in (lambda: writer.enter(State.TRAINING), lambda: board.reset(0)):
+        clock.now += 3
+        renew()
+        check(0, 0)
 
 
 @pytest.mark.parametrize("state", State)

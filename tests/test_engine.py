@@ -64,12 +64,16 @@ class Remote:
         """Publishes the next version and has the engine take it."""
         version = self.versions.store.latest + 1
         self.versions.publish(version, canary)
-        assert self.call(engine_child.reload) == version
+        self.reload()
         return version
 
-    def add(self, prompt: list[int], sampling: Sampling = FREE) -> Written:
+    def reload(self) -> None:
+        self.call(Engine.reload)
+        assert self.call(getattr, "version") == self.versions.store.latest
+
+    def add(self, prompt: list[int], sampling: Sampling = FREE, priority: int = 0) -> Written:
         self.next_key += 1
-        self.call(engine_child.add, self.next_key, prompt, sampling)
+        self.call(Engine.add, self.next_key, prompt, sampling, priority)
         return self.written[self.next_key]
 
     def step(self, count: int = 1000) -> None:
@@ -116,7 +120,7 @@ def engines(
         inbox.take(worker, Result)
         remotes = {name: Remote(name, inbox, worker, versions[name]) for name in ENGINES}
         for remote in remotes.values():
-            assert remote.call(engine_child.reload) == 0
+            remote.reload()
         yield remotes
 
 
@@ -161,7 +165,7 @@ def test_keep_versions_are_right_and_the_first_span_is_exact(engines: dict[str, 
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         spans = [answer.versions.count(first + i) for i in range(4)]
         assert answer.versions == [first + i for i in range(4) for _ in range(spans[i])]
-        # One token a step, from the first: prompts this short are prefilled at once.
+        # One token per step, from the first: prompts this short are prefilled at once.
         assert spans[:3] == [15, 15, 15] or answer.stop is StopReason.STOP
         errors = keep.errors(prompt, answer)
         assert errors[: spans[0]].max() < EXACT
@@ -192,9 +196,10 @@ def test_a_prefix_is_never_served_from_another_version(
 
 
 @pytest.mark.parametrize(
-    ("engine_name", "lost"),
+    ("engine_name", "fault"),
     [
-        ("tied", None),
+        ("tied", "all"),
+        ("tied", "torn"),
         ("tied", "model.embed_tokens.weight"),
         ("tied", "model.norm.weight"),
         ("tied", "model.layers.0.self_attn.q_norm.weight"),
@@ -205,28 +210,16 @@ def test_a_prefix_is_never_served_from_another_version(
     ],
 )
 def test_a_tensor_left_behind_is_noticed_by_its_name(
-    engine_name: str, lost: str | None, engines: dict[str, Remote]
+    engine_name: str, fault: str, engines: dict[str, Remote]
 ) -> None:
-    """None: no tensor arrives at all."""
     engine = engines[engine_name]
-    named = rf"tensor {lost} \(and 0 more\)"
-    if lost is None:
-        named = f"did not reach the engine: tensor {engine.versions.store.table[0].name} "
-    engine.call(engine_child.lose_tensors, lost and [lost])
-    with pytest.raises(StaleWeights, match=named):
+    first, second = [spec.name for spec in engine.versions.store.table][:2]
+    named = {"all": f"{first} ", "torn": f"{second} "}.get(fault, rf"{fault} \(and 0 more\)")
+    engine.call(engine_child.break_copies, fault)
+    with pytest.raises(StaleWeights, match=f"did not reach the engine: tensor {named}"):
         engine.update()
-    engine.call(engine_child.lose_tensors, [])
+    engine.call(engine_child.break_copies, "")
     engine.update()
-
-
-def test_a_torn_copy_is_noticed_by_a_name(tied: Remote) -> None:
-    """Half of the tensors come from the slot of another version."""
-    tied.call(engine_child.tear, True)
-    second_half = [spec.name for spec in tied.versions.store.table][1::2]
-    with pytest.raises(StaleWeights, match=f"tensor {second_half[0]} "):
-        tied.update()
-    tied.call(engine_child.tear, False)
-    tied.update()
 
 
 def wrong_canary(engine: Remote) -> np.ndarray:
@@ -235,35 +228,32 @@ def wrong_canary(engine: Remote) -> np.ndarray:
     return plain_script.canary(engine.versions.load(version)) + 0.01
 
 
-def test_a_canary_that_sings_differently_is_noticed(tied: Remote) -> None:
+def test_a_wrong_canary_is_noticed_by_an_idle_engine_at_once(tied: Remote) -> None:
     version = tied.versions.store.latest + 1
     with pytest.raises(StaleWeights, match=f"version {version}: the engine's logprobs of the can"):
         tied.update(wrong_canary(tied))
     with pytest.raises(StaleWeights, match="nan off"):
         tied.update(np.full(CANARY_TOKENS, np.nan, np.float32))
     tied.update()
-    assert tied.call(engine_child.canary_gap) < EXACT
+    assert tied.call(getattr, "canary_gap") < EXACT
 
 
-def test_a_wrong_canary_is_noticed_under_running_sequences_too(tied: Remote) -> None:
-    tied.add(PROMPT)
+def test_a_wrong_canary_is_noticed_under_running_sequences_unless_newer_weights_overtake_it(
+    tied: Remote,
+) -> None:
+    running = tied.add(PROMPT)
     tied.step(3)
+    tied.update(wrong_canary(tied))
+    version = tied.update()
+    tied.step(3)
+    assert set(running.versions) == {version - 2, version}
+    assert tied.errors(PROMPT, running).max() < EXACT
     tied.update(wrong_canary(tied))  # it is on its way
     with pytest.raises(StaleWeights, match="canary"):
         tied.step(2)
     tied.update()
     tied.call(Engine.abort, [tied.next_key])
     tied.step()
-
-
-def test_a_canary_that_newer_weights_overtake_says_nothing(tied: Remote) -> None:
-    running = tied.add(PROMPT)
-    tied.step(3)
-    tied.update(wrong_canary(tied))
-    version = tied.update()
-    tied.step()
-    assert set(running.versions) == {version - 2, version}
-    assert tied.errors(PROMPT, running).max() < EXACT
 
 
 # Sampling -------------------------------------------------------------------------------------
@@ -322,7 +312,7 @@ def test_short_answers_end_with_a_stop_text_or_a_stop_token_and_keep_it(
         assert not any(text in before for text in STOP_TEXTS)
         assert not set(answer.tokens[:-1]) & {*STOP_TOKENS, tokenizer.eos_token_id}
     assert ends["token"] and ends["text"] and ends["length"]
-    assert engine.call(engine_child.canary_gap) < EXACT
+    assert engine.call(getattr, "canary_gap") < EXACT
 
 
 def how_it_ends(answer: Written, tokenizer: Any) -> str:
@@ -350,6 +340,17 @@ def test_a_seed_repeats_what_is_sampled(tied: Remote) -> None:
     assert once[0] != once[1]
 
 
+def test_with_too_few_seats_the_lower_priority_number_goes_first(tied: Remote) -> None:
+    seats = CONFIG.rollout.max_num_seqs + 1  # the canary has one of its own
+    short = replace(FREE, max_new_tokens=2)
+    answers = {p: tied.add(PROMPT[:9], short, priority=p) for p in reversed(range(seats + 4))}
+    tied.step(1)
+    waiting = {priority for priority, answer in answers.items() if not answer.tokens}
+    assert waiting == set(range(seats, seats + 4))
+    tied.step()
+    assert all(answer.stop is not None for answer in answers.values())
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_weights_change_in_flight_on_cuda(tied_folder: Path, tmp_path: Path) -> None:
@@ -364,7 +365,7 @@ def test_weights_change_in_flight_on_cuda(tied_folder: Path, tmp_path: Path) -> 
         worker = inbox.workers.spawn(Role.ROLLOUT, 0, body, {"cuda": setup}, CUDA_ENGINE_PLACE)
         inbox.take(worker, Result)
         engine = Remote("cuda", inbox, worker, versions)
-        engine.call(engine_child.reload)
+        engine.reload()
         answers = through_versions(engine, num_steps=12, num_updates=4)
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             assert answer.versions == sorted(answer.versions)

@@ -32,6 +32,7 @@ FOREIGN = {  # rooms, or single modules
     "peft": "train",
     "scipy": "statistics tools.sweep",
     "pynvml": "devices",
+    "psutil": "workers",
     "pydantic": "config recipe train.bad_batch view.status",
     "datasets pyarrow math_verify": "tasks",
 }

@@ -4,7 +4,7 @@ trainer. Its task has several turns: without a reply the first is the whole answ
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +78,10 @@ class Station:
     def submit(self, *groups: GroupRequest) -> None:
         self.worker.send(Submit(groups))
 
+    def run(self, *groups: GroupRequest) -> None:
+        self.submit(*groups)
+        self.wait_done(*groups)
+
     def reply(self, group: GroupRequest, tokens: tuple[int, ...], *places: int) -> None:
         """No tokens: the turn was the last."""
         for place in places:
@@ -89,25 +93,12 @@ class Station:
     def listen(self, group: GroupRequest) -> dict[int, Trajectory]:
         """Until each trajectory of the group is done or waits; gives those that wait."""
         waiting, done = self.waiting[group.group_id], self.done[group.group_id]
-
-        def is_quiet() -> bool:
-            self.read()
-            return len(waiting) + len(done) == len(group.cells)
-
-        self.inbox.wait_until(is_quiet)
+        self.wait_until(lambda: len(waiting) + len(done) == len(group.cells))
         return dict(waiting)
 
-    def is_done(self, *groups: GroupRequest) -> bool:
-        self.read()
-        return all(len(self.done[g.group_id]) == len(g.cells) for g in groups)
-
-    def is_gone(self, group: GroupRequest) -> bool:
-        self.read()
-        return group.group_id in self.gone
-
     def read(self) -> None:
-        left = []
-        for worker, message in self.inbox.messages:
+        messages, self.inbox.messages = self.inbox.messages, []
+        for worker, message in messages:
             if isinstance(message, (Finished, TurnEnded)):
                 for group_id, place, trajectory in message.trajectories:
                     assert group_id not in self.gone, "a group of which nothing was to come"
@@ -117,47 +108,49 @@ class Station:
                 self.gone[message.group_id] = message.why
             else:
                 assert not isinstance(message, Died), self.inbox.workers.log_tail(worker)
-                left.append((worker, message))
-        self.inbox.messages = left
 
     def take(self, group_id: int, place: int, trajectory: Trajectory, is_last: bool) -> None:
-        assert place not in self.done[group_id]
-        if not is_last and group_id in self.waiting:
-            assert place not in self.waiting[group_id]
-            self.waiting[group_id][place] = trajectory
-            return
-        self.done[group_id][place] = trajectory
-        if not is_last:
+        has_reply = not is_last and group_id in self.waiting
+        found = (self.waiting if has_reply else self.done)[group_id]
+        assert place not in found
+        found[place] = trajectory
+        if not is_last and not has_reply:
             self.worker.send(Continue(((group_id, place, ()),)))
 
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        def looked() -> bool:
+            self.read()
+            return is_so()
+
+        self.inbox.wait_until(looked, listen_s=0.001)
+
     def wait_done(self, *groups: GroupRequest) -> None:
-        self.inbox.wait_until(lambda: self.is_done(*groups))
+        self.wait_until(lambda: all(len(self.done[g.group_id]) == len(g.cells) for g in groups))
+
+    def abort(self, group: GroupRequest) -> None:
+        self.worker.send(Abort(group.group_id))
+        self.wait_until(lambda: group.group_id in self.gone)
 
     def wait_tokens(self, count: int) -> None:
         """Until so many more have been sampled, by whichever group."""
-        goal = self.num_sampled + count
-        self.inbox.wait_until(lambda: self.num_sampled >= goal, listen_s=0.001)
+        board, row = self.inbox.workers.board, self.worker.row
+        goal = board.total(row, Total.TOKENS) + count
+        self.wait_until(lambda: board.total(row, Total.TOKENS) >= goal)
 
-    def wait_idle(self) -> None:
-        """With nothing to sample, and nothing newer to load."""
+    def serve_next(self, end_scale: float = 1.0, is_idle: bool = False) -> int:
+        """Publishes a version and waits until it is served, or all is done too."""
+        version = self.versions.publish_next(end_scale)
+        self.wait_version(is_idle)
+        return version
 
-        def is_idle() -> bool:
-            self.read()
+    def wait_version(self, is_idle: bool = True) -> None:
+        def is_there() -> bool:
             row = self.inbox.workers.board.row(self.worker.row)
             is_new = row.version == self.versions.store.latest
-            return row.state is State.WAITING_FOR_PROMPTS and row.running == 0 and is_new
+            rests = row.state is State.WAITING_FOR_PROMPTS and row.running == 0
+            return is_new and (rests or not is_idle)
 
-        self.inbox.wait_until(is_idle, listen_s=0.01)
-
-    def wait_version(self) -> None:
-        """Until it serves the newest."""
-        row, latest = self.worker.row, self.versions.store.latest
-        board = self.inbox.workers.board
-        self.inbox.wait_until(lambda: board.row(row).version == latest, listen_s=0.001)
-
-    @property
-    def num_sampled(self) -> float:
-        return self.inbox.workers.board.total(self.worker.row, Total.TOKENS)
+        self.wait_until(is_there)
 
     def views(self, group: GroupRequest) -> list[TrajectoryView]:
         """The trajectories, after checking that each is what its descriptor says, that every token
@@ -213,64 +206,57 @@ def station(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def idle(station: Station) -> None:
     """Each test begins with a worker that has nothing to do, under weights that end an answer now
     and then."""
-    station.versions.publish_next()
-    station.wait_idle()
+    station.serve_next(is_idle=True)
 
 
 # One turn -------------------------------------------------------------------------------------
 
 
-def test_groups_run_through_new_versions_and_every_token_is_stamped_right(station: Station) -> None:
-    groups = [station.request(), station.request(PROMPT[:33])]
-    first = station.versions.store.latest
-    station.submit(*groups)
-    for _ in range(4):
-        station.wait_tokens(60)  # of at most 8 · 160
-        station.versions.publish_next()
-    station.wait_done(*groups)
-    views = [view for group in groups for view in station.views(group)]
-    assert max(len(np.unique(view.versions[view.mask == 1])) for view in views) >= 3
-    assert {int(view.versions[view.mask == 1][0]) for view in views} == {first}
-    assert len({tuple(view.tokens) for view in views}) == len(views)
-
-
-def test_an_answer_ends_where_the_model_ends_it_or_at_the_limit(station: Station) -> None:
+def test_answers_run_through_new_versions_until_the_model_ends_them_or_the_limit(
+    station: Station,
+) -> None:
     reasons = []
     for end_scale in (OFTEN, SELDOM):
-        station.versions.publish_next(end_scale)
-        groups = [station.request() for _ in range(4)]  # twice as many as there are seats
-        station.submit(*groups)
+        first = station.serve_next(end_scale)
+        groups = [station.request(), station.request(PROMPT[:33])]
+        station.submit(*groups, station.request())  # more than there are seats
+        for _ in range(3 * (end_scale == SELDOM)):
+            station.wait_tokens(60)  # of at most 8 · 160
+            station.versions.publish_next(end_scale)
         station.wait_done(*groups)
-        for group in groups:
-            station.views(group)
+        views = [view for group in groups for view in station.views(group)]
+        assert {int(view.versions[view.mask == 1][0]) for view in views} == {first}
+        assert len({tuple(view.tokens) for view in views}) == len(views)
         reasons.append({t.stop for g in groups for t in station.done[g.group_id].values()})
+        station.wait_version()
+    assert max(len(np.unique(view.versions[view.mask == 1])) for view in views) >= 3
     assert StopReason.STOP in reasons[0] and StopReason.LENGTH in reasons[1]
 
 
-@pytest.mark.parametrize("is_running", [False, True])
-def test_an_aborted_group_is_gone_and_its_seats_are_free(
-    is_running: bool, station: Station
-) -> None:
-    station.versions.publish_next(SELDOM)
-    aborted, other = station.request(size=8), station.request()
+@pytest.mark.parametrize("state", ["waits", "runs", "is parked"])
+def test_an_aborted_group_is_gone_and_its_seats_are_free(state: str, station: Station) -> None:
+    station.serve_next(OFTEN if state == "is parked" else SELDOM)
+    aborted = station.request(size=8, has_replies=True)
+    other = station.request()
     station.submit(aborted)
-    if is_running:
+    if state == "runs":
         station.wait_tokens(8)
-    station.worker.send(Abort(aborted.group_id))
-    station.inbox.wait_until(lambda: station.is_gone(aborted))
+    turns = station.listen(aborted) if state == "is parked" else {}
+    station.abort(aborted)
+    station.reply(aborted, REPLY, *turns)  # too late: it gets no further turn
     assert station.gone[aborted.group_id] == ""
-    assert not station.is_done(aborted)
-    unfinished = set(range(8)) - set(station.done[aborted.group_id])
-    for index in unfinished:
-        with pytest.raises(TornEntry):
-            station.ring.read(aborted.cells[index], aborted.group_id)
-    station.submit(other)
-    station.wait_done(other)
+    done = {**turns, **station.done[aborted.group_id], **station.waiting[aborted.group_id]}
+    assert bool(turns) == (state == "is parked")
+    station.run(other)
     station.views(other)
-    station.wait_idle()
-    assert set(station.done[aborted.group_id]) == set(range(8)) - unfinished
-    station.worker.send(Abort(other.group_id))  # the worker no longer has it, and answers too
-    station.inbox.wait_until(lambda: station.is_gone(other))
+    station.wait_version()
+    for place, cell in enumerate(aborted.cells):
+        if place in done:
+            assert len(station.ring.read(cell, aborted.group_id).tokens) == done[place].length
+        else:
+            with pytest.raises(TornEntry):
+                station.ring.read(cell, aborted.group_id)
+    station.abort(other)  # the worker no longer has it, and answers too
 
 
 @pytest.mark.parametrize("is_eval", [False, True])
@@ -279,21 +265,18 @@ def test_a_refused_prompt_is_gone_with_a_reason_and_the_worker_lives_on(
 ) -> None:
     size = 1 if is_eval else GROUP_SIZE
     refused, other = station.request(TOO_LONG, size, is_eval), station.request()
-    station.submit(refused, other)
-    station.wait_done(other)
-    assert station.is_gone(refused)
+    station.submit(refused)
+    station.run(other)
     assert re.search(r"280.*longer than the maximum", station.gone[refused.group_id])
     station.views(other)
-    station.versions.publish_next()
-    station.wait_idle()  # under the new version: nothing pins the old one
+    station.serve_next(is_idle=True)  # nothing pins the old one
 
 
 def test_an_evaluation_pins_its_version_while_training_groups_run_beside_it(
     station: Station,
 ) -> None:
     # Eight seats: the evaluation and one group begin at once, the last group when seats are free.
-    pinned = station.versions.publish_next(SELDOM)
-    station.wait_idle()
+    pinned = station.serve_next(SELDOM)
     evaluation = [station.request(PROMPT[: 50 + i], 1, is_eval=True) for i in range(4)]
     early, late = station.request(), station.request()
     station.submit(early, late, *evaluation)
@@ -320,8 +303,7 @@ def test_turns_are_one_flat_record_and_every_logprob_is_exact_across_updates(
     station: Station,
 ) -> None:
     """The updates come while turns wait and while they run."""
-    first = station.versions.publish_next(OFTEN)
-    station.wait_version()
+    first = station.serve_next(OFTEN)
     group = station.request(size=8, has_replies=True)
     station.submit(group)
     so_far = {place: list(PROMPT) for place in range(8)}
@@ -335,13 +317,11 @@ def test_turns_are_one_flat_record_and_every_logprob_is_exact_across_updates(
             so_far[place] = [*said, *REPLY]
             last_tokens.add(said[-1])
         if number < 3:
-            station.versions.publish_next(OFTEN)
-            station.wait_version()
+            station.serve_next(OFTEN)
             station.reply(group, REPLY, *station.waiting[group.group_id])
             station.wait_tokens(4)
             station.versions.publish_next(OFTEN)
     station.reply(group, (), *station.waiting[group.group_id])
-    station.wait_idle()
     ended = station.done[group.group_id]
     assert len(ended) == len(station.views(group)) == 8
     assert {said.head_version for said in ended.values()} == {first}
@@ -351,13 +331,11 @@ def test_turns_are_one_flat_record_and_every_logprob_is_exact_across_updates(
 
 
 def test_all_turns_and_replies_together_stay_within_the_limit(station: Station) -> None:
-    station.versions.publish_next(OFTEN)
-    station.wait_version()
+    station.serve_next(OFTEN)
     group = station.request(size=8, has_replies=True)
     station.submit(group)
     room = {place: MAX_NEW - turn.num_new for place, turn in station.listen(group).items()}
-    station.versions.publish_next(SELDOM)
-    station.wait_version()
+    station.serve_next(SELDOM)
     for place in room:
         station.reply(group, REPLY[:1] * (room[place] - 1), place)  # one token is left to write
     for place in station.listen(group):  # it was an end, by chance
@@ -368,37 +346,18 @@ def test_all_turns_and_replies_together_stay_within_the_limit(station: Station) 
     assert StopReason.LENGTH in {said.stop for said in ended}
 
 
-def test_an_aborted_group_gets_no_further_turn(station: Station) -> None:
-    station.versions.publish_next(OFTEN)
-    station.wait_version()
-    aborted, other = (station.request(has_replies=True) for _ in range(2))
-    station.submit(aborted)
-    turns = station.listen(aborted)
-    assert turns
-    station.worker.send(Abort(aborted.group_id))
-    station.reply(aborted, REPLY, *turns)
-    station.inbox.wait_until(lambda: station.is_gone(aborted))
-    station.submit(other)
-    station.reply(other, (), *station.listen(other))
-    station.wait_idle()
-    for turn in turns.values():
-        assert len(station.ring.read(turn.cell, aborted.group_id).tokens) == turn.length
-
-
 def test_an_evaluation_that_waits_for_a_reply_keeps_its_version(station: Station) -> None:
-    pinned = station.versions.publish_next(8.0)  # greedy, it would hardly ever end
-    station.wait_idle()
+    pinned = station.serve_next(8.0)  # greedy, it would hardly ever end
     group = station.request(size=2, is_eval=True, has_replies=True)
     station.submit(group)
     turns = station.listen(group)
     assert turns
     station.versions.publish_next()
     station.reply(group, REPLY, *turns)
-    for place, turn in station.listen(group).items():
-        assert (turn.head_version, turn.tail_version) == (pinned, pinned)
-        station.reply(group, (), place)
-    assert {said.tail_version for said in station.done[group.group_id].values()} == {pinned}
-    station.wait_idle()  # under the new one
+    station.reply(group, (), *station.listen(group))
+    ended = station.done[group.group_id].values()
+    assert {v for said in ended for v in (said.head_version, said.tail_version)} == {pinned}
+    station.wait_version()  # the new one
 
 
 def test_stop_ends_it(station: Station) -> None:

@@ -15,7 +15,7 @@ from minirl.view.status import Status
 pytestmark = pytest.mark.vllm
 
 
-LOOPBACK = {"0100007F", "0" * 24 + "01000000", "0000000000000000FFFF00000100007F"}
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 SECRET = "a-key-that-nobody-may-see"
 
 

@@ -12,7 +12,6 @@ from minirl.view.trace import read_window
 
 def begun(run_dir: Path) -> TraceFile:
     file = TraceFile(run_dir / "trace.json")
-    file.begin()
     return file
 
 

@@ -1,5 +1,6 @@
-"""Processes: whatever happens to one is heard, and nothing is left of it."""
+"""Worker processes: whatever happens to one is reported, and nothing is left of it."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import worker_bodies
 from crew import LIMIT_S, wait_until
@@ -16,7 +18,7 @@ from worker_bodies import place
 
 from minirl import workers as workers_module
 from minirl.shm.board import State
-from minirl.workers import LOG_TAIL_LINES, Died, Role, Worker, Workers
+from minirl.workers import LOG_TAIL_LINES, SIGNALS, Died, Role, Worker, Workers, signals
 
 
 @pytest.fixture
@@ -31,34 +33,31 @@ def start(workers: Workers, body: str, setup: Any = None, **env: str) -> Worker:
     return workers.spawn(Role.VERIFY, rank, f"worker_bodies:{body}", setup, place(**env))
 
 
-def receive(workers: Workers, count: int) -> list[tuple[Worker, Any]]:
-    """The next messages, at least so many."""
-    heard: list[tuple[Worker, Any]] = []
-    deadline = time.monotonic() + LIMIT_S
-    while len(heard) < count:
-        assert time.monotonic() < deadline, heard
-        heard += workers.receive(1.0)
-    return heard
-
-
 def messages(workers: Workers, count: int) -> list[Any]:
-    return [message for _, message in receive(workers, count)]
+    """The next ones, at least so many."""
+    found: list[Any] = []
+    deadline = time.monotonic() + LIMIT_S
+    while len(found) < count:
+        assert time.monotonic() < deadline, found
+        found += [message for _, message in workers.receive(1.0)]
+    return found
 
 
-def is_there(pid: int) -> bool:
+def wait_gone(pids: list[int]) -> None:
     """A zombie is gone: its parent only has not asked yet."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
+
+    def is_there(pid: int) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
         return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+    wait_until(lambda: not any(map(is_there, pids)))
 
 
 def test_messages_go_both_ways_and_placement_reaches_the_worker(workers: Workers) -> None:
     worker, other = start(workers, "echo", {"a": 1}, WORKER_TEST="yes"), start(workers, "echo", "b")
-    heard = {sender.name: message for sender, message in receive(workers, 2)}
     mine, others = ({"a": 1}, worker.pid, "yes"), ("b", other.pid, None)
-    assert heard == {"verify-0": mine, "verify-1": others}
+    assert sorted(messages(workers, 2), key=str) == sorted([mine, others], key=str)
     assert "WORKER_TEST" not in os.environ
     assert workers.of(Role.VERIFY) == [worker, other] and workers.of(Role.TRAIN) == []
     assert workers.board.row(worker.row).state is State.GENERATING
@@ -74,23 +73,17 @@ def test_messages_go_both_ways_and_placement_reaches_the_worker(workers: Workers
         ("die_by_signal", 200, [*range(200)], "was killed by SIGKILL", ""),
         ("die_in_a_message", None, ["before"], "was killed by SIGKILL", ""),
         ("leave", 3, ["leaving"], "ended with exit code 3", ""),
-        (
-            "divide_by_zero",
-            None,
-            ["before"],
-            "ZeroDivisionError: nothing goes into this",
-            "verify-0 | line 29\n",
-        ),
+        ("divide_by_zero", None, ["before"], "ZeroDivisionError: nothing goes", "line 29\n"),
         ("give_up", "the recipe cannot work", [], "the recipe cannot work", ""),
         ("missing", None, [], "AttributeError: module 'worker_bodies' has no attribute", ""),
     ],
 )
-def test_a_death_is_heard_after_all_messages_with_its_reason(
+def test_a_death_is_reported_after_all_messages_with_its_reason(
     body: str, setup: Any, before: list[Any], how: str, words: str, workers: Workers
 ) -> None:
     worker = start(workers, body, setup)
-    *heard, died = messages(workers, len(before) + 1)
-    assert heard == before and died.how.startswith(how)
+    *received, died = messages(workers, len(before) + 1)
+    assert received == before and died.how.startswith(how)
     assert died.is_final == (body == "give_up"), "only our own error is final"
     log = workers.log_tail(worker)
     assert words in log and ("Traceback" in log) == (body in ("divide_by_zero", "missing"))
@@ -108,92 +101,65 @@ def test_a_replaced_worker_is_new_and_inherits_no_failure(workers: Workers) -> N
     assert messages(workers, 1) == [("mine", worker.pid, None)]
     assert worker.num_starts == 2 and worker.pid != first
     os.kill(worker.pid, signal.SIGKILL)
-    assert receive(workers, 1) == [(worker, Died("was killed by SIGKILL", is_final=False))]
+    assert messages(workers, 1) == [Died("was killed by SIGKILL", is_final=False)]
 
 
 def test_a_living_worker_is_replaced_or_retired_with_all_its_children(workers: Workers) -> None:
     worker = start(workers, "with_children")
-    ((one, two),) = messages(workers, 1)
-    gone = [worker.pid, one, two]
+    gone = [worker.pid, *messages(workers, 1)[0]]
     worker.body = "worker_bodies:echo"
     workers.replace(worker)
     assert messages(workers, 1) == [(None, worker.pid, None)]
     gone.append(worker.pid)
     workers.retire(worker)
-    wait_until(lambda: not any(is_there(pid) for pid in gone))
+    wait_gone(gone)
     assert list(workers.receive(0.05)) == []
 
 
 @pytest.mark.parametrize("is_polite", [True, False])
-def test_stop_and_kill_leave_no_process(
+def test_stop_and_kill_leave_no_process_and_stop_lets_them_end_by_themselves(
     is_polite: bool, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers_module, "STOP_GRACE_S", 2.0)
-    for body in ("echo", "deaf", "with_children"):
-        start(workers, body)
-    heard = {worker.name: message for worker, message in receive(workers, 3)}
-    pids = [worker.pid for worker in workers.all] + list(heard["verify-2"])
-    assert len(pids) == 5 and all(is_there(pid) for pid in pids)
+    children = start(workers, "with_children")
+    pids = [children.pid, *messages(workers, 1)[0]]
+    polite, deaf = start(workers, "echo").process, start(workers, "deaf").process
+    messages(workers, 2)
     if is_polite:
         workers.stop(goodbye=None)
+        assert polite.exitcode == 0
     else:
         workers.kill()
-    wait_until(lambda: not any(is_there(pid) for pid in pids))
+    wait_gone([*pids, polite.pid, deaf.pid])
     workers.kill()  # once more is no error
-
-
-def test_stop_lets_workers_end_by_themselves(workers: Workers) -> None:
-    start(workers, "echo")
-    receive(workers, 1)
-    process = workers.all[0].process
-    workers.stop(goodbye=None)
-    assert process is not None and process.exitcode == 0
 
 
 def test_workers_die_with_a_killed_controller(tmp_path: Path) -> None:
     program = Path(worker_bodies.__file__)
     path = os.pathsep.join([str(program.parent), str(program.parent.parent)])
-    controller = subprocess.Popen(
-        [sys.executable, str(program), str(tmp_path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert controller.stdout is not None
-    pids = [int(pid) for pid in controller.stdout.readline().split()]
-    assert len(pids) == 3 and all(is_there(pid) for pid in pids)
-    controller.kill()
-    controller.wait()
-    controller.stdout.close()
-    wait_until(lambda: not any(is_there(pid) for pid in pids))
+    command = [sys.executable, str(program), str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as controller:
+        assert controller.stdout is not None
+        pids = [int(pid) for pid in controller.stdout.readline().split()]
+        assert len(pids) == 3 and all(map(psutil.pid_exists, pids))
+        controller.kill()
+    wait_gone(pids)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_sigterm_are_the_controllers_business(
-    workers: Workers, number: signal.Signals
-) -> None:
+def test_ctrl_c_and_sigterm_are_the_controllers_business(workers: Workers) -> None:
     """From a worker's first moment on: a signal to the whole group may come at any."""
     worker = start(workers, "echo")
-    os.kill(worker.pid, number)
-    assert messages(workers, 1) == [(None, worker.pid, None)]
-    os.kill(worker.pid, number)
-    worker.send("still there?")
-    assert messages(workers, 1) == ["still there?"]
+    for expected in ((None, worker.pid, None), "still there?"):
+        for number in SIGNALS:
+            os.kill(worker.pid, number)
+        assert messages(workers, 1) == [expected]
+        worker.send("still there?")
 
 
 def test_a_signal_that_comes_while_a_worker_starts_waits_until_it_has(workers: Workers) -> None:
-    class Stopped(Exception):
-        pass
-
-    def handle(number: int, frame: object) -> None:
-        raise Stopped
-
-    before = signal.signal(signal.SIGTERM, handle)
-    try:
-        with pytest.raises(Stopped):
-            start(workers, "echo", worker_bodies.Late())
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with pytest.raises(KeyboardInterrupt), signals():
+        start(workers, "echo", worker_bodies.Late())
     (worker,) = workers.all
     assert messages(workers, 1)[0][1] == worker.pid, "it is there, and can be ended"
 
@@ -201,7 +167,7 @@ def test_a_signal_that_comes_while_a_worker_starts_waits_until_it_has(workers: W
 def test_stacks_name_the_function_that_a_worker_is_stuck_in(workers: Workers) -> None:
     start(workers, "deaf")
     gone = start(workers, "leave", 3)
-    receive(workers, 3)
+    messages(workers, 3)
     parts = dict(part.split("\n", 1) for part in workers.stacks().split("--- ") if part)
     assert "in deaf" in parts["verify-0"] and "in deaf_in_a_thread" in parts["verify-0"]
     assert "no answer" in parts[gone.name]

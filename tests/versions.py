@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import plain_script
 import torch
+from crew import publish
 from plain_script import PreTrainedModel
 from tiny_models import EOS
 from torch import Tensor
@@ -43,7 +44,7 @@ class Versions:
         weights = model.state_dict()
         right = plain_script.canary(model)
         in_order = [weights[spec.name] for spec in self.store.table]
-        self.store.publish(version, in_order, right if canary is None else canary)
+        publish(self.store, version, in_order, right if canary is None else canary)
 
     def publish_next(self, end_scale: float = 1.0) -> int:
         version = self.store.latest + 1

@@ -1,1 +1,1 @@
-"""Everything that samples (stage 2): the vLLM engine, the worker's loop, who gets which group."""
+"""Everything that samples (stage 2): the vLLM engine, the worker's loop, dispatch of groups."""

@@ -1,16 +1,10 @@
 """A vLLM engine whose weights change under running generations. Lives in a rollout worker.
 
 Takes token prompts, gives tokens as they are made, each with the logprob of the distribution it was
-sampled from and the version of the weights that made it. `reload` swaps weights between two steps:
-no sequence is waited for. In "recompute" mode running sequences are preempted and their KV is built
-anew under the new weights; in "keep" mode their KV stays. The prefix cache is salted by version.
-
-After each reload two checks must hold (rule 6): every tensor is where it should be, and the
-engine's logprobs of a fixed canary sequence are the trainer's.
-
-Without a store (`minirl eval`, `minirl sample`) there is no trainer: vLLM loads the folder's own
-weights, which are version 0 for good.
-
+sampled from and the version of the weights that made it. `reload` swaps weights between two steps.
+In "recompute" mode running sequences are preempted and their KV is built anew under the new
+weights; in "keep" mode their KV stays. The prefix cache is salted by version. Without a store
+(`minirl eval`, `minirl sample`) vLLM loads the folder's own weights as version 0.
 Leaves out: groups, queues and the ring (worker.py).
 """
 
@@ -76,7 +70,7 @@ class Engine:
                 max_model_len=max(config.max_tokens_per_trajectory, CANARY_TOKENS + 1),
                 max_num_seqs=config.rollout.max_num_seqs + 1,  # one for the canary
                 tensor_parallel_size=config.devices.tensor_parallel,
-                worker_extension_cls="minirl.rollout.weight_loader.Reloader",
+                worker_extension_cls="minirl.rollout.weight_loader.WeightLoader",
                 # Weights come from the store, the first time as ever after.
                 load_format="auto" if store is None else "dummy",
                 skip_tokenizer_init=not config.rollout.stop,
@@ -97,11 +91,8 @@ class Engine:
         self.canary_gap = 0.0
         self.version = 0 if store is None else -1
         if store is not None:
-            self._open(store)
-
-    def _open(self, store: WeightStore) -> None:
-        table = [(spec.name, spec.shape) for spec in store.table]
-        self._engine.collective_rpc("open_store", args=(table, store.dtype, store.path))
+            table = [(spec.name, spec.shape) for spec in store.table]
+            self._engine.collective_rpc("open_store", args=(table, store.dtype, store.path))
 
     @property
     def kv_tokens(self) -> int:
@@ -118,13 +109,16 @@ class Engine:
         return self._engine.has_unfinished_requests()
 
     def reload(self) -> float:
-        """Takes the newest weights. Gives the seconds for which generation stood still."""
+        """Takes the newest weights; gives the seconds for which generation stood still. Two checks
+        must hold (rule 6): every tensor is where it should be, and the engine's logprobs of the
+        canary are the trainer's."""
         start = time.perf_counter()
         was_busy = self.is_busy
         missing: list[str] = []
 
         def load(slot: int) -> None:
-            missing[:] = [n for names in self._load_slot(slot) for n in names]
+            by_rank = self._engine.collective_rpc("load_slot", args=(slot,))
+            missing[:] = [name for names in by_rank for name in names]
 
         assert self._store is not None
         published = self._store.read(load)
@@ -133,9 +127,8 @@ class Engine:
                 f"version {published.version} did not reach the engine: tensor {missing[0]} "
                 f"(and {len(missing) - 1} more) differs after the reload"
             )
-        if not self._keeps_cache and not self._engine.reset_prefix_cache(
-            reset_running_requests=True
-        ):
+        reset = self._engine.reset_prefix_cache
+        if not self._keeps_cache and not reset(reset_running_requests=True):
             raise StaleWeights(f"version {published.version}: vLLM kept KV of older weights")
         self.version = published.version
         self._engine.set_weight_version(str(self.version))
@@ -147,15 +140,10 @@ class Engine:
 
     def reseed(self, seed: int) -> None:
         """What is sampled from here on depends on `seed` and on the requests alone: also on no KV
-        that an evaluation left in the cache, which a resumed run would not have.
-
-        Not a seed a request: vLLM draws these one by one, and on CPU it fails on a chunked prefill.
-        """
+        that an evaluation left in the cache. Not one seed per request: on CPU vLLM fails on these
+        in a chunked prefill."""
         self._engine.reset_prefix_cache()
         self._engine.collective_rpc("reseed", args=(seed,))
-
-    def _load_slot(self, slot: int) -> list[list[str]]:
-        return self._engine.collective_rpc("load_slot", args=(slot,))
 
     def add(self, key: int, prompt: Sequence[int], sampling: Sampling, priority: int) -> None:
         """Raises ValueError where vLLM refuses the request."""
@@ -182,22 +170,17 @@ class Engine:
             raise ValueError(str(refusal)) from refusal
 
     def _add(self, request_id: str, prompt: Sequence[int], params: object, priority: int) -> None:
-        inputs = {
-            "type": "token",
-            "prompt_token_ids": list(prompt),
-            "cache_salt": str(self.version),
-        }
-        self._engine.add_request(request_id, inputs, params, priority=priority)
+        inputs = {"type": "token", "prompt_token_ids": list(prompt)}
+        salted = {**inputs, "cache_salt": str(self.version)}
+        self._engine.add_request(request_id, salted, params, priority=priority)
 
     def abort(self, keys: Sequence[int]) -> None:
         self._engine.abort_request([str(key) for key in keys])
 
     def step(self) -> list[Chunk]:
-        """One forward pass. Every token in it was made by `self.version`.
-
-        This is LLMEngine.step with one difference: tokens and logprobs are taken as the engine core
-        gives them. vLLM's own output records, one a token, cost 10 % of a small model's speed.
-        """
+        """One forward pass. Every token in it was made by `self.version`. As LLMEngine.step, but
+        tokens and logprobs are taken as the engine core gives them: vLLM's own output records, one
+        per token, cost 10 % of a small model's speed."""
         processor = self._engine.output_processor
         made = self._engine.engine_core.get_output()
         live = [output for output in made.outputs if output.request_id in processor.request_states]
@@ -223,16 +206,12 @@ class Engine:
         from vllm import SamplingParams
 
         if self._expected is not None:  # new weights again, before the last canary came back
-            self.abort_canary()
+            self._engine.abort_request([f"canary-{self._expected.version}"])
         self._expected = published
         params = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True
         )
         self._add(f"canary-{published.version}", self._canary, params, CANARY_PRIORITY)
-
-    def abort_canary(self) -> None:
-        assert self._expected is not None
-        self._engine.abort_request([f"canary-{self._expected.version}"])
 
     def _check_canary(self, prompt_logprobs: Sequence[dict]) -> None:
         assert self._expected is not None

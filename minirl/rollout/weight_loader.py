@@ -4,8 +4,6 @@ Takes a slot number of the weight store, copies the tensors into the running mod
 gives the names of tensors that did not arrive (rule 6). Only small values cross vLLM's border.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from minirl import devices
@@ -16,43 +14,41 @@ devices.keep_weights_writable()  # vLLM imports this file before it builds the m
 SAMPLES_PER_AXIS = 16  # what the check after a load compares of each tensor
 
 
-class Reloader:
+class WeightLoader:
     """Mixed into vLLM's worker class by name (`worker_extension_cls`)."""
 
     def open_store(self, table: list[tuple[str, tuple[int, ...]]], dtype: str, path: str) -> None:
         devices.remember_segments()
         specs = tuple(TensorSpec(name, tuple(shape)) for name, shape in table)
-        self._store = WeightStore.open(specs, dtype, path)
-        self._landing: Landing | None = None
+        self._store = WeightStore(specs, dtype, path)
+        self._loaded: LoadedTensors | None = None
 
     def load_slot(self, slot: int) -> list[str]:
         """Loads a slot in place, so that captured graphs stay valid."""
         weights = dict(self._store.views(slot))
-        if self._landing is not None and self._landing.is_outdated:
-            self._landing = None
+        if self._loaded is not None and self._loaded.is_outdated:
+            self._loaded = None
         self.copy(weights)
-        if self._landing is None:
-            self._landing = Landing(self.model_runner.model, weights)  # type: ignore[attr-defined]
-        return self._landing.absent(weights)
+        if self._loaded is None:
+            self._loaded = LoadedTensors(self.model_runner.model, weights)  # type: ignore[attr-defined]
+        return self._loaded.absent(weights)
 
     def copy(self, weights: dict[str, torch.Tensor]) -> None:
         model: torch.nn.Module = self.model_runner.model  # type: ignore[attr-defined]
-        if self._landing is None:
+        if self._loaded is None:
             model.load_weights(weights.items())  # type: ignore[operator]
         else:
-            self._landing.load(model, weights)
+            self._loaded.load(model, weights)
 
     def reseed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
 
-class Landing:
-    """Where vLLM's own loader put each tensor, found once, right after it ran.
-
-    That loader takes ten times as long as the copy itself for a small model. So tensors that lie in
-    the model just as they were published, every value compared, are copied there directly from then
-    on; others, such as those sharded over tensor-parallel ranks, go through vLLM each time.
-    """
+class LoadedTensors:
+    """Where vLLM's own loader put each tensor, found once, right after it ran. For a small model
+    that loader takes ten times as long as the copy itself. So tensors that lie in the model as they
+    were published, every value compared, are copied there directly from then on; others, such as
+    those sharded over tensor-parallel ranks, go through vLLM each time."""
 
     def __init__(self, model: torch.nn.Module, weights: dict[str, torch.Tensor]):
         parameters = dict(model.named_parameters())
@@ -66,9 +62,10 @@ class Landing:
             if place is None:
                 self._unplaced.append(name)
                 continue
-            parameter = parameters[place.parameter].detach()
-            held = parameter[place.first_row : place.first_row + tensor.shape[0]]
-            if place.num_rows <= parameter.shape[0] and held.shape == tensor.shape:
+            target, first_row, num_rows = place
+            parameter = parameters[target].detach()
+            held = parameter[first_row : first_row + tensor.shape[0]]
+            if num_rows <= parameter.shape[0] and held.shape == tensor.shape:  # else it is sharded
                 self._held[name] = held
         self._samples = {name: held[_grid(held)] for name, held in self._held.items()}
         self._direct = {n: held for n, held in self._held.items() if _is_equal(held, weights[n])}
@@ -79,25 +76,19 @@ class Landing:
         return any(parameter.data_ptr() != address for parameter, address in self._addresses)
 
     def load(self, model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
-        direct = [name for name in weights if name in self._direct]
+        direct = {name: held for name, held in self._direct.items() if name in weights}
         if direct:
-            torch._foreach_copy_(
-                [self._direct[name] for name in direct], [weights[name] for name in direct]
-            )
+            torch._foreach_copy_(list(direct.values()), [weights[name] for name in direct])
         others = [(name, w) for name, w in weights.items() if name not in self._direct]
         if others:
             model.load_weights(others)  # type: ignore[operator]
 
     def absent(self, weights: dict[str, torch.Tensor]) -> list[str]:
-        """Names whose values the model does not hold, by a grid of samples of each tensor.
-
-        Tensors that are sharded are left to the canary.
-        """
-        return self._unplaced + [
-            name
-            for name, sample in self._samples.items()
-            if not _is_equal(sample, weights[name][_grid(weights[name])])
-        ]
+        """Names whose values the model does not hold, by a grid of samples of each tensor. Tensors
+        that are sharded are left to the canary."""
+        published = {name: weights[name][_grid(weights[name])] for name in self._samples}
+        missing = [n for n, s in self._samples.items() if not _is_equal(s, published[n])]
+        return self._unplaced + missing
 
 
 def _grid(tensor: torch.Tensor) -> tuple[slice, ...]:
@@ -108,27 +99,20 @@ def _is_equal(held: torch.Tensor, published: torch.Tensor) -> bool:
     return torch.equal(held.cpu(), published.to(held.dtype))
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a checkpoint's tensor lies in the engine: vLLM fuses q, k and v, and gate and up."""
-
-    parameter: str
-    first_row: int
-    num_rows: int  # of all the tensors that were fused, before any sharding
-
-
 def find_place(
     name: str,
     shapes: dict[str, torch.Size],
     parameters: dict[str, torch.nn.Parameter],
     packed: dict[str, list[str]],
-) -> Place | None:
+) -> tuple[str, int, int] | None:
+    """Where a checkpoint's tensor lies: the engine's parameter, its first row there, and how many
+    rows that has before any sharding. vLLM fuses q, k and v, and gate and up."""
     if name in parameters:
-        return Place(name, 0, shapes[name][0])
+        return name, 0, shapes[name][0]
     for fused, parts in packed.items():
         for i, part in enumerate(parts):
             target = name.replace(f".{part}.", f".{fused}.")
             if target != name and target in parameters:
                 rows = [shapes[name.replace(f".{part}.", f".{other}.")][0] for other in parts]
-                return Place(target, sum(rows[:i]), sum(rows))
+                return target, sum(rows[:i]), sum(rows)
     return None

@@ -1,30 +1,18 @@
-"""The rollout worker: a plain loop in its own process around one engine. It never stops generating.
+"""The rollout worker: a loop around one engine, in its own process. It never stops generating.
 
-    consumes      Submit, Abort and Continue from the controller, new weights from the store
-    waits for     prompts, when it has none; nothing else
-    unblocked by  Submit, Continue
-    gives         trajectories into the ring, one Finished a step that says which, and Pinned;
-                  where a task has several turns, TurnEnded
-
-A loop turn is: read the inbox, look at the version, admit, step, emit. The order matters: a group
-that was dispatched after a publication is never begun under the weights before it.
+    consumes  Submit, Abort and Continue from the controller, new weights from the store
+    waits for prompts, when it has none; unblocked by Submit and Continue
+    gives     trajectories into the ring, and Finished, TurnEnded, Pinned, Gone
 
 Requests wait here, not in vLLM, until a sequence is free: so none waits under a prefix-cache salt
-of another version. While an evaluation runs the version stays pinned and training groups go on
-under it: the evaluation goes first, but takes half of the seats at most while others wait.
-
-Where a task has several turns, a turn that the model ended goes into the ring as if it were the
-last, and is *parked*: it has no seat and no KV, but its group still runs and an evaluation's still
-pins its version. Continue says that it was the last, or gives the reply's tokens: these are put
-after it with mask 0, and all tokens so far are the prompt of the next turn. What the model wrote is
-never tokenised again; the prefix cache has its KV as long as the version is the same.
+of another version. What the model wrote in earlier turns is never tokenised again.
 """
 
 import heapq
 from array import array
-from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 from minirl.config import Config
 from minirl.records import StopReason, Trajectory
@@ -53,9 +41,7 @@ class GroupRequest:
 @dataclass(frozen=True)
 class Submit:
     groups: tuple[GroupRequest, ...]
-    seed: int | None = (
-        None  # at η = 0, where a run can be repeated: the engine is idle, and reseeds
-    )
+    seed: int | None = None  # at η = 0, where runs are repeatable: the idle engine reseeds
 
 
 @dataclass(frozen=True)
@@ -96,7 +82,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class TurnEnded:
-    """The same, of trajectories that go on if the task has a reply."""
+    """The same, of trajectories that continue if the task has a reply."""
 
     trajectories: tuple[tuple[int, int, Trajectory], ...]
 
@@ -128,6 +114,37 @@ class Request:
         self.num_replied += len(tokens)
 
 
+Waiting = list[tuple[int, int, Request]]  # a heap of (vLLM's priority, key, request)
+
+
+@dataclass(frozen=True)
+class RolloutSetup:
+    """What a worker is spawned with."""
+
+    config: Config
+    folder: str  # of the model: its config.json, and its weights where there is no store
+    kind: str
+    seed: int
+    ring: TrajectoryRing
+    store: WeightStore | None
+    dialogue: Dialogue | None = None  # of a task with several turns
+
+
+def run(setup: RolloutSetup, board: BoardWriter, pipe: Connection) -> None:
+    """The body of a rollout process."""
+    config, has_turns = setup.config, setup.dialogue is not None
+    if setup.dialogue is not None:  # its stop texts end a turn, the recipe's too
+        stop = (*config.rollout.stop, *setup.dialogue.stop)
+        config = replace(config, rollout=replace(config.rollout, stop=stop))
+    engine = Engine(config, setup.folder, setup.kind, setup.store, setup.seed)
+    if setup.store is not None:
+        board.enter(State.RELOADING)
+        engine.reload()  # waits for the trainer's first version
+    pipe.send(Started())
+    RolloutWorker(config, engine, setup.ring, board, pipe, has_turns).loop()
+    engine.shutdown()
+
+
 class RolloutWorker:
     def __init__(
         self,
@@ -140,41 +157,44 @@ class RolloutWorker:
     ):
         self.config, self.engine, self.ring = config, engine, ring
         self.board, self.pipe, self.has_turns = board, pipe, has_turns
-        self.parked: dict[tuple[int, int], Request] = {}  # by group and place: wait for a reply
+        self.waiting: Waiting = []
+        self.waiting_eval: Waiting = []
         self.running: dict[int, Request] = {}
-        self.waiting: list[tuple[int, int, Request]] = []  # heap of (group id, key, request)
-        self.waiting_eval: deque[tuple[int, Request]] = deque()
-        self.next_key = 0
-        self.num_running_eval = 0
-        self.stopped = False
+        # By group and place: turns that the model ended. They have no seat and no KV, but their
+        # group still runs, and an evaluation's still pins its version.
+        self.parked: dict[tuple[int, int], Request] = {}
+        self.recomputing: set[int] = set()  # running, and their KV is gone since a reload
         self.expected = ExpectedLength(config.rollout.max_new_tokens)
-        self.num_running: Counter[int] = Counter()  # by group: its trajectories share a prompt's KV
-        self.num_prompt_tokens = 0  # of the groups that run
-        self.recomputing: set[int] = set()  # whose KV is gone since a reload
+        self.next_key = 0
+        self.stopped = False
 
     def loop(self) -> None:
         while not self.stopped:
             self.turn()
 
     def turn(self) -> None:
+        """The order matters: a group that was dispatched after a publication never begins under
+        the weights before it."""
         self.read_inbox()
         self.look_at_version()
         self.admit()
         if self.engine.is_busy:
-            if self.recomputing:
-                self.board.enter(State.GENERATING, phase="prefill after a reload")
-            else:
-                self.board.enter(State.GENERATING)
+            facts: dict[str, Any] = {"phase": "prefill after a reload"} if self.recomputing else {}
+            self.board.enter(State.GENERATING, **facts)
             self.step()
 
     @property
+    def num_running_eval(self) -> int:
+        return sum(request.group.is_eval for request in self.running.values())
+
+    @property
     def is_pinned(self) -> bool:
-        """An evaluation waits or runs."""
+        """While an evaluation waits or runs, its version stays, for training groups too."""
         is_parked = any(request.group.is_eval for request in self.parked.values())
-        return bool(self.num_running_eval or self.waiting_eval or is_parked)
+        return bool(self.waiting_eval or is_parked or self.num_running_eval)
 
     def read_inbox(self) -> None:
-        is_idle = not self.engine.is_busy and not self.waiting and not self.waiting_eval
+        is_idle = not (self.engine.is_busy or self.waiting or self.waiting_eval)
         if is_idle:
             self.board.enter(State.WAITING_FOR_PROMPTS)
         while not self.stopped and self.pipe.poll(IDLE_POLL_S if is_idle else 0):
@@ -185,7 +205,7 @@ class RolloutWorker:
             elif isinstance(message, Abort):
                 self.abort(message.group_id)
             elif isinstance(message, Continue):
-                self.go_on(message)
+                self.resume(message)
             else:
                 self.stopped = True
 
@@ -211,16 +231,17 @@ class RolloutWorker:
                 self.queue(Request(group, index))
 
     def queue(self, request: Request) -> None:
-        if request.group.is_eval:
-            self.waiting_eval.append((self.next_key, request))
+        group = request.group
+        if group.is_eval:
+            heapq.heappush(self.waiting_eval, (EVAL_PRIORITY, self.next_key, request))
         else:
-            heapq.heappush(self.waiting, (request.group.group_id, self.next_key, request))
+            heapq.heappush(self.waiting, (group.group_id, self.next_key, request))
         self.next_key += 1
 
-    def go_on(self, message: Continue) -> None:
+    def resume(self, message: Continue) -> None:
         for group_id, place, tokens in message.replies:
             request = self.parked.pop((group_id, place), None)
-            if request is None:  # its group was given up in the meantime
+            if request is None:  # its group was aborted in the meantime
                 continue
             if tokens:
                 request.append_reply(tokens)
@@ -228,72 +249,44 @@ class RolloutWorker:
             else:
                 self.expected.saw(len(request.tokens))
 
-    def has_room(self) -> bool:
-        """For one more sequence, and for the KV of all at their expected lengths. With less room
-        vLLM would throw running sequences out and compute their KV again later.
-        """
-        if len(self.running) >= self.config.rollout.max_num_seqs:
-            return False
-        written = self.expected.tokens * (len(self.running) + 1)
-        return not self.running or self.num_prompt_tokens + written <= self.engine.kv_tokens
-
-    def next_waiting(self) -> tuple[int, int, Request]:
-        """(vLLM's priority, key, request) of the one that is to run next."""
-        share = max(1, int(EVAL_SHARE * self.config.rollout.max_num_seqs))
-        if self.waiting_eval and (self.num_running_eval < share or not self.waiting):
-            key, request = self.waiting_eval.popleft()
-            return EVAL_PRIORITY, key, request
-        return heapq.heappop(self.waiting)
-
     def admit(self) -> None:
         while (self.waiting or self.waiting_eval) and self.has_room():
             priority, key, request = self.next_waiting()
+            group = request.group
+            prompt = (*group.prompt, *request.tokens) if request.tokens else group.prompt
             try:
-                prompt = request.group.prompt
-                if request.tokens:
-                    prompt = (*prompt, *request.tokens)
                 self.engine.add(key, prompt, self.sampling(request), priority)
             except ValueError as refusal:
-                self.forget(request.group.group_id)
-                self.pipe.send(Gone(request.group.group_id, str(refusal).splitlines()[0]))
+                self.forget(group.group_id)
+                self.pipe.send(Gone(group.group_id, str(refusal).splitlines()[0]))
                 continue
-            self.begin(key, request)
+            self.running[key] = request
+            if self.board.tracer is not None:
+                self.board.tracer.begin_sequence(key)
         self.board.serving(self.engine.version, len(self.running))
 
-    def begin(self, key: int, request: Request) -> None:
-        group = request.group
-        self.running[key] = request
-        self.num_running_eval += group.is_eval
-        if self.board.tracer is not None:
-            self.board.tracer.begin_sequence(key)
-        self.num_prompt_tokens += 0 if self.num_running[group.group_id] else len(group.prompt)
-        self.num_running[group.group_id] += 1
+    def has_room(self) -> bool:
+        """For one more sequence, and for the KV of all at their expected lengths. With less room
+        vLLM would preempt running sequences and compute their KV again later."""
+        if len(self.running) >= self.config.rollout.max_num_seqs:
+            return False
+        # The trajectories of a group share its prompt's KV.
+        prompts = {r.group.group_id: len(r.group.prompt) for r in self.running.values()}
+        needed = sum(prompts.values()) + self.expected.tokens * (len(self.running) + 1)
+        return not self.running or needed <= self.engine.kv_tokens
 
-    def leave(self, key: int) -> Request:
-        request = self.running.pop(key)
-        group = request.group
-        self.num_running_eval -= group.is_eval
-        self.recomputing.discard(key)
-        if self.board.tracer is not None:
-            self.board.tracer.end_sequence(key, group.group_id, facts_of(request))
-        self.num_running[group.group_id] -= 1
-        if not self.num_running[group.group_id]:
-            del self.num_running[group.group_id]
-            self.num_prompt_tokens -= len(group.prompt)
-        return request
+    def next_waiting(self) -> tuple[int, int, Request]:
+        share = max(1, int(EVAL_SHARE * self.config.rollout.max_num_seqs))
+        if self.waiting_eval and (not self.waiting or self.num_running_eval < share):
+            return heapq.heappop(self.waiting_eval)
+        return heapq.heappop(self.waiting)
 
     def sampling(self, request: Request) -> Sampling:
         rollout = self.config.rollout
         room = rollout.max_new_tokens - len(request.tokens)
         if request.group.is_eval:
             return Sampling(room, self.config.eval.temperature)
-        return Sampling(
-            room,
-            rollout.temperature,
-            rollout.top_p,
-            rollout.top_k,
-            rollout.min_p,
-        )
+        return Sampling(room, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
 
     def step(self) -> None:
         finished, ended = [], []
@@ -305,17 +298,17 @@ class RolloutWorker:
             request.logprobs.extend(chunk.logprobs)
             request.versions.extend([version] * len(chunk.tokens))
             num_tokens += len(chunk.tokens)
-            if self.recomputing:
-                self.recomputing.discard(chunk.key)
-            if chunk.stop is not None:
-                self.leave(chunk.key)
-                request.num_turns += 1
-                if self.has_turns and chunk.stop is StopReason.STOP:
-                    self.parked[request.group.group_id, request.index] = request
-                    ended.append(self.seal(request, chunk.stop))
-                else:
-                    self.expected.saw(len(request.tokens))
-                    finished.append(self.seal(request, chunk.stop))
+            self.recomputing.discard(chunk.key)
+            if chunk.stop is None:
+                continue
+            self.leave(chunk.key)
+            request.num_turns += 1
+            if self.has_turns and chunk.stop is StopReason.STOP:
+                self.parked[request.group.group_id, request.index] = request
+                ended.append(self.seal(request, chunk.stop))
+            else:
+                self.expected.saw(len(request.tokens))
+                finished.append(self.seal(request, chunk.stop))
         self.board.add(Total.TOKENS, num_tokens)
         self.board.add(Total.STEPS, 1)
         if finished:
@@ -323,23 +316,27 @@ class RolloutWorker:
         if ended:
             self.pipe.send(TurnEnded(tuple(ended)))
 
+    def leave(self, key: int) -> None:
+        request = self.running.pop(key)
+        self.recomputing.discard(key)
+        if self.board.tracer is not None:
+            facts: dict[str, object] = {"place": request.index, "tokens": len(request.tokens)}
+            facts["versions"] = [*request.versions[:1], *request.versions[-1:]]
+            if request.group.is_eval:
+                facts["evaluation"] = True
+            self.board.tracer.end_sequence(key, request.group.group_id, facts)
+
     def seal(self, request: Request, stop: StopReason) -> tuple[int, int, Trajectory]:
-        group, cell = request.group, request.group.cells[request.index]
-        self.ring.write(
-            cell,
-            group.group_id,
-            group.prompt,
-            request.tokens,
-            request.logprobs,
-            request.versions,
-        )
+        group, tokens, versions = request.group, request.tokens, request.versions
+        cell = group.cells[request.index]
+        self.ring.write(cell, group.group_id, group.prompt, tokens, request.logprobs, versions)
         descriptor = Trajectory(
             cell=cell,
-            length=len(group.prompt) + len(request.tokens),
-            num_written=len(request.tokens) - request.num_replied,
+            length=len(group.prompt) + len(tokens),
+            num_written=len(tokens) - request.num_replied,
             stop=stop,
-            head_version=request.versions[0],
-            tail_version=request.versions[-1],
+            head_version=versions[0],
+            tail_version=versions[-1],
             num_replied=request.num_replied,
             num_turns=request.num_turns,
         )
@@ -355,48 +352,7 @@ class RolloutWorker:
         self.engine.abort(keys)
         for key in keys:
             self.leave(key)
-        self.waiting = [entry for entry in self.waiting if entry[2].group.group_id != group_id]
-        heapq.heapify(self.waiting)
-        left = [entry for entry in self.waiting_eval if entry[1].group.group_id != group_id]
-        self.waiting_eval = deque(left)
+        for heap in (self.waiting, self.waiting_eval):
+            heap[:] = [entry for entry in heap if entry[2].group.group_id != group_id]
+            heapq.heapify(heap)
         self.parked = {at: request for at, request in self.parked.items() if at[0] != group_id}
-
-
-def facts_of(request: Request) -> dict[str, object]:
-    """For the timeline."""
-    return {
-        "place": request.index,
-        "tokens": len(request.tokens),
-        "versions": [request.versions[0], request.versions[-1]] if request.versions else [],
-        **({"evaluation": True} if request.group.is_eval else {}),
-    }
-
-
-@dataclass(frozen=True)
-class RolloutSetup:
-    """What a worker is spawned with."""
-
-    config: Config
-    folder: str  # of the model: its config.json, and its weights where there is no store
-    kind: str
-    seed: int
-    ring: TrajectoryRing
-    store: WeightStore | None
-    dialogue: Dialogue | None = None  # of a task with several turns
-
-
-def run(setup: RolloutSetup, board: BoardWriter, pipe: Connection) -> None:
-    """The body of a rollout process."""
-    config = setup.config
-    if setup.dialogue is not None:  # its stop texts end a turn, the recipe's too
-        stop = (*config.rollout.stop, *setup.dialogue.stop)
-        config = replace(config, rollout=replace(config.rollout, stop=stop))
-    engine = Engine(config, setup.folder, setup.kind, setup.store, setup.seed)
-    if setup.store is not None:
-        board.enter(State.RELOADING)
-        engine.reload()  # waits for the trainer's first version
-    pipe.send(Started())
-    has_turns = setup.dialogue is not None
-    worker = RolloutWorker(config, engine, setup.ring, board, pipe, has_turns)
-    worker.loop()
-    engine.shutdown()

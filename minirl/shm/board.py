@@ -1,4 +1,4 @@
-"""The board: one row a worker, written by that worker alone, read by the controller at any time.
+"""The board: one row per worker, written by that worker alone, read by the controller at any time.
 
 Takes what a worker does and its running totals, gives heartbeats (rule 8) and the raw material of
 the throughput and idle metrics without a message. Each field is one aligned 8-byte store.
@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from minirl.shm.segment import Segment
+from minirl.shm.segment import Segment, Shared
 from minirl.shm.tracer import Tracer
 
 BEAT_S = 0.25  # a worker that waits says so this often
@@ -61,7 +61,7 @@ class Row:
     running: int
 
 
-class Board:
+class Board(Shared):
     def __init__(self, num_workers: int):
         self.num_workers = num_workers
         self._segment = Segment(8 * NUM_COLUMNS * num_workers)
@@ -79,14 +79,9 @@ class Board:
         row[SINCE] = row[BEAT] = time.monotonic()
 
     def row(self, worker: int) -> Row:
-        row, now = self._rows[worker], time.monotonic()
-        return Row(
-            State(int(row[STATE])),
-            now - float(row[SINCE]),
-            now - float(row[BEAT]),
-            int(row[VERSION]),
-            int(row[RUNNING]),
-        )
+        state, since, beat, version, running = self._rows[worker, :TOTALS].tolist()
+        now = time.monotonic()
+        return Row(State(int(state)), now - since, now - beat, int(version), int(running))
 
     def total(self, worker: int, column: Total) -> float:
         """Idle time counts up to now, also while the worker is still waiting."""
@@ -96,13 +91,6 @@ class Board:
 
     def writer(self, worker: int) -> "BoardWriter":
         return BoardWriter(self, worker)
-
-    def __getstate__(self) -> tuple[int, Segment]:
-        return self.num_workers, self._segment
-
-    def __setstate__(self, state: tuple[int, Segment]) -> None:
-        self.num_workers, self._segment = state
-        self._map()
 
 
 class BoardWriter:

@@ -1,13 +1,10 @@
 """The trajectory ring. Takes trajectories from many writers, gives them to readers in place.
 
-It is a ring of equal cells, each large enough for the longest trajectory that the recipe allows
-(so what cannot fit is known before the run starts). The controller owns which cell belongs to whom:
-a buffer slot owns `group_size` cells from dispatch until its weights are published. Two writers
-therefore never share a cell, and no lock exists that a killed process could hold.
-
-A cell is visible only when it is *sealed* with the ticket of the group it was written for: the seal
-is the last store of a write, so a writer that dies in the middle leaves nothing that reads as an
-entry, and a cell that was handed on is never mistaken for its earlier content.
+Equal cells, each large enough for the longest trajectory that the recipe allows. The controller
+owns which cell belongs to which group, so no two writers share a cell and no lock exists that a
+killed process could hold. A cell is visible only when it is *sealed* with the id of its group: the
+seal is the last store of a write, so a writer that dies in the middle leaves nothing that reads as
+an entry, and a cell that was handed on is never mistaken for its earlier content.
 """
 
 from collections.abc import Sequence
@@ -18,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minirl.errors import MinirlError
-from minirl.shm.segment import Segment, aligned
+from minirl.shm.segment import Segment, Shared, aligned
 
 NOTHING = -1  # the seal of a cell without an entry; also the version of a token no model wrote
 
@@ -39,7 +36,7 @@ class TornEntry(Exception):
     """The cell holds no whole entry of that ticket."""
 
 
-class TrajectoryRing:
+class TrajectoryRing(Shared):
     def __init__(self, num_cells: int, cell_tokens: int):
         self.num_cells, self.cell_tokens = num_cells, cell_tokens
         self._segment = Segment(self.bytes_needed(num_cells, cell_tokens))
@@ -77,18 +74,16 @@ class TrajectoryRing:
         versions: Column,
     ) -> None:
         """One prompt and one answer; what no model wrote in it (a task's replies) has the version
-        NOTHING and with it mask 0. Sealed last: x86 keeps the order of stores.
-
-        Arrays are copied at the speed of memory; a list of 4,000 numbers takes 30 times as long.
-        """
+        NOTHING and with it mask 0. Sealed last: x86 keeps the order of stores. Arrays are copied at
+        the speed of memory; lists take 30 times as long."""
         start, end = len(prompt), len(prompt) + len(tokens)
-        # Both by hand: numpy drops or repeats a single value without a word where lengths differ.
         if end > self.cell_tokens:
             raise MinirlError(
                 f"a trajectory of {start} prompt and {len(tokens)} written tokens does not fit "
                 f"a ring cell of {self.cell_tokens}, which is tasks.max_prompt_tokens + "
                 "rollout.max_new_tokens"
             )
+        # By hand: numpy would repeat a single value where lengths differ.
         assert len(tokens) == len(logprobs) == len(versions) and ticket != NOTHING
         self._seals[cell] = NOTHING
         self._tokens[cell, :start] = prompt
@@ -102,32 +97,9 @@ class TrajectoryRing:
         self._lengths[cell] = end
         self._seals[cell] = ticket
 
-    def restore(self, cell: int, ticket: int, view: TrajectoryView) -> None:
-        """A whole trajectory that was read from another ring."""
-        end = len(view.tokens)
-        assert end <= self.cell_tokens and ticket != NOTHING
-        self._seals[cell] = NOTHING
-        self._tokens[cell, :end] = view.tokens
-        self._mask[cell, :end] = view.mask
-        self._logprobs[cell, :end] = view.logprobs
-        self._versions[cell, :end] = view.versions
-        self._lengths[cell] = end
-        self._seals[cell] = ticket
-
     def read(self, cell: int, ticket: int) -> TrajectoryView:
         if self._seals[cell] != ticket:
             raise TornEntry(f"cell {cell} is sealed for {self._seals[cell]}, not for {ticket}")
         end = int(self._lengths[cell])
-        return TrajectoryView(
-            self._tokens[cell, :end],
-            self._mask[cell, :end],
-            self._logprobs[cell, :end],
-            self._versions[cell, :end],
-        )
-
-    def __getstate__(self) -> tuple[int, int, Segment]:
-        return self.num_cells, self.cell_tokens, self._segment
-
-    def __setstate__(self, state: tuple[int, int, Segment]) -> None:
-        self.num_cells, self.cell_tokens, self._segment = state
-        self._map()
+        columns = (self._tokens, self._mask, self._logprobs, self._versions)
+        return TrajectoryView(*(column[cell, :end] for column in columns))

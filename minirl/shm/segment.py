@@ -1,10 +1,8 @@
 """Anonymous shared memory. Takes a size, gives arrays over the same bytes in every process.
 
-It is a memfd: it has no name, so nothing can stay behind in /dev/shm whoever is killed, and the
-size of /dev/shm (64 MB in a default container) does not limit it. The kernel frees it with the last
-process that holds it. Pages are only taken when they are first written.
-
-Leaves out: any locking. Who may write which byte is the business of ring, weights and board.
+A memfd has no name, so no kill can leave it in /dev/shm, and the size of /dev/shm (64 MB in a
+default container) does not limit it. The kernel frees it with the last process that holds it.
+Leaves out: any locking; ring, weights and board say which process may write which byte.
 """
 
 import mmap
@@ -19,19 +17,15 @@ ALIGNMENT = 64  # a cache line: rows of different writers never share one
 
 
 class Segment:
-    def __init__(self, num_bytes: int):
+    def __init__(self, num_bytes: int, path: str = ""):
+        """A new one, or the one behind `path`, for a process that minirl did not spawn itself."""
         self.num_bytes = num_bytes
-        self._fd = os.memfd_create("minirl", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, num_bytes)
+        if path:
+            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        else:
+            self._fd = os.memfd_create("minirl", os.MFD_CLOEXEC)
+            os.ftruncate(self._fd, num_bytes)
         self._map = mmap.mmap(self._fd, num_bytes)
-
-    @classmethod
-    def open(cls, path: str, num_bytes: int) -> "Segment":
-        """The segment behind `path` (see below), for a process that minirl did not spawn itself."""
-        self = cls.__new__(cls)
-        self.num_bytes, self._fd = num_bytes, os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._map = mmap.mmap(self._fd, num_bytes)
-        return self
 
     @property
     def path(self) -> str:
@@ -51,6 +45,23 @@ class Segment:
         self.num_bytes, fd = state
         self._fd = fd.detach()
         self._map = mmap.mmap(self._fd, self.num_bytes)
+
+
+class Shared:
+    """What lies in a segment, as views that `_map` makes anew in each process."""
+
+    _segment: Segment
+
+    def _map(self) -> None:
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        items = self.__dict__.items()
+        return {name: v for name, v in items if name[0] != "_" or isinstance(v, Segment)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._map()
 
 
 def aligned(num_bytes: int) -> int:

@@ -1,13 +1,8 @@
 """What a worker writes to RUN/trace.json (log.trace): Chrome trace events, one per line.
 
-Takes what the worker says on its board, gives slices on a track of its own:
-
-    tid 0    states (generating, training: pack step 4, waiting for batch, …)
-    tid 1 …  running sequences, one lane each
-
-All workers append to one file with O_APPEND, one write per event, so lines do not mix and no merge
-is needed: ui.perfetto.dev and chrome://tracing open an array that is not closed. Times are whole
-microseconds of one clock: the monotonic clock plus an offset that the controller measures once. A
+Takes what the worker says on its board, gives slices: thread 0 holds its states, the others hold
+running sequences. All workers append to one file with O_APPEND, one write per event, so lines do
+not mix; ui.perfetto.dev opens an array that is not closed. Times are microseconds of one clock. A
 slice is written when it ends, so the last state of a killed worker is missing.
 """
 
@@ -31,7 +26,7 @@ class TraceFile:
     path: Path
     clock_us: int = field(default_factory=lambda: (time.time_ns() - time.monotonic_ns()) // 1000)
 
-    def begin(self) -> None:
+    def __post_init__(self) -> None:
         """Open the array; a resumed run continues the one that is there."""
         with suppress(OSError), self.path.open("x") as file:
             file.write("[\n")

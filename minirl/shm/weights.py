@@ -1,28 +1,24 @@
 """The weight store. Takes weights from one trainer rank, gives them to any number of readers.
 
 Two slots and a version counter. The writer fills the slot that readers are not sent to and then
-moves the counter; it never waits for anybody. Each slot has a sequence number that is odd while the
-slot is being written (a seqlock): a reader that is so slow that the writer comes round again sees
-the number changed and retries, so a torn copy is never returned, and a reader that dies blocks
-nobody. With each version travel the trainer's logprobs of a fixed canary sequence (rule 6).
-
-The controller makes the store and reads its counter, and never loads torch: tensors over the slots
-are made where they are first used.
-
+moves the counter; it never waits. Each slot has a sequence number that is odd while the slot is
+being written (a seqlock): a reader that was lapped sees it changed and retries, so a torn copy is
+never returned, and a reader that dies blocks no other. With each version travel the trainer's
+logprobs of a fixed canary (rule 6). The controller reads the counter without loading torch.
 Leaves out: barriers. The order of stores is x86's; an ARM port would need them here.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from minirl.shm.segment import Segment, aligned
+from minirl.shm.segment import Segment, Shared, aligned
 
 if TYPE_CHECKING:
     import torch
@@ -51,8 +47,7 @@ class Published:
     canary: NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class OpenSlot:
+class OpenSlot(NamedTuple):
     """Where a writer writes: tensors in the order of the table, and the canary's logprobs."""
 
     tensors: "list[torch.Tensor]"
@@ -64,21 +59,14 @@ def canary_tokens(vocab_size: int) -> list[int]:
     return [(7 + 7919 * i) % vocab_size for i in range(CANARY_TOKENS)]
 
 
-class WeightStore:
-    def __init__(self, table: tuple[TensorSpec, ...], dtype: str):
+class WeightStore(Shared):
+    def __init__(self, table: tuple[TensorSpec, ...], dtype: str, path: str = ""):
+        """With the `path` of another store: that one, in a process of vLLM's own."""
         self.table, self.dtype = table, dtype
-        self._segment = Segment(HEADER_BYTES + NUM_SLOTS * self.slot_bytes)
+        self._segment = Segment(HEADER_BYTES + NUM_SLOTS * self.slot_bytes, path)
         self._map()
-        self._latest[0] = -1
-
-    @classmethod
-    def open(cls, table: tuple[TensorSpec, ...], dtype: str, path: str) -> "WeightStore":
-        """For vLLM's own worker processes, which are not spawned by minirl: see `path`."""
-        self = cls.__new__(cls)
-        self.table, self.dtype = table, dtype
-        self._segment = Segment.open(path, HEADER_BYTES + NUM_SLOTS * self.slot_bytes)
-        self._map()
-        return self
+        if not path:
+            self._latest[0] = -1
 
     @property
     def path(self) -> str:
@@ -98,32 +86,21 @@ class WeightStore:
     def _map(self) -> None:
         header = self._segment.array(np.int64, (1 + NUM_SLOTS,))
         self._latest, self._sequence = header[:1], header[1:]
-        offset = aligned(header.nbytes)
-        self._canaries = []
-        for _ in range(NUM_SLOTS):
-            self._canaries.append(self._segment.array(np.float32, (CANARY_TOKENS,), offset))
-            offset += aligned(4 * CANARY_TOKENS)
+        start, step = aligned(header.nbytes), aligned(4 * CANARY_TOKENS)
+        offsets = [start + slot * step for slot in range(NUM_SLOTS)]
+        self._canaries = [self._segment.array(np.float32, (CANARY_TOKENS,), o) for o in offsets]
 
     @cached_property
     def _slots(self) -> "list[list[tuple[str, torch.Tensor]]]":
         memory, dtype, offset = self.memory, self.torch_dtype, HEADER_BYTES
-        slots = []
-        for _ in range(NUM_SLOTS):
-            views = []
+        slots: list[list[tuple[str, torch.Tensor]]] = [[] for _ in range(NUM_SLOTS)]
+        for slot in slots:
             for spec in self.table:
                 num_bytes = spec.numel * dtype.itemsize
                 tensor = memory[offset : offset + num_bytes].view(dtype).view(spec.shape)
-                views.append((spec.name, tensor))
+                slot.append((spec.name, tensor))
                 offset += aligned(num_bytes)
-            slots.append(views)
         return slots
-
-    @cached_property
-    def _open(self) -> list[OpenSlot]:
-        return [
-            OpenSlot([tensor for _, tensor in views], canary)
-            for views, canary in zip(self._slots, self._canaries, strict=True)
-        ]
 
     @property
     def latest(self) -> int:
@@ -143,33 +120,17 @@ class WeightStore:
         slot = version % NUM_SLOTS
         # Odd: being written. It is odd already where an earlier writer died in this slot.
         self._sequence[slot] += 2 if self._sequence[slot] % 2 else 1
-        yield self._open[slot]
+        yield OpenSlot([tensor for _, tensor in self._slots[slot]], self._canaries[slot])
         self._sequence[slot] += 1
         self._latest[0] = version
-
-    def publish(
-        self, version: int, weights: "Iterable[torch.Tensor]", canary: NDArray[np.float32]
-    ) -> None:
-        """`weights` in the order of the table, on any device, in any float dtype."""
-        import torch
-
-        in_order = list(weights)
-        if len(in_order) != len(self.table):
-            raise ValueError(f"{len(in_order)} tensors for a table of {len(self.table)}")
-        with self.publishing(version) as slot:
-            # One call: in a small model the calls cost more than the bytes.
-            torch._foreach_copy_(slot.tensors, in_order)
-            slot.canary[:] = canary
 
     def views(self, slot: int) -> "Iterator[tuple[str, torch.Tensor]]":
         """The named tensors of a slot, in place. Only `read` knows whether they are whole."""
         return iter(self._slots[slot])
 
     def read(self, load: Callable[[int], None]) -> Published:
-        """Calls `load` with the slot of the newest version until a whole one got through.
-
-        What `load` copied in an attempt that was lapped is torn; the next attempt overwrites it.
-        """
+        """Calls `load` with the slot of the newest version until a whole one got through. The copy
+        of an attempt that was lapped is torn; the next attempt overwrites it."""
         while True:
             version = self.latest
             slot = version % NUM_SLOTS
@@ -194,10 +155,3 @@ class WeightStore:
         tensors = {name: view.clone() for name, view in self._slots[slot]}
         canary = self._canaries[slot].copy()
         return (tensors, canary) if int(self._sequence[slot]) == before else None
-
-    def __getstate__(self) -> tuple[tuple[TensorSpec, ...], str, Segment]:
-        return self.table, self.dtype, self._segment
-
-    def __setstate__(self, state: tuple[tuple[TensorSpec, ...], str, Segment]) -> None:
-        self.table, self.dtype, self._segment = state
-        self._map()

@@ -258,7 +258,7 @@ def evaluate(target: Target, options: Options, out: Path | None) -> Evaluated:
     bar = Bar("problems")
     try:
         bar.note(f"{target.folder or target.name} on {config.tasks.kind}; results in {folder}")
-        source = target.folder or model_folder(config, folder / "logs", bar)
+        source = target.folder or model_folder(config, folder / "logs", bar.note)
         check_model(config, read_model_config(config, source))
         (folder / "recipe.toml").write_text(to_toml(config))
         results, figures = _ask(config, task, source, folder, options.k, bar)

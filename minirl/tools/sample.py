@@ -38,7 +38,7 @@ def sample(target: Target, text: str, count: int, is_raw: bool) -> Iterator[Samp
     bar = Bar("answers")
     with tempfile.TemporaryDirectory(prefix="minirl-sample-") as name:
         logs = Path(name)
-        source = target.folder or model_folder(config, logs, bar)
+        source = target.folder or model_folder(config, logs, bar.note)
         tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
         prompt = render(text, tokenizer, is_raw)
         tasks = replace(config.tasks, max_prompt_tokens=len(prompt.tokens))

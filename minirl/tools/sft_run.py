@@ -44,7 +44,7 @@ def sft(config: Config, run_dir: Path) -> int:
     workers, bar = Workers(run_dir / "logs", config.devices.train), Bar("steps")
     rendezvous = run_dir.absolute() / "rendezvous"
     try:
-        source = model_folder(config, run_dir / "logs", bar)
+        source = model_folder(config, run_dir / "logs", bar.note)
         check_model(config, read_model_config(config, source))
         controller = SftController(as_training(config), run_dir, workers, bar)
         places = devices.place(config, kind, available, engines=False)[1]

@@ -31,7 +31,7 @@ from minirl.devices import Placement, use_training_device
 from minirl.errors import MinirlError, RecipeError, one_line
 from minirl.recipe import load, to_toml
 from minirl.records import Batch
-from minirl.shm.ring import TrajectoryRing, TrajectoryView
+from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.train import checkpoint
 from minirl.train.messages import TrainerSetup
@@ -183,8 +183,8 @@ def put(saved: SavedBatch, ring: TrajectoryRing) -> Batch:
     for group in saved.batch.groups:
         for trajectory in group.trajectories:
             at = slice(start, start + trajectory.length)
-            view = TrajectoryView(**{name: saved.columns[name][at] for name in COLUMNS})
-            ring.restore(trajectory.cell, group.id, view)
+            own = {name: saved.columns[name][at] for name in ("tokens", "logprobs", "versions")}
+            ring.write(trajectory.cell, group.id, (), **own)  # the mask follows from versions
             start = at.stop
     return saved.batch
 

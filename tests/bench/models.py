@@ -127,7 +127,10 @@ class Publisher:
 
     def publish(self) -> None:
         version = self.store.latest + 1
-        self.store.publish(version, *self.sets[version % 2])
+        weights, canary = self.sets[version % 2]
+        with self.store.publishing(version) as slot:
+            torch._foreach_copy_(slot.tensors, weights)
+            slot.canary[:] = canary
 
 
 def publish(publisher: Publisher) -> None:

@@ -82,7 +82,7 @@ class SlowTask:
     num_train = 2**31
 
     def __init__(self, config: TasksConfig, seed: int = 0):
-        self._switch = Switch(Segment.open(config.data, Switch.NUM_BYTES))
+        self._switch = Switch(Segment(Switch.NUM_BYTES, config.data))
         self._num_calls = 0
 
     def train(self, index: int) -> Example:
