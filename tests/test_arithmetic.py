@@ -3,8 +3,6 @@ rewards, and a tool that computes and never runs code."""
 
 import random
 import re
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -37,24 +35,11 @@ def drawn(seed: int, stream: Stream, count: int, num_steps: int = 0) -> list[Pro
     return [draw_problem(seed, stream, index, weights) for index in range(count)]
 
 
-def test_a_seed_gives_the_same_problems_in_another_process() -> None:
-    code = (
-        "from minirl.tasks.arithmetic import Arithmetic; from minirl.config import TasksConfig\n"
-        "t = Arithmetic(TasksConfig(), seed=3)\n"
-        "print([t.train(i).prompt for i in (0, 7, 2**31 - 1)] + [t.heldout(2)[1].prompt])\n"
-        "import sys; assert 'torch' not in sys.modules"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    here = [TASK.train(i).prompt for i in (0, 7, 2**31 - 1)] + [TASK.heldout(2)[1].prompt]
-    assert shown.stdout.strip() == str(here)
-    other = Arithmetic(TasksConfig(), seed=4)
-    assert [TASK.train(i) for i in range(20)] != [other.train(i) for i in range(20)]
-    assert TASK.heldout(300)[:100] == TASK.heldout(100), "a longer one only appends"
-
-
 def test_heldout_examples_are_different_and_never_trained() -> None:
     heldout = {example.prompt for example in TASK.heldout(1000)}
     assert len(heldout) == 1000
+    assert TASK.heldout(300)[:100] == TASK.heldout(100), "a longer one only appends"
+    assert TASK.train(7) != Arithmetic(TasksConfig(), seed=4).train(7)
     heldout |= {problem.prompt for problem in drawn(3, Stream.PROBE, 1000, num_steps=1)}
     for seed in (3, 4):
         for stream in (Stream.TRAIN, Stream.WARMUP):

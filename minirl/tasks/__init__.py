@@ -16,9 +16,8 @@ from minirl.tasks.sources import SourceRow, as_rows, bad_row, column, read
 
 
 class Task:
-    """The controller builds one for prompts, every verifier process one for rewards. Data is read
-    at first use: a verifier never reads it. A class of another base works too, if it has
-    `num_train`, `train`, `heldout`, `reward` and `solution`."""
+    """Data is read at first use: a verifier never reads it. A class of another base works too, if
+    it has `num_train`, `train`, `heldout`, `reward` and `solution`."""
 
     data: str = ""  # what is read where the recipe names no tasks.data, and its columns
     prompt_column: str = "prompt"
@@ -44,9 +43,10 @@ class Task:
             reference = json.dumps(reference, ensure_ascii=False, default=str)
         if isinstance(prompt, str) and prompt.strip():
             return Example(prompt, reference)
-        if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
-            messages = [{"role": m["role"], "content": m["content"]} for m in prompt]
-            return Example(tuple(messages), reference)
+        if isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) for m in prompt):
+            messages = tuple({key: m.get(key) for key in ("role", "content")} for m in prompt)
+            if all(isinstance(text, str) for message in messages for text in message.values()):
+                return Example(messages, reference)
         rule = f'no prompt in its column "{self.prompt_column}": {one_line(repr(prompt), 40)}'
         raise bad_row(row, rule, 'text, or messages like {"role": "user", "content": "…"}')
 
@@ -110,11 +110,6 @@ class Generated(Task):
                 example = self.draw(index, is_test=True)
                 found.setdefault(str(example.prompt), example)
         return list(found.values())
-
-
-def _is_message(item: Any) -> bool:
-    keys = ("role", "content")
-    return isinstance(item, Mapping) and all(isinstance(item.get(key), str) for key in keys)
 
 
 def merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -156,8 +156,7 @@ class Arithmetic(Generated):
 
 
 class Calculator(Arithmetic):
-    """Its prompts are chat messages. A call is an expression in << >>, and ends the model's turn;
-    the tool's answer stands right after it, with mask 0. A turn without a call is the last."""
+    """Its prompts are chat messages. An expression in << >> ends a turn; none: the last turn."""
 
     turn_stop = (CALL_END,)
     limits = DigitLimits(max_start=200, max_amount=99, max_total=999)

@@ -1,15 +1,10 @@
 """The inside of the sandbox: a script that confines itself, then runs code that a model wrote.
 
-Takes a job as JSON from the socket that its argument names; answers with one byte once all limits
-are in force. The code's output, or its function's result as JSON, is stdout. Standard library only;
-minirl never imports it. Every limit is unprivileged and holds inside a container, in this order:
-
-    capabilities   none are left, and none can be gained (no_new_privs)
-    rlimits        CPU time, memory, file size, open files
-    Landlock       Python's libraries may be read, the scratch folder also written; nothing else
-    seccomp        an allow-list of system calls, which covers what Landlock lacks: truncation (ABI
-                   3), TCP (4), ioctls (5), signals, abstract sockets (6); chmod, xattrs, keyrings
-
+Takes a job as JSON from the socket that its argument names, and answers with one byte once all
+limits are in force: no capabilities and none to gain, rlimits, Landlock (Python's libraries may be
+read, the scratch folder also written), and a seccomp allow-list, which covers what Landlock lacks:
+truncation (ABI 3), TCP (4), ioctls (5), signals and abstract sockets (6); chmod, xattrs, keyrings.
+Output is stdout, or a function's result as JSON. Standard library only; minirl never imports it.
 Leaves out: wall time, threads and scratch space (sandbox.py watches them), and the right output.
 """
 

@@ -7,6 +7,7 @@ Leaves out: proofs, and answers with units: these are what the text says.
 """
 
 import re
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -33,9 +34,7 @@ class Mathematics(Task):
     def example(self, row: SourceRow) -> Example:
         asked = super().example(row)
         prompt, box = instructed(asked, self.options["instruction"]), last_box(asked.reference)
-        if box is None:
-            return Example(prompt, asked.reference)
-        return Example(prompt, box[1], worked=asked.reference)
+        return Example(prompt, box[1], asked.reference) if box else replace(asked, prompt=prompt)
 
     def reward(self, example: Example, answer: Answer) -> float:
         return float(answer.stop is StopReason.STOP and is_equal(example.reference, answer.text))
@@ -45,8 +44,7 @@ class Mathematics(Task):
 
 
 def is_equal(reference: str, answer: str) -> bool:
-    """Whether the answer's result is the reference. Raises where the reference cannot be read, or
-    where the comparison took too long."""
+    """Raises where the reference cannot be read, or where the comparison took too long."""
     from math_verify import verify
     from math_verify.errors import TimeoutException
 

@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 from minirl.config import Config
@@ -64,7 +65,7 @@ def self_check(task: Task, kind: str) -> str:
             if (right := _score(task, example, example)) != 1.0:
                 rule = f"its own reference scores {right:g}, not 1"
                 raise RecipeError("tasks.kind", kind, rule, _shown(example))
-        pairs = zip(examples, examples[1:] + examples[:1], strict=True)
+        pairs = pairwise([*examples, *examples[:1]])
         others = [(a, b) for a, b in pairs if a.reference != b.reference]
         alike = [(a, b) for a, b in others if _score(task, a, b) >= 1.0]
         for here, there in alike:

@@ -1,9 +1,7 @@
 """The verifier: a process that turns trajectories into rewards and replies, and that can be killed.
 
-    consumes      Grade: an example and the ring cells of its answers; Ask: those of one turn
-    waits for     answers
-    unblocked by  Grade, Ask
-    gives         Graded, Replied: rewards, or a reply's tokens, or the reason why there are none
+    consumes, waits for   Grade: an example and the ring cells of its answers; Ask: those of a turn
+    gives                 Graded, Replied: rewards, a reply's tokens, or why there are none
 
 A reward that raises is never a 0 (rule 7): it is None, and one too many fails the whole group. If
 one hangs or crashes, the board shows which one was GRADING: the controller replaces the worker.
