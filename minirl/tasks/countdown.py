@@ -28,7 +28,6 @@ QUESTION = (
 )
 APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 OPERATIONS = dict(zip((ast.Add, ast.Sub, ast.Mult, ast.Div), APPLY.values(), strict=True))
-SPELLINGS = str.maketrans("×÷−–", "*/--")
 
 
 class Countdown(Generated):
@@ -56,12 +55,11 @@ class Countdown(Generated):
 
     def reward(self, example: Example, answer: Answer) -> float:
         tagged = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", final(answer.text), re.S)
-        if answer.stop is not StopReason.STOP or not tagged:
+        said = tagged[-1].translate(str.maketrans("×÷−–", "*/--")) if tagged else ""
+        found, known = evaluate(said.partition("=")[0].strip()), json.loads(example.reference)
+        if found is None or answer.stop is not StopReason.STOP:
             return 0.0
-        found = evaluate(tagged[-1].translate(SPELLINGS).partition("=")[0].strip())
-        known = json.loads(example.reference)
-        wanted = (known["target"], sorted(known["numbers"]))
-        return float(found is not None and (found[0], sorted(found[1])) == wanted)
+        return float(found == (known["target"], sorted(known["numbers"])))
 
     def solution(self, example: Example) -> str:
         return f"<answer>{json.loads(example.reference)['solution']}</answer>"
@@ -86,7 +84,7 @@ def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
         value = _value(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
-    return value, [int(number) for number in re.findall(r"\d+", text)]
+    return value, sorted(map(int, re.findall(r"\d+", text)))
 
 
 def _value(node: ast.expr) -> Fraction:
@@ -94,4 +92,4 @@ def _value(node: ast.expr) -> Fraction:
         return OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return Fraction(node.value)
-    raise ValueError("neither a number nor one of the four operations")
+    raise ValueError("neither a number nor an operation")

@@ -43,7 +43,6 @@ class PromptStream:
 
     @property
     def waiting(self) -> list[int]:
-        """Requeued, and not given again yet."""
         return sorted(self._requeued)
 
     def place(self, index: int) -> int:
@@ -77,9 +76,6 @@ class Consumed:
 
     def __contains__(self, index: int) -> bool:
         return index < self.below or index in self.above
-
-    def __len__(self) -> int:
-        return self.below + len(self.above)
 
 
 def encode(example: Example, tokenizer: Any) -> tuple[int, ...]:

@@ -64,13 +64,14 @@ def self_check(task: Task, kind: str) -> str:
         for example in [*examples, *task.heldout(8)]:
             if (right := _score(task, example, example)) != 1.0:
                 rule = f"its own reference scores {right:g}, not 1"
-                raise RecipeError("tasks.kind", kind, rule, _shown(example))
+                raise RecipeError("tasks.kind", kind, rule, f"look at {str(example)[:160]!r}")
         pairs = pairwise([*examples, *examples[:1]])
         others = [(a, b) for a, b in pairs if a.reference != b.reference]
         alike = [(a, b) for a, b in others if _score(task, a, b) >= 1.0]
         for here, there in alike:
             if 2 * len(alike) > len(others) or _score(task, there, here) < 1.0:
-                raise RecipeError("tasks.kind", kind, "a wrong answer scores 1", _shown(here))
+                rule = "a wrong answer scores 1"
+                raise RecipeError("tasks.kind", kind, rule, f"look at {str(here)[:160]!r}")
         num_wrong = len(others) - len(alike)
         return f"{len(examples)} references score 1, {num_wrong} shuffled ones less"
 
@@ -78,7 +79,3 @@ def self_check(task: Task, kind: str) -> str:
 def _score(task: Task, asked: Example, answered: Example) -> float:
     text = task.solution(answered)
     return float(task.reward(asked, Answer(text, StopReason.STOP, 1, (text,))))
-
-
-def _shown(example: Example) -> str:
-    return f"look at the reward of {str(example)[:160]!r}"

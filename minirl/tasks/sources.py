@@ -73,9 +73,7 @@ def _rows(data: str, split: str) -> Iterator[SourceRow]:
     except Exception as error:  # the hub library raises a dozen kinds of its own
         why = one_line(f"{type(error).__name__}: {error}".split("\n")[0], 120)
         rule = f"there is no split {split} in such a file, folder or hub set ({why})"
-        remedy = (
-            "check name, splits and network; of several configs, name one: name/of-a-set:config"
-        )
+        remedy = 'check name, splits and network; a set with several configs takes "name:config"'
         raise RecipeError("tasks.data", data, rule, remedy) from None
     return as_rows(rows, f"{split} of {data}")
 
@@ -83,7 +81,8 @@ def _rows(data: str, split: str) -> Iterator[SourceRow]:
 def _parts(folder: Path, split: str) -> list[Path]:
     for place in (folder, folder / "data"):
         for kind in KINDS:
-            if found := sorted((*place.glob(f"{split}{kind}"), *place.glob(f"{split}-*{kind}"))):
+            whole = place / f"{split}{kind}"
+            if found := [whole] if whole.is_file() else sorted(place.glob(f"{split}-*{kind}")):
                 return found
     return []
 
@@ -106,9 +105,9 @@ def _values(path: Path) -> Iterator[Any]:
         from pyarrow import parquet  # comes with datasets
 
         yield from parquet.read_table(path).to_pylist()
-        return
-    if path.suffix not in KINDS:
+    elif path.suffix in KINDS:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            lines = (json.loads(line) for line in file if line.strip())
+            yield from lines if path.suffix == ".jsonl" else csv.DictReader(file)
+    else:
         raise ValueError("of another kind than .jsonl, .csv and .parquet")
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        lines = (json.loads(line) for line in file if line.strip())
-        yield from lines if path.suffix == ".jsonl" else csv.DictReader(file)

@@ -96,8 +96,7 @@ class Verifier:
 
     def grade(self, request: Grade) -> Graded:
         rewards: list[float | None] = [None] * len(request.trajectories)
-        texts, error = [""] * len(rewards), ""
-        num_failed = len(request.skip)
+        texts, error, num_failed = [""] * len(rewards), "", len(request.skip)
         for place, trajectory in enumerate(request.trajectories):
             if place in request.skip:
                 continue
