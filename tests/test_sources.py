@@ -1,12 +1,13 @@
 """Rows from files: every kind gives the same, and a bad row is one line with its place."""
 
-import csv
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
 
 from minirl.config import Config, TasksConfig
@@ -35,15 +36,9 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
     elif path.suffix == ".csv":
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0].keys())
-            writer.writeheader()
-            writer.writerows(rows)
+        pyarrow.csv.write_csv(pyarrow.Table.from_pylist(rows), path)
     else:
-        import pyarrow
-        from pyarrow import parquet
-
-        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return path
 
 

@@ -157,11 +157,6 @@ def test_a_reward_that_takes_too_much_memory_costs_its_verifier(bench: Bench) ->
     assert (row.state, row.running) == (State.GRADING, 1)  # the controller blames that reward
 
 
-def test_an_answer_of_another_group_is_not_graded(bench: Bench) -> None:
-    died = bench.ask(replace(bench.grade(1, "right"), group_id=2))
-    assert isinstance(died, Died) and "sealed for 1, not for 2" in died.how
-
-
 def test_a_task_that_cannot_be_loaded_is_final(folder: Path, tmp_path: Path) -> None:
     with crew(tmp_path, 1) as inbox:
         died = Bench(folder, inbox, task="Missing").hear()

@@ -84,18 +84,6 @@ def test_it_can_be_looked_at(folder: Path, command: str) -> None:
     assert "0 prompts that came before" in done.stdout
 
 
-def test_a_reward_that_contradicts_itself_is_the_line_on_the_page(
-    folder: Path, tmp_path: Path
-) -> None:
-    for name in ("backwards.py", "backwards.toml"):
-        text = (folder / name).read_text().replace("w[::-1]", "w").replace(".strip()", "[::-1]")
-        (tmp_path / name).write_text(text)
-    done = minirl(LOOK, tmp_path)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "backwards.py:Backwards" in done.stderr
-    assert "its own reference scores 0, not 1" in done.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_it_trains_and_goes_on_from_another_folder(
