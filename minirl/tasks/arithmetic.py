@@ -28,7 +28,6 @@ MORE = ("buys", "finds", "wins", "gets", "picks", "earns", "grows")
 LESS = ("sells", "eats", "loses", "drops", "lends", "cooks", "sends")
 STEP_WEIGHTS = (0.20, 0.24, 0.20, 0.14, 0.10, 0.07, 0.05)  # of 1, 2, ... 7 steps
 MARK = "#### "
-CALL, CALL_END = "<<", ">>"
 INSTRUCTION = (
     "You have a calculator: write a sum in << >>, such as <<12*3>>, and the result is put after "
     "it. Put your final answer after ####."
@@ -36,9 +35,7 @@ INSTRUCTION = (
 
 
 @dataclass(frozen=True)
-class DigitLimits:
-    """How large the numbers get. The defaults are what the tiny model is warmed up on."""
-
+class DigitLimits:  # the defaults are what the tiny model is warmed up on
     max_start: int = 20
     max_amount: int = 9
     max_total: int = 60  # at least start + amount, so that a step is always possible
@@ -158,19 +155,19 @@ class Arithmetic(Generated):
 class Calculator(Arithmetic):
     """Its prompts are chat messages. An expression in << >> ends a turn; none: the last turn."""
 
-    turn_stop = (CALL_END,)
+    turn_stop = (">>",)
     limits = DigitLimits(max_start=200, max_amount=99, max_total=999)
 
     def asked(self, problem: Problem) -> Example:
         message = {"role": "user", "content": f"{problem.prompt}\n{INSTRUCTION}"}
-        worked = demonstration(problem, form=f"{CALL}{{}}{CALL_END} = {{}}.")
+        worked = demonstration(problem, form="<<{}>> = {}.")
         return Example((message,), str(problem.result), worked)
 
     def reply(self, example: Example, turns: tuple[str, ...]) -> str | None:
-        before, call, _ = turns[-1].rpartition(CALL_END)
+        before, call, _ = turns[-1].rpartition(">>")
         if not call:
             return None
-        found = evaluate(before.rpartition(CALL)[2].strip())  # exactly, and never as code
+        found = evaluate(before.rpartition("<<")[2].strip())  # exactly, and never as code
         if found is None:
             return " = error"
         value = str(found[0]) if found[0].denominator == 1 else f"{float(found[0]):.6f}".rstrip("0")

@@ -90,7 +90,6 @@ def final_number(text: str) -> Fraction | None:
 
 
 def numbers(text: str) -> list[Fraction]:
-    """Every number in the text, in order."""
     text = _THIN_SPACES.sub(",", text).replace("\\%", "%").replace("\\!", "")
     return [value for match in NUMBER.finditer(text) if (value := _value(match)) is not None]
 
