@@ -13,15 +13,11 @@ NEW_MOUNTS, PRIVATE, BIND = 0x00020000, 0x44000, 0x5000
 
 
 def main() -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc, place = ctypes.CDLL(None, use_errno=True), Path("/mnt")
     assert libc.unshare(NEW_MOUNTS) == 0 and libc.mount(b"none", b"/", None, PRIVATE, None) == 0
-    place = Path("/mnt")
     assert libc.mount(b"none", b"/mnt", b"tmpfs", 0, b"mode=755") == 0
-    for name, source in (
-        ("python", sys.base_prefix),
-        ("minirl", f"{os.environ['MINIRL_ROOT']}/minirl"),
-        ("tests", str(Path(__file__).parent)),
-    ):
+    sources = {"python": sys.base_prefix, "minirl": f"{os.environ['MINIRL_ROOT']}/minirl"}
+    for name, source in {**sources, "tests": str(Path(__file__).parent)}.items():
         (place / name).mkdir()
         assert libc.mount(os.fsencode(source), bytes(place / name), None, BIND, None) == 0
     world = place / "world"
@@ -31,13 +27,10 @@ def main() -> None:
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
     os.chdir("/")
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    python = str(place / "python" / "bin" / version)
-    os.execve(
-        python,
-        [python, str(place / "tests" / "attacks.py"), str(world), *sys.argv[1:]],
-        {"PYTHONPATH": f"{place}", "LD_LIBRARY_PATH": f"{place}/python/lib"},
-    )
+    python = f"{place}/python/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+    environment = {"PYTHONPATH": f"{place}", "LD_LIBRARY_PATH": f"{place}/python/lib"}
+    program = [python, f"{place}/tests/attacks.py", str(world), *sys.argv[1:]]
+    os.execve(python, program, environment)
 
 
 if __name__ == "__main__":

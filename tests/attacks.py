@@ -1,12 +1,9 @@
-"""What code may try in the sandbox: tests/data/attacks.txt, by name. Each attack prints ESCAPED if
-it got what it was after, or what it takes for the secret that the tests expect; it counts only if
-neither comes out. One whose code returns has escaped if it returns something true. Where a signal
-would do harm if it got through, it is signal 0.
+"""What code may try in the sandbox: tests/data/attacks.txt, by name. An attack prints ESCAPED if it
+got what it was after (one whose code returns: if it returns something true), or what it takes for
+the secret that the tests expect; it is held if neither comes out. @HOME@, @PORT@, @PID@, @NAME@ and
+@FOLDER@ stand for the real ones of the attacked.
 
-@HOME@, @PORT@, @PID@, @NAME@ and @FOLDER@ stand for the real ones of the attacked.
-
-As a program, it runs attacks as the user who starts it, in a child that may make no namespace:
-`python attacks.py FOLDER NAME…`.
+`python attacks.py FOLDER NAME…` runs attacks in a process that may make no namespace.
 """
 
 import os
@@ -104,28 +101,26 @@ def world(folder: Path) -> Iterator[World]:
     kept.write_text("as it was")
     before = kept.stat()
     os.environ["MINIRL_TEST_TOKEN"] = secret
-    server = socket.create_server(("127.0.0.1", 0))
-    listeners = [socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)]
-    for listener, address in zip(listeners, (f"\0{name}", str(folder / "socket")), strict=True):
-        listener.bind(address)
-        listener.listen()
-    datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    datagrams.bind(f"\0{name}-datagrams")
-    port = str(server.getsockname()[1])
-    words = {"HOME": str(home), "PORT": port, "PID": str(os.getpid()), "NAME": name}
-    try:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX) as abstract,
+        socket.socket(socket.AF_UNIX) as by_path,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams,
+    ):
+        for listener, address in ((abstract, f"\0{name}"), (by_path, str(folder / "socket"))):
+            listener.bind(address)
+            listener.listen()
+        datagrams.bind(f"\0{name}-datagrams")
+        port = str(server.getsockname()[1])
+        words = {"HOME": str(home), "PORT": port, "PID": str(os.getpid()), "NAME": name}
         yield World(secret, {**words, "FOLDER": str(folder)})
-    finally:
-        del os.environ["MINIRL_TEST_TOKEN"]
-        for opened in (server, datagrams, *listeners):
-            opened.close()
+    del os.environ["MINIRL_TEST_TOKEN"]
     after = kept.stat()
     assert not (folder / "written").exists() and kept.read_text() == "as it was"
     assert (after.st_mode, after.st_mtime) == (before.st_mode, before.st_mtime)
 
 
-NEW_NAMESPACES = 0x7E020080  # the flags of clone
-CLONE = 56
+CLONE, NEW_NAMESPACES = 56, 0x7E020080  # its flags
 FORBIDDEN = {"unshare": 272, "setns": 308, "mount": 165, "pivot_root": 155}
 
 

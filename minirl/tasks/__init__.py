@@ -1,14 +1,7 @@
 """What is asked and what is right: prompts (stage 1) and rewards (stage 3).
 
-A task of one's own is a class of some ten lines (docs/write-a-task.md):
-
-    class Backwards(Task):
-        def load(self, split):
-            return [{"prompt": f"Spell {w} backwards.", "reference": w[::-1]} for w in WORDS[split]]
-
-        def reward(self, example, answer):
-            return float(answer.text.strip() == example.reference)
-
+Takes the recipe's [tasks] section and the seed; gives examples, rewards and replies. A task of
+one's own is a class of some ten lines with `load` and `reward` (docs/write-a-task.md).
 Leaves out: tokens, processes, how data is read (sources.py).
 """
 
@@ -19,25 +12,18 @@ from typing import Any
 from minirl.config import TasksConfig
 from minirl.errors import RecipeError, one_line
 from minirl.records import Answer, Example
-from minirl.tasks.sources import Row, as_rows, bad_row, column, read
-
-MAX_REPEATS = 500  # draws in a row that gave nothing new: an easy setting has few problems
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+from minirl.tasks.sources import SourceRow, as_rows, bad_row, column, read
 
 
 class Task:
-    """The controller builds one for prompts, every verifier process one for rewards. Data is read
-    at first use: a verifier never reads it. A class of another base works too, if it has
-    `num_train`, `train`, `heldout`, `reward` and `solution`."""
+    """Data is read at first use: a verifier never reads it. A class of another base works too, if
+    it has `num_train`, `train`, `heldout`, `reward` and `solution`."""
 
-    data: str = ""
+    data: str = ""  # what is read where the recipe names no tasks.data, and its columns
     prompt_column: str = "prompt"
     reference_column: str = "reference"
-    """What is read where the recipe names no tasks.data, and its columns."""
-    turn_stop: tuple[str, ...] = ()
-    """Texts that end a turn of the model, where the task replies; rollout.stop does so too."""
-    options: Mapping[str, Any] = {}
-    """What [tasks.options] may set, with defaults; on an instance, this run's values."""
+    turn_stop: tuple[str, ...] = ()  # texts that end a turn, where the task replies
+    options: Mapping[str, Any] = {}  # what [tasks.options] may set; an instance has this run's
 
     def __init__(self, config: TasksConfig, seed: int = 0):
         self.config, self.seed = config, seed
@@ -50,16 +36,17 @@ class Task:
         """The rows of "train" or "test"; by default those of tasks.data."""
         return read(self.config, self.config.data or self.data, self.prompt_column, split)
 
-    def example(self, row: Row) -> Example:
+    def example(self, row: SourceRow) -> Example:
         """By default a row's two columns; a prompt is text or chat messages."""
         prompt, reference = column(row, self.prompt_column), column(row, self.reference_column)
         if not isinstance(reference, str):
             reference = json.dumps(reference, ensure_ascii=False, default=str)
         if isinstance(prompt, str) and prompt.strip():
             return Example(prompt, reference)
-        if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
-            messages = [{"role": m["role"], "content": m["content"]} for m in prompt]
-            return Example(tuple(messages), reference)
+        if isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) for m in prompt):
+            messages = tuple({key: m.get(key) for key in ("role", "content")} for m in prompt)
+            if all(isinstance(text, str) for message in messages for text in message.values()):
+                return Example(messages, reference)
         rule = f'no prompt in its column "{self.prompt_column}": {one_line(repr(prompt), 40)}'
         raise bad_row(row, rule, 'text, or messages like {"role": "user", "content": "…"}')
 
@@ -69,12 +56,11 @@ class Task:
 
     def reply(self, example: Example, turns: tuple[str, ...]) -> str | None:
         """The task's next message, or None to end the conversation. `turns` alternates the model's
-        texts and the replies; the last is the model's. Only a task of several turns overrides this
-        (turns.py). An exception drops the group."""
+        texts and the replies. Only a task of several turns overrides this (turns.py)."""
         return None
 
     def solution(self, example: Example) -> str:
-        """An answer made from the reference that must score 1: the task's self-check uses it."""
+        """An answer that must score 1: the self-check uses it."""
         return example.reference
 
     @property
@@ -119,31 +105,23 @@ class Generated(Task):
     def heldout(self, count: int) -> Sequence[Example]:
         """`count` different examples, where there are so many."""
         found: dict[str, Example] = {}
-        index = newest = 0
-        while len(found) < count and index - newest <= MAX_REPEATS:
-            example = self.draw(index, is_test=True)
-            index += 1
-            if str(example.prompt) not in found:
-                found[str(example.prompt)], newest = example, index
+        for index in range(20 * count + 500):  # an easy setting has few problems
+            if len(found) < count:
+                example = self.draw(index, is_test=True)
+                found.setdefault(str(example.prompt), example)
         return list(found.values())
 
 
-def _is_message(item: Any) -> bool:
-    keys = ("role", "content")
-    return isinstance(item, Mapping) and all(isinstance(item.get(key), str) for key in keys)
-
-
 def merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A task's options with those of the recipe; one that the task does not have is an error."""
+    """A task's options with those of the recipe."""
     for name, value in given.items():
-        key = f"tasks.options.{name}"
+        key, default = f"tasks.options.{name}", defaults.get(name)
         if name not in defaults:
             remedy = f"it has {', '.join(defaults) or 'none'}"
             raise RecipeError(key, value, "is no option of this task", remedy)
-        wanted = type(defaults[name])
-        if type(value) is not wanted and (wanted, type(value)) != (float, int):
-            rule = f"must be {KINDS.get(wanted, 'a list')}"
-            raise RecipeError(key, value, rule, f"the default is {defaults[name]!r}")
+        if type(value) is not type(default) and (type(default), type(value)) != (float, int):
+            rule = f"must be of type {type(default).__name__}"
+            raise RecipeError(key, value, rule, f"the default is {default!r}")
     return {**defaults, **given}
 
 

@@ -1,15 +1,11 @@
-"""Word problems that a tiny model learns on a CPU in minutes, with GSM8K's shape of answer.
+"""Word problems that a tiny model learns on a CPU in minutes, alone or with a calculator.
 
-    prompt   Tom has 7 apples. Tom on Monday buys 5 more. Tom on Tuesday eats 3. How many apples
-             does Tom have?
-    answer    Monday buys 5 more: 7+5=12. Tuesday eats 3: 12-3=9. #### 9
+    prompt   Tom has 7 apples. Tom on Monday buys 5 more. How many apples does Tom have?
+    answer    Monday buys 5 more: 7+5=12. #### 12
+    turns     Monday buys 5 more: <<7+5>>   then the tool:  = 12   then the model: . #### 12
 
-Takes a seed; gives examples, rewards and worked answers (for the warm-up). A problem has 1 to 7
-steps, and the answer grows with it: that is the long tail of lengths an asynchronous run needs.
-Training and held-out problems are disjoint by construction: a hash of the prompt's text says to
-which side a problem belongs, and each stream redraws until it lands on its own side.
-
-Leaves out: files, torch, the tokenizer.
+Takes a seed; gives examples, rewards, worked answers (for the warm-up) and the tool's replies. 1 to
+7 steps give the long tail of lengths that an asynchronous run needs.
 """
 
 import hashlib
@@ -22,6 +18,7 @@ from enum import StrEnum
 from minirl.config import TasksConfig
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Generated, need
+from minirl.tasks.countdown import evaluate
 
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 NAMES = ("Tom", "Ann", "Ben", "Eva", "Max", "Zoe", "Sam", "Mia")
@@ -29,25 +26,23 @@ THINGS = ("apples", "plums", "pears", "nuts", "cakes", "figs", "beans", "eggs")
 # As many verbs as days: a problem uses none twice, so that a verb points at one clause only.
 MORE = ("buys", "finds", "wins", "gets", "picks", "earns", "grows")
 LESS = ("sells", "eats", "loses", "drops", "lends", "cooks", "sends")
-DOUBLES = "doubles"
-DOUBLES_SHARE = 0.12  # of the steps
 STEP_WEIGHTS = (0.20, 0.24, 0.20, 0.14, 0.10, 0.07, 0.05)  # of 1, 2, ... 7 steps
-HELDOUT_SHARE = 8  # one problem in so many is held out
 MARK = "#### "
+INSTRUCTION = (
+    "You have a calculator: write a sum in << >>, such as <<12*3>>, and the result is put after "
+    "it. Put your final answer after ####."
+)
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How large the numbers get. The defaults are what the tiny model is warmed up on."""
-
+class DigitLimits:  # the defaults are what the tiny model is warmed up on
     max_start: int = 20
     max_amount: int = 9
     max_total: int = 60  # at least start + amount, so that a step is always possible
 
 
 class Stream(StrEnum):
-    """Where a problem is drawn from; the last two are on the held-out side of the hash. The warm-up
-    has a stream of its own on each side."""
+    """Where a problem is drawn from; the last two are held out. The warm-up has one of each."""
 
     TRAIN = "train"
     WARMUP = "warmup"
@@ -56,44 +51,11 @@ class Stream(StrEnum):
 
 
 @dataclass(frozen=True)
-class Step:
-    day: str
-    verb: str
-    amount: int  # 0 where the verb is DOUBLES
-
-    @property
-    def clause(self) -> str:
-        """What the prompt says and the working quotes, word for word."""
-        if self.verb == DOUBLES:
-            return f"{self.day} doubles them"
-        return f"{self.day} {self.verb} {self.amount}" + (" more" if self.verb in MORE else "")
-
-    def equation(self, total: int) -> tuple[str, int]:
-        """Of the working: its left side, and the total after the step."""
-        if self.verb == DOUBLES:
-            return f"{total}+{total}", 2 * total
-        if self.verb in MORE:
-            return f"{total}+{self.amount}", total + self.amount
-        return f"{total}-{self.amount}", total - self.amount
-
-
-@dataclass(frozen=True)
 class Problem:
-    name: str
-    thing: str
+    prompt: str
     start: int
-    steps: tuple[Step, ...]
+    steps: tuple[tuple[str, int], ...]  # a clause, and what it adds; 0 doubles what there is
     result: int
-
-    @property
-    def prompt(self) -> str:
-        story = "".join(f" {self.name} on {step.clause}." for step in self.steps)
-        question = f" How many {self.thing} does {self.name} have?"
-        return f"{self.name} has {self.start} {self.thing}.{story}{question}"
-
-    @property
-    def is_heldout(self) -> bool:
-        return hashlib.sha256(self.prompt.encode()).digest()[0] % HELDOUT_SHARE == 0
 
 
 def draw_problem(
@@ -101,42 +63,47 @@ def draw_problem(
     stream: Stream,
     index: int,
     step_weights: Sequence[float] = STEP_WEIGHTS,
-    limits: Limits = Limits(),
+    limits: DigitLimits = DigitLimits(),
 ) -> Problem:
     """The problem at `index` of a stream, the same at every call and on its stream's side."""
     rng = random.Random(f"{seed}/{stream.value}/{index}")
     num_steps = rng.choices(range(1, len(step_weights) + 1), step_weights)[0]
     while True:  # the redraw keeps num_steps, and with it the distribution of lengths
         problem = _draw(rng, num_steps, limits)
-        if problem.is_heldout == (stream in (Stream.HELDOUT, Stream.PROBE)):
+        is_heldout = hashlib.sha256(problem.prompt.encode()).digest()[0] % 8 == 0
+        if is_heldout == (stream in (Stream.HELDOUT, Stream.PROBE)):
             return problem
 
 
-def _draw(rng: random.Random, num_steps: int, limits: Limits) -> Problem:
+def _draw(rng: random.Random, num_steps: int, limits: DigitLimits) -> Problem:
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
-    start = rng.randint(2, limits.max_start)
+    start = total = rng.randint(2, limits.max_start)
     more, less = rng.sample(MORE, len(MORE)), rng.sample(LESS, len(LESS))
-    total, steps = start, []
+    steps = []
     for day in DAYS[:num_steps]:
-        if 2 * total <= limits.max_total and rng.random() < DOUBLES_SHARE:
-            steps.append(Step(day, DOUBLES, 0))
+        if 2 * total <= limits.max_total and rng.random() < 0.12:
+            steps.append((f"{day} doubles them", 0))
         else:
             amount = rng.randint(1, limits.max_amount)
             can_add, can_take = total + amount <= limits.max_total, total - amount >= 1
-            is_more = can_add if can_add != can_take else rng.random() < 0.5
-            steps.append(Step(day, (more if is_more else less).pop(), amount))
-        _, total = steps[-1].equation(total)
-    return Problem(name, thing, start, tuple(steps), total)
+            if can_add if can_add != can_take else rng.random() < 0.5:
+                steps.append((f"{day} {more.pop()} {amount} more", amount))
+            else:
+                steps.append((f"{day} {less.pop()} {amount}", -amount))
+        total += steps[-1][1] or total
+    story = "".join(f" {name} on {clause}." for clause, _ in steps)
+    prompt = f"{name} has {start} {thing}.{story} How many {thing} does {name} have?"
+    return Problem(prompt, start, tuple(steps), total)
 
 
-def demonstration(problem: Problem, said: Callable[[int], int] = int) -> str:
+def demonstration(problem: Problem, said: Callable[[int], int] = int, form: str = "{}={}.") -> str:
     """The worked answer: it quotes each clause, so that a step is a copy plus a small sum. `said`
-    is what it says in place of a step's total."""
+    is what it says in place of a step's total, `form` how it writes a sum."""
     total, working = problem.start, ""
-    for step in problem.steps:
-        left, right = step.equation(total)
-        total = said(right)
-        working += f" {step.clause}: {left}={total}."
+    for clause, added in problem.steps:
+        left, added = f"{total}{added or total:+d}", added or total
+        total = said(total + added)
+        working += f" {clause}: {form.format(left, total)}"
     return f"{working} {MARK}{total}"
 
 
@@ -148,24 +115,22 @@ def sloppy_demonstration(
     if rng.random() < no_working:
         return f" {MARK}{problem.result}"
 
-    def slipped(total: int) -> int:
-        is_slip = rng.random() < slip
-        return max(1, total + rng.choice((-2, -1, 1, 2))) if is_slip else total
+    def said(total: int) -> int:
+        return max(1, total + rng.choice((-2, -1, 1, 2))) if rng.random() < slip else total
 
-    return demonstration(problem, slipped)
+    return demonstration(problem, said)
 
 
 class Arithmetic(Generated):
     """Its prompts are text; the answer starts with a space."""
 
-    limits = Limits()
+    limits = DigitLimits()
     options = {"step_weights": list(STEP_WEIGHTS)}  # noqa: RUF012
 
     def __init__(self, config: TasksConfig, seed: int = 0):
         super().__init__(config, seed)
         weights = self.options["step_weights"]
-        is_weights = all(type(w) in (int, float) and w >= 0 for w in weights)
-        is_weights = is_weights and 1 <= len(weights) <= len(DAYS) and sum(weights) > 0
+        is_weights = 1 <= len(weights) <= len(DAYS) and min(weights) >= 0 < sum(weights)
         rule = "must be the weights of 1, 2, … up to 7 steps, not all 0"
         need(self, "step_weights", is_weights, rule)
 
@@ -179,9 +144,31 @@ class Arithmetic(Generated):
     def reward(self, example: Example, answer: Answer) -> float:
         """1 if the model ended its answer and the number after the last mark is right."""
         _, mark, tail = answer.text.rpartition(MARK)
-        number = re.match(r"-?\d+", tail)
-        is_right = bool(mark) and number is not None and number.group() == example.reference
+        number = re.match(r"-?\d+", tail) if mark else None
+        is_right = number is not None and number.group() == example.reference
         return float(is_right and answer.stop is StopReason.STOP)
 
     def solution(self, example: Example) -> str:
         return f" {MARK}{example.reference}"
+
+
+class Calculator(Arithmetic):
+    """Its prompts are chat messages. An expression in << >> ends a turn; none: the last turn."""
+
+    turn_stop = (">>",)
+    limits = DigitLimits(max_start=200, max_amount=99, max_total=999)
+
+    def asked(self, problem: Problem) -> Example:
+        message = {"role": "user", "content": f"{problem.prompt}\n{INSTRUCTION}"}
+        worked = demonstration(problem, form="<<{}>> = {}.")
+        return Example((message,), str(problem.result), worked)
+
+    def reply(self, example: Example, turns: tuple[str, ...]) -> str | None:
+        before, call, _ = turns[-1].rpartition(">>")
+        if not call:
+            return None
+        found = evaluate(before.rpartition("<<")[2].strip())  # exactly, and never as code
+        if found is None:
+            return " = error"
+        value = str(found[0]) if found[0].denominator == 1 else f"{float(found[0]):.6f}".rstrip("0")
+        return f" = {value.rstrip('.')}"

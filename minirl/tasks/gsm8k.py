@@ -1,18 +1,33 @@
 """GSM8K: grade-school word problems (openai/gsm8k, MIT licence), from the hub or one's own data.
 
-An answer is right when the model ended it and its number equals the reference's, exactly: 12, 12.0,
-24/2 and $12.00 are one number, 12 and 12.01 are two. answers.py says which number an answer gives:
-the one at the last mark ("####" or \\boxed{…}), or without a mark the last one. Units are not read.
+An answer is right when the model ended it and its number equals the reference's, exactly. That is
+the number at the last mark, "####" or \\boxed{…}; without a mark the last one (docs/tasks.md).
+Leaves out: units, currencies and per cent signs, which are not read; symbols (math.py).
 """
 
 import re
+from fractions import Fraction
 
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Task
-from minirl.tasks.answers import HASHES, final_number
-from minirl.tasks.sources import Row, bad_row
+from minirl.tasks.sources import SourceRow, bad_row
 
 INSTRUCTION = "Please reason step by step, and put your final answer after ####."
+HASHES = "####"
+# A dash after a digit or a word is no sign ("5-10"), and commas join only groups of three digits.
+_SIGN = r"(?P<sign>(?<![\w)])[-−–](?:\\?[$€£])?)?"
+_WHOLE = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
+_DECIMAL = rf"(?:{_WHOLE}(?:\.\d+)?|(?<![\w.])\.\d+)"
+_LATEX_FRACTION = r"\\[dt]?frac\s*\{\s*(?P<top>-?\d+)\s*\}\s*\{\s*(?P<bottom>\d+)\s*\}"
+_SLASH = r"\s?/\s?(?P<under>\d+)(?![\d/]|\.\d)"
+_MIXED = r"(?: |\s+and\s+)(?P<over>\d+)/(?P<part>\d+)(?![\d/])"
+_TIMES_TEN = r"\s*(?:\\times|\\cdot|[×x*])\s*10\s*\^\s*\{?(?P<ten>-?\d{1,3})\}?"
+_POWER = rf"(?:[eE](?P<e>[-+]?\d{{1,3}})(?!\w)|{_TIMES_TEN})"
+NUMBER = re.compile(
+    rf"{_SIGN}(?<!\d:)(?:(?:(?P<whole>\d+)\s*)?{_LATEX_FRACTION}"
+    rf"|(?P<decimal>{_DECIMAL})(?!:\d)(?:{_MIXED}|{_SLASH}|{_POWER})?)"
+)
+_THIN_SPACES = re.compile(r"(?<=\d)(?:\{,\}|\\,|[\u2009\u202f\u00a0])(?=\d{3}(?!\d))")
 
 
 class Gsm8k(Task):
@@ -20,7 +35,7 @@ class Gsm8k(Task):
     prompt_column, reference_column = "question", "answer"
     options = {"instruction": INSTRUCTION}  # noqa: RUF012
 
-    def example(self, row: Row) -> Example:
+    def example(self, row: SourceRow) -> Example:
         asked = super().example(row)
         number = final_number(asked.reference)
         if number is None:
@@ -44,3 +59,53 @@ def instructed(example: Example, instruction: str) -> tuple[dict[str, str], ...]
     messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
     last = {**messages[-1], "content": f"{messages[-1]['content']}\n{instruction}".strip()}
     return (*messages[:-1], last)
+
+
+def final(text: str) -> str:
+    """Without the thinking, where the model marks it."""
+    return text.rpartition("</think>")[2]
+
+
+def last_box(text: str) -> tuple[int, str] | None:
+    """Of the closed \\boxed{…} or \\fbox{…} that begins last: where it ends, and what is in it."""
+    for match in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))):
+        depth = 1
+        for brace in re.finditer(r"\\.|[{}]", text[match.end() :], re.DOTALL):  # \{ is no group's
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            if not depth:
+                end = match.end() + brace.start()
+                return end, text[match.end() : end]
+    return None
+
+
+def final_number(text: str) -> Fraction | None:
+    """The number that an answer gives; None: it gives none."""
+    text = final(text)
+    box, place = last_box(text), text.rfind(HASHES)
+    if not box and place < 0:
+        return next(reversed(numbers(text)), None)
+    marked = box[1] if box and box[0] > place else text[place + len(HASHES) :]
+    line = next((line for line in marked.splitlines() if line.strip()), "")
+    return next(iter(numbers(line.rpartition("=")[2])), None)
+
+
+def numbers(text: str) -> list[Fraction]:
+    text = _THIN_SPACES.sub(",", text).replace("\\%", "%").replace("\\!", "")
+    return [value for match in NUMBER.finditer(text) if (value := _value(match)) is not None]
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    part = match.groupdict()
+    if len(match.group()) > 400:  # no answer means such a number, and to compare it costs
+        return None
+    try:
+        if part["bottom"]:
+            value = int(part["whole"] or 0) + Fraction(int(part["top"]), int(part["bottom"]))
+        else:
+            power = part["e"] or part["ten"] or 0
+            value = Fraction(f"{part['decimal'].replace(',', '')}e{power}")
+            value /= int(part["under"] or 1)
+            value += Fraction(int(part["over"] or 0), int(part["part"] or 1))
+        return -value if part["sign"] else value
+    except ZeroDivisionError:
+        return None

@@ -1,26 +1,14 @@
 """The inside of the sandbox: a script that confines itself, then runs code that a model wrote.
 
-Run by sandbox.py as a fresh Python with an environment of its own, one process per test. Takes a
-job as JSON on stdin; writes one byte to a pipe once all limits are in force, then to stdout what
-the code prints, or what its function returns as JSON. Needs the standard library alone; the rest of
-minirl never imports it. All limits are unprivileged and hold inside a container. In this order:
-
-    capabilities   none are left, and none can be gained (no_new_privs)
-    rlimits        CPU time, memory, file size, open files
-    Landlock       Python's libraries may be read, the scratch folder also written; nothing else
-    seccomp        an allow-list of system calls: threads but no processes, no exec, no sockets that
-                   reach another process, no signals to one, no change of a file by its path
-
-seccomp also covers what the kernel's Landlock may be too old for: truncation (ABI 3), TCP (4),
-device ioctls (5), signals and abstract sockets (6); and what no Landlock covers: chmod, chown,
-utime, xattrs, keyrings, io_uring.
-
-Leaves out: wall time, threads and the size of the scratch folder, which sandbox.py watches; and
-which output is right, which never comes in here.
+Takes a job as JSON from the socket that its argument names, and answers with one byte once all
+limits are in force: no capabilities and none to gain, rlimits, Landlock (Python's libraries may be
+read, the scratch folder also written), and a seccomp allow-list, which covers what Landlock lacks:
+truncation (ABI 3), TCP (4), ioctls (5), signals and abstract sockets (6); chmod, xattrs, keyrings.
+Output is stdout, or a function's result as JSON. Standard library only; minirl never imports it.
+Leaves out: wall time, threads and scratch space (sandbox.py watches them), and the right output.
 """
 
 import ctypes
-import fcntl
 import json
 import os
 import resource
@@ -32,10 +20,6 @@ from typing import Any, NoReturn
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
-SECCOMP_MODE_FILTER = 2
-CAPABILITY_VERSION_3 = 0x20080522
-RESULT_FD = 3
-
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 WRITE_FILE, READ_FILE, READ_DIR, REMOVE_FILE, MAKE_REG = 1 << 1, 1 << 2, 1 << 3, 1 << 5, 1 << 8
 TRUNCATE = 1 << 14
@@ -71,7 +55,7 @@ Test = tuple[int, int, tuple[int, ...]]
 
 
 def conditional(pid: int) -> dict[str, tuple[Test, ...]]:
-    """`pid` is this process: it may signal itself, and no other."""
+    """`pid` is this process: it may signal no other."""
     # Read-only with O_TRUNC is left out: Landlock before ABI 3 takes it for reading.
     modes = (0, 1, 2, 1 | O_TRUNC, 2 | O_TRUNC)
     # Of file descriptors and locks. F_SETOWN and F_SETSIG are left out: they send signals.
@@ -101,47 +85,35 @@ def checked(name: str, result: int) -> int:
 def confine(job: dict[str, Any]) -> None:
     if os.uname().machine != "x86_64":
         raise OSError(f"no table of system calls for {os.uname().machine}")
-    head, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
+    head, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # version 3
     checked("capset", LIBC.capset(ctypes.byref(head), ctypes.byref(none)))
     checked("dumpable", LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
     checked("no_new_privs", LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    set_limits(job)
-    if job["max_abi"]:
-        restrict_files(job["max_abi"], job["libraries"], job["scratch"])
+    resource.setrlimit(resource.RLIMIT_CPU, (job["cpu_s"], job["cpu_s"] + 1))
+    limits = {"AS": job["memory_bytes"], "FSIZE": job["file_bytes"], "NOFILE": 64, "CORE": 0}
+    for name, value in limits.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+    restrict_files(job["max_abi"], job["libraries"], job["scratch"])
     install(seccomp_program())
 
 
-def set_limits(job: dict[str, Any]) -> None:
-    seconds, memory = job["cpu_s"], job["memory_bytes"]
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-    for name, value in {"AS": memory, "FSIZE": job["file_bytes"], "NOFILE": 64, "CORE": 0}.items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
-
-
 def restrict_files(max_abi: int, libraries: list[str], scratch: str) -> None:
-    """Every right that the kernel's Landlock knows is withdrawn, then a few are given back."""
+    """Withdraws every right that the kernel's Landlock knows, then gives a few back."""
     newest = checked("Landlock", LIBC.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
     abi = min(newest, max_abi)
-    num_rights = {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)
-    handled = (1 << num_rights) - 1
+    handled = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
     record = struct.pack("QQQ", handled, ALL_TCP * (abi >= 4), ALL_SCOPES * (abi >= 6))
     rules = checked("Landlock", LIBC.syscall(LANDLOCK_CREATE, record, ctypes.c_size_t(24), 0))
-    readable = {path: READ_FILE | READ_DIR for path in libraries}
-    for path, rights in {**readable, **dict.fromkeys(DEVICES, FILE_RIGHTS)}.items():
-        if os.path.exists(path):
-            allow(rules, path, rights & handled)
-    allow(rules, scratch, SCRATCH_RIGHTS & handled)
+    readable = dict.fromkeys(filter(os.path.exists, libraries), READ_FILE | READ_DIR)
+    given = {**readable, **dict.fromkeys(DEVICES, FILE_RIGHTS), scratch: SCRATCH_RIGHTS}
+    for path, rights in given.items():
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        known = handled if os.path.isdir(path) else handled & FILE_RIGHTS
+        record = struct.pack("=Qi", rights & known, fd)
+        checked(f"Landlock {path}", LIBC.syscall(LANDLOCK_ADD, rules, 1, record, 0))
+        os.close(fd)
     checked("Landlock", LIBC.syscall(LANDLOCK_RESTRICT, rules, 0))
     os.close(rules)
-
-
-def allow(rules: int, path: str, rights: int) -> None:
-    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    if not os.path.isdir(path):
-        rights &= FILE_RIGHTS
-    record = struct.pack("=Qi", rights, fd)
-    checked(f"Landlock {path}", LIBC.syscall(LANDLOCK_ADD, rules, 1, record, 0))
-    os.close(fd)
 
 
 LOAD, AND, EQUAL, RETURN = 0x20, 0x54, 0x15, 0x06
@@ -171,7 +143,7 @@ def seccomp_program() -> bytes:
 
 
 def passing(argument: int, mask: int, values: tuple[int, ...]) -> list[Instruction]:
-    """Goes past its own end if the argument is one of the values."""
+    """Jumps past its own end if the argument is one of the values, else refuses the call."""
     steps: list[Instruction] = [(LOAD, 0, 0, ARGUMENTS + 4 * argument), (AND, 0, 0, mask)]
     for left in range(len(values), 0, -1):
         steps.append((EQUAL, left, 0, values[-left]))
@@ -182,55 +154,38 @@ def install(program: bytes) -> None:
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
-    whole, mode = Program(len(program) // 8, program), ctypes.c_ulong(SECCOMP_MODE_FILTER)
-    checked("seccomp", LIBC.prctl(PR_SET_SECCOMP, mode, ctypes.byref(whole), 0, 0))
+    whole, filter_mode = Program(len(program) // 8, program), ctypes.c_ulong(2)
+    checked("seccomp", LIBC.prctl(PR_SET_SECCOMP, filter_mode, ctypes.byref(whole), 0, 0))
 
 
-def place_files(stdin: str, is_call: bool) -> None:
-    """0 holds the input; 1 is the output, or of a call what is ignored, and 3 its result."""
-    fd = os.memfd_create("stdin")
-    with open(fd, "wb", closefd=False) as file:
-        file.write(stdin.encode(errors="replace"))
-    os.lseek(fd, 0, os.SEEK_SET)
-    os.dup2(fd, 0)
-    os.close(fd)
-    if is_call:
-        os.dup2(1, RESULT_FD)
-        os.dup2(os.open("/dev/null", os.O_WRONLY), 1)
-
-
-def work(job: dict[str, Any]) -> NoReturn:
-    """The answer as a program, or one call of its function. Ends like any program, so that threads
-    are joined and buffers written."""
+def work(job: dict[str, Any], result: int) -> NoReturn:
+    """Runs the code as a program, or calls its function. Exits as any program does, so that threads
+    are joined and buffers are flushed."""
     sys.argv = ["answer.py"]
-    sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     name = "answer" if job["function"] else "__main__"
-    module = types.ModuleType(name)
-    sys.modules[name] = module
+    module = sys.modules[name] = types.ModuleType(name)
     exec(compile(job["code"], "answer.py", "exec"), module.__dict__)
     if job["function"]:
         owner = module.Solution() if hasattr(module, "Solution") else module
         target = getattr(module, job["function"], None) or getattr(owner, job["function"])
-        with open(RESULT_FD, "w") as result:
-            result.write(json.dumps(target(*job["arguments"])))
+        with open(result, "w") as file:
+            file.write(json.dumps(target(*job["arguments"])))
     sys.exit(0)
 
 
 def main() -> None:
-    job = json.load(sys.stdin.buffer)
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(sys.argv[1]):  # it ended before this process could ask to end with it
-        return
+    control = open(int(sys.argv[1]), "r+b", buffering=0)  # noqa: SIM115
+    job, result = json.loads(control.readall()), os.dup(1)
+    if job["function"]:  # what it prints is ignored
+        os.dup2(os.open("/dev/null", os.O_WRONLY), 1)
     try:
-        ready = fcntl.fcntl(job["ready_fd"], fcntl.F_DUPFD_CLOEXEC, RESULT_FD + 1)
-        os.close(job["ready_fd"])
-        place_files(job["stdin"], bool(job["function"]))
         confine(job)
     except (OSError, ValueError, OverflowError) as error:
-        sys.exit(str(error))
-    os.write(ready, b"!")
-    os.close(ready)
-    work(job)
+        sys.exit(str(error))  # while control is open: the parent kills this process once it is not
+    control.write(b"!")  # raises where the parent died before PDEATHSIG was set
+    control.close()
+    work(job, result)
 
 
 if __name__ == "__main__":

@@ -2,23 +2,20 @@
 
 An answer is right when the model ended it and math-verify finds the expression in its last box
 equal to the reference; without a box, the expression that math-verify itself finds in the text.
-The reference column may hold the bare answer or a worked solution that ends in a box. math-verify
-bounds its time by SIGALRM (so, in the main thread): a comparison that takes too long raises.
-
+math-verify bounds its time by SIGALRM, in the main thread: a comparison that takes too long raises.
 Leaves out: proofs, and answers with units: these are what the text says.
 """
 
 import re
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
 from minirl.config import TasksConfig
-from minirl.errors import RecipeError
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Task
-from minirl.tasks.answers import final, last_box
-from minirl.tasks.gsm8k import instructed
-from minirl.tasks.sources import Row
+from minirl.tasks.gsm8k import final, instructed, last_box
+from minirl.tasks.sources import SourceRow
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 LIMIT_S = 5
@@ -34,12 +31,10 @@ class Mathematics(Task):
         super().__init__(config, seed)
         _warm_up()
 
-    def example(self, row: Row) -> Example:
+    def example(self, row: SourceRow) -> Example:
         asked = super().example(row)
         prompt, box = instructed(asked, self.options["instruction"]), last_box(asked.reference)
-        if box is None:
-            return Example(prompt, asked.reference)
-        return Example(prompt, box[1], worked=asked.reference)
+        return Example(prompt, box[1], asked.reference) if box else replace(asked, prompt=prompt)
 
     def reward(self, example: Example, answer: Answer) -> float:
         return float(answer.stop is StopReason.STOP and is_equal(example.reference, answer.text))
@@ -49,14 +44,13 @@ class Mathematics(Task):
 
 
 def is_equal(reference: str, answer: str) -> bool:
-    """Whether the answer's result is the reference. Raises where the reference cannot be read, or
-    where it took too long to say."""
+    """Raises where the reference cannot be read, or where the comparison took too long."""
     from math_verify import verify
     from math_verify.errors import TimeoutException
 
     text = final(answer)
     box = last_box(text)
-    if box and (len(box[1]) > MAX_CHARS or _base(box[1]) not in (0, _base(reference))):
+    if box and (len(box[1]) > MAX_CHARS or _base(box[1]) not in ("", _base(reference))):
         return False
     # x ≤ 3 is right for (-∞, 3], but a point is not for 1 < x < 2.
     is_interval = any(mark in reference for mark in ("[", "]", r"\infty", r"\cup"))
@@ -83,11 +77,8 @@ def _parsed(latex: str, is_text: bool = False) -> tuple[Any, ...]:
 @cache
 def _warm_up() -> None:
     """sympy imports much of itself at the first comparison: do that outside of any time limit."""
-    try:
-        from math_verify import parse, verify
-    except ImportError:
-        rule = "math-verify is not installed"
-        raise RecipeError("tasks.kind", "math", rule, "pip install 'minirl[math]'") from None
+    from math_verify import parse, verify
+
     verify(*(parse(text, parsing_timeout=60) for text in ("$x+x$", "$2x$")), timeout_seconds=60)
 
 
@@ -101,13 +92,12 @@ def plain(latex: str) -> str:
 
 def _recurring(match: re.Match[str]) -> str:
     """0.1\\overline{6} as 15/90."""
-    whole, once, again = match.groups()
-    bottom = (10 ** len(again) - 1) * 10 ** len(once)
-    top = int(whole + once + again) - int(whole + once or "0")
-    return rf"\frac{{{top}}}{{{bottom}}}"
+    once, again = match[1] + match[2], match[3]
+    top = int(once + again) - int(once or "0")
+    return rf"\frac{{{top}}}{{{(10 ** len(again) - 1) * 10 ** len(match[2])}}}"
 
 
-def _base(latex: str) -> int:
-    """17_8 is written to base 8; 0 where no base is written."""
+def _base(latex: str) -> str:
+    """17_8 is written to base 8; "" where no base is written."""
     match = re.fullmatch(r"\s*[\dA-F]+_\{?(\d{1,2})\}?\s*", latex)
-    return int(match[1]) if match else 0
+    return match[1] if match else ""

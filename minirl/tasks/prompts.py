@@ -1,8 +1,8 @@
 """From examples to token prompts, in an order that a resumed run can continue.
 
 Takes a task and a tokenizer, gives prompts one by one. A finite task is shuffled anew each epoch,
-by the seed. What was *consumed* (trained, or dropped for good) is remembered by index, not as a
-loader's offset: after a restart exactly the prompts that were in flight are requeued.
+by the seed. What was *consumed* (trained, or dropped for good) is remembered by index: after a
+restart exactly the prompts that were in flight are requeued.
 """
 
 import heapq
@@ -21,13 +21,13 @@ class PromptStream:
     def __init__(self, task: Task, tokenizer: Any, seed: int, consumed: "Consumed | None" = None):
         self._task, self._tokenizer, self._seed = task, tokenizer, seed
         self.consumed = consumed or Consumed()
-        self._again: list[int] = []  # a heap
+        self._requeued: list[int] = []  # a heap
         self._next = self.consumed.below
         self._epoch = lru_cache(maxsize=2)(self._shuffled)
 
     def next(self) -> Prompt:
-        if self._again:
-            index = heapq.heappop(self._again)
+        if self._requeued:
+            index = heapq.heappop(self._requeued)
         else:
             while self._next in self.consumed:
                 self._next += 1
@@ -39,19 +39,16 @@ class PromptStream:
         """Requeues a prompt whose group was lost to a fault, also after it was trained. Lowest
         index first, so that at η = 0 a step that is repeated gets the same prompts."""
         self.consumed.discard(index)
-        heapq.heappush(self._again, index)
+        heapq.heappush(self._requeued, index)
 
     @property
     def waiting(self) -> list[int]:
-        """Requeued, and not given again yet."""
-        return sorted(self._again)
+        return sorted(self._requeued)
 
     def place(self, index: int) -> int:
         """The example that the prompt of this index is."""
-        size = self._task.num_train
-        if size > SHUFFLED_UP_TO:
-            return index % size
-        return self._epoch(index // size)[index % size]
+        epoch, place = divmod(index, self._task.num_train)
+        return place if self._task.num_train > SHUFFLED_UP_TO else self._epoch(epoch)[place]
 
     def _shuffled(self, epoch: int) -> list[int]:
         order = list(range(self._task.num_train))
@@ -80,21 +77,16 @@ class Consumed:
     def __contains__(self, index: int) -> bool:
         return index < self.below or index in self.above
 
-    def __len__(self) -> int:
-        return self.below + len(self.above)
-
 
 def encode(example: Example, tokenizer: Any) -> tuple[int, ...]:
     """What the model sees. A template writes its own special tokens, so none are added to it."""
     is_templated = not isinstance(example.prompt, str) and has_template(tokenizer)
-    text = render(example, tokenizer)
     options = {"add_special_tokens": False} if is_templated else {}
-    return tuple(tokenizer.encode(text, **options))
+    return tuple(tokenizer.encode(render(example, tokenizer), **options))
 
 
 def render(example: Example, tokenizer: Any) -> str:
-    """Text as it is; chat messages through the model's own template. A model without one gets the
-    text of a single message, and of several one "role: text" line each and "assistant:"."""
+    """Text as it is, chat messages by the model's template, or else as docs/tasks.md says."""
     if isinstance(example.prompt, str):
         return example.prompt
     messages = list(example.prompt)

@@ -1,5 +1,5 @@
-"""From `tasks.kind` to a task. Takes the recipe, gives an instance; classes are imported late, so
-that a task's own dependencies are needed only where it is used.
+"""From `tasks.kind` to a task that has proved itself. Takes the recipe, gives an instance; classes
+are imported late, so that a task's own dependencies are needed only where it is used.
 """
 
 import importlib
@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from minirl.config import Config
@@ -17,13 +17,12 @@ from minirl.tasks import Task
 
 BUILT_IN = {
     "arithmetic": "minirl.tasks.arithmetic:Arithmetic",
-    "calculator": "minirl.tasks.calculator:Calculator",
+    "calculator": "minirl.tasks.arithmetic:Calculator",
     "countdown": "minirl.tasks.countdown:Countdown",
     "gsm8k": "minirl.tasks.gsm8k:Gsm8k",
     "math": "minirl.tasks.math:Mathematics",
     "code": "minirl.tasks.code:Code",
 }
-NUM_CHECKED, NUM_HELDOUT_CHECKED = 32, 8
 
 
 @contextmanager
@@ -32,7 +31,7 @@ def _as_recipe_error(kind: str, what: str, remedy: str) -> Iterator[None]:
         yield
     except MinirlError:  # it says what is wrong itself
         raise
-    except Exception as error:  # the user's code: whatever it raises, it is one wrong task
+    except Exception as error:  # the user's code may raise anything
         why = one_line(f"{type(error).__name__}: {error}")
         raise RecipeError("tasks.kind", kind, f"{what} ({why})", remedy) from None
 
@@ -56,40 +55,27 @@ def _from_file(path: Path) -> object:
     return module
 
 
-@dataclass(frozen=True)
-class Checked:
-    num_right: int
-    num_wrong: int
-
-    def __str__(self) -> str:
-        return f"{self.num_right} references score 1, {self.num_wrong} shuffled ones less"
-
-
-def self_check(task: Task, kind: str) -> Checked:
-    """At start (rule 7): reference answers score 1, another example's reference scores less. Two
+def self_check(task: Task, kind: str) -> str:
+    """At start (rule 7): references score 1, other examples' references less; says how many. Two
     references may be one answer in two spellings (0.5 and 1/2): then each is right for the other,
     which is fine unless it is the rule."""
     with _as_recipe_error(kind, "its self-check failed", "look at its load, example and reward"):
-        count = min(NUM_CHECKED, task.num_train)
-        examples = [task.train(i) for i in range(count)]
-        for example in [*examples, *task.heldout(NUM_HELDOUT_CHECKED)]:
-            right = _score(task, example, example)
-            if right != 1.0:
+        examples = [task.train(i) for i in range(min(32, task.num_train))]
+        for example in [*examples, *task.heldout(8)]:
+            if (right := _score(task, example, example)) != 1.0:
                 rule = f"its own reference scores {right:g}, not 1"
-                raise RecipeError("tasks.kind", kind, rule, _shown(example))
-        pairs = zip(examples, examples[1:] + examples[:1], strict=True)
+                raise RecipeError("tasks.kind", kind, rule, f"look at {str(example)[:160]!r}")
+        pairs = pairwise([*examples, *examples[:1]])
         others = [(a, b) for a, b in pairs if a.reference != b.reference]
         alike = [(a, b) for a, b in others if _score(task, a, b) >= 1.0]
         for here, there in alike:
             if 2 * len(alike) > len(others) or _score(task, there, here) < 1.0:
-                raise RecipeError("tasks.kind", kind, "a wrong answer scores 1", _shown(here))
-        return Checked(count, len(others) - len(alike))
+                rule = "a wrong answer scores 1"
+                raise RecipeError("tasks.kind", kind, rule, f"look at {str(here)[:160]!r}")
+        num_wrong = len(others) - len(alike)
+        return f"{len(examples)} references score 1, {num_wrong} shuffled ones less"
 
 
 def _score(task: Task, asked: Example, answered: Example) -> float:
     text = task.solution(answered)
     return float(task.reward(asked, Answer(text, StopReason.STOP, 1, (text,))))
-
-
-def _shown(example: Example) -> str:
-    return f"look at the reward of {str(example)[:160]!r}"

@@ -1,18 +1,8 @@
 """Which graded groups are worth training, and by which rewards (between stages 3 and 4).
 
-Takes a group's trajectories and rewards, gives the Group for the buffer, or the reason to drop it.
-
-    failures       a trajectory whose reward failed is left out; past tasks.max_failures, the group
-    over-long      an answer near the limit loses reward (tasks.overlong_tokens); evaluations and
-                   reward/mean see the task's own
-    truncated      a truncated answer may be kept out of the loss; its reward still counts in the
-                   group's mean
-    equal rewards  a group that teaches nothing is dropped (DAPO's dynamic sampling)
-
-A dropped group frees its slot at once and another prompt takes it under the newest weights, so the
-batch is always full and filtering makes nothing older.
-
-Leaves out: any other shaping. A task's own `reward` does that, in Python.
+Takes a group's trajectories and rewards; gives the Group for the buffer, or the reason to drop it.
+Another prompt takes a dropped group's slot at once: filtering makes nothing older.
+Leaves out: any shaping but the over-long penalty. A task's own `reward` does that, in Python.
 """
 
 from collections.abc import Sequence
@@ -33,7 +23,7 @@ def filter_group(
         return Drop.REWARD_ERROR
     kept, plain = tuple(t for t, _ in graded), tuple(r for _, r in graded)
     trained = tuple(reward - overlong_penalty(config, t) for t, reward in graded)
-    is_masked = config.buffer.mask_truncated
+    is_masked = config.buffer.mask_truncated  # out of the loss, but in the group's mean
     masked = [i for i, t in enumerate(kept) if is_masked and t.stop is StopReason.LENGTH]
     if len(masked) == len(kept):
         return Drop.TRUNCATED

@@ -1,16 +1,9 @@
 """Several turns: between the texts that a task sees and the flat tokens of one trajectory.
 
-Takes a trajectory's tokens and mask, gives the texts of its turns: a run of written tokens is a
-turn of the model, a run without mask after it is the reply. The other way only a reply's own text
-is tokenised; what the model wrote never is.
-
-Where a reply stands:
-    after a stop text (Task.turn_stop, rollout.stop), or where the prompt is plain text: right there
-    after the model's own end, where the prompt is chat messages and the model has a template: as a
-    user's message, with what the template puts between two answers. Rendering a conversation of
-    known words finds that once. The end that the model wrote is not repeated.
-
-Leaves out: when a reply is asked for.
+Takes tokens and mask, gives the texts of the turns: a run of written tokens is a turn of the model,
+a run without mask after it is the reply. The other way only a reply's own text is tokenised. After
+a chat model's own end a reply is a user's message, in what the template puts between two answers
+(rendering a conversation of known words finds that once); elsewhere it is its text alone.
 """
 
 from dataclasses import dataclass
@@ -26,23 +19,19 @@ from minirl.shm.ring import TrajectoryView
 from minirl.tasks import Task
 from minirl.tasks.prompts import has_template
 
-ANSWERED, REPLIED = "FirstAnswer", "SecondQuestion"
-
 
 @dataclass(frozen=True)
 class Dialogue:
     """What engines and verifiers must know of a task with several turns."""
 
     stop: tuple[str, ...] = ()  # texts that end a turn
-    has_template: bool = False
-    end: str = ""  # what the chat template puts after an answer: its first token
+    end: str = ""  # what a chat template puts after an answer: its first token
     before: str = ""  # the rest, up to the user's message
     after: str = ""  # what it puts after that, up to the model's next answer
 
 
 def has_turns(task: Task) -> bool:
-    reply = getattr(type(task), "reply", None)
-    return reply is not None and reply is not Task.reply
+    return getattr(type(task), "reply", Task.reply) is not Task.reply
 
 
 def dialogue_of(task: Task, kind: str, tokenizer: Any) -> Dialogue | None:
@@ -55,23 +44,16 @@ def dialogue_of(task: Task, kind: str, tokenizer: Any) -> Dialogue | None:
         raise RecipeError("tasks.kind", kind, rule, 'a tuple of texts, such as ("</call>",)')
     if not has_template(tokenizer):
         return Dialogue(stop)
-    before, after = _between(kind, tokenizer)
-    end = tokenizer.decode(tokenizer.encode(before, add_special_tokens=False)[:1])
-    return Dialogue(stop, True, end, before.removeprefix(end), after)
-
-
-def _between(kind: str, tokenizer: Any) -> tuple[str, str]:
-    """What the template writes between an answer and the next message, and after that."""
-    said = {"FirstQuestion": "user", ANSWERED: "assistant", REPLIED: "user"}
+    said = {"FirstQuestion": "user", "FirstAnswer": "assistant", "SecondQuestion": "user"}
     messages = [{"role": role, "content": text} for text, role in said.items()]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        _, text = text.split(ANSWERED)
-        before, after = text.split(REPLIED)
+        before, after = text.split("FirstAnswer")[1].split("SecondQuestion")
     except Exception as error:  # a template is a program of its own
         rule = f"it replies, and the model's chat template has no second turn ({error})"
         raise RecipeError("tasks.kind", kind, rule, "take a model whose template has") from None
-    return before, after
+    end = tokenizer.decode(tokenizer.encode(before, add_special_tokens=False)[:1])
+    return Dialogue(stop, end, before.removeprefix(end), after)
 
 
 def runs(mask: NDArray[np.uint8]) -> list[slice]:
@@ -88,25 +70,20 @@ def texts_of(view: TrajectoryView, tokenizer: Any, dialogue: Dialogue | None) ->
     for number, run in enumerate(runs(view.mask)):
         is_reply = number % 2 == 1
         text = tokenizer.decode(view.tokens[run].tolist(), skip_special_tokens=not is_reply)
-        texts.append(_without_template(text, dialogue) if is_reply else text)
+        framed = text.removeprefix(dialogue.end)  # missing where the model wrote it itself
+        if is_reply and framed.startswith(dialogue.before) and framed.endswith(dialogue.after):
+            text = framed.removeprefix(dialogue.before).removesuffix(dialogue.after)
+        texts.append(text)
     return tuple(texts)
-
-
-def _without_template(text: str, dialogue: Dialogue) -> str:
-    """The reply as the task gave it. The end before it may be missing: the model wrote that."""
-    framed = text.removeprefix(dialogue.end)
-    if not framed.startswith(dialogue.before) or not framed.endswith(dialogue.after):
-        return text  # it stands in the middle of an answer
-    return framed.removeprefix(dialogue.before).removesuffix(dialogue.after)
 
 
 def reply_tokens(
     text: str, example: Example, last: int, tokenizer: Any, dialogue: Dialogue
 ) -> list[int]:
     """`last` is the token that the model's turn ends with."""
-    is_chat = dialogue.has_template and not isinstance(example.prompt, str)
     added = tokenizer.get_added_tokens_decoder()
-    if not is_chat or last not in added or not added[last].special:
+    is_message = dialogue.end and not isinstance(example.prompt, str)
+    if not is_message or last not in added or not added[last].special:
         return tokenizer.encode(text, add_special_tokens=False).ids
     framed = dialogue.end + dialogue.before + text + dialogue.after
     tokens = tokenizer.encode(framed, add_special_tokens=False).ids

@@ -1,17 +1,11 @@
-"""The verifier: a process that turns trajectories into rewards, and that can be killed. It gives a
-task's replies too, where it has several turns: both are the user's code.
+"""The verifier: a process that turns trajectories into rewards and replies, and that can be killed.
 
-    consumes      Grade: an example and the ring cells of its answers; Ask: those of one turn
-    waits for     answers
-    unblocked by  Grade, Ask
-    gives         Graded: a reward for each, or the reason why there is none; Replied: the same of a
-                  reply, as tokens
+    consumes, waits for   Grade: an example and the ring cells of its answers; Ask: those of a turn
+    gives                 Graded, Replied: rewards, a reply's tokens, or why there are none
 
 A reward that raises is never a 0 (rule 7): it is None, and one too many fails the whole group. If
-one hangs, crashes or runs out of memory, the controller sees on the board which one was GRADING,
-replaces the worker, and may have the group graded without that one.
-
-Leaves out: what the recipe makes of a reward (rewards.py), and time limits: the controller watches.
+one hangs or crashes, the board shows which one was GRADING: the controller replaces the worker.
+Leaves out: what the recipe makes of a reward (rewards.py), time limits (the controller's).
 """
 
 import math
@@ -49,8 +43,6 @@ class Graded:
 
 @dataclass(frozen=True)
 class Ask:
-    """For the reply to what a trajectory has so far."""
-
     group_id: int
     place: int
     example: Example
@@ -67,8 +59,6 @@ class Replied:
 
 @dataclass(frozen=True)
 class VerifierSetup:
-    """What a verifier is spawned with."""
-
     config: Config
     folder: str  # of the tokenizer
     ring: TrajectoryRing
@@ -81,11 +71,13 @@ def run(setup: VerifierSetup, board: BoardWriter, pipe: Connection) -> None:
 
     tokenizer = Tokenizer.from_file(str(Path(setup.folder) / "tokenizer.json"))
     verifier = Verifier(setup, make_task(setup.config), tokenizer, board)
-    limit_memory(setup.config.tasks.memory_gib)
+    # Private memory only: the ring's shared memory does not count. Beyond it, MemoryError.
+    limit = int(setup.config.tasks.memory_gib * 2**30)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     while True:
         board.enter(State.WAITING_FOR_ANSWERS)
-        while not pipe.poll(BEAT_S):
-            board.enter(State.WAITING_FOR_ANSWERS)
+        if not pipe.poll(BEAT_S):
+            continue
         match pipe.recv():
             case Grade() as request:
                 pipe.send(verifier.grade(request))
@@ -93,15 +85,6 @@ def run(setup: VerifierSetup, board: BoardWriter, pipe: Connection) -> None:
                 pipe.send(verifier.reply(request))
             case _:
                 return
-
-
-def limit_memory(gib: float) -> None:
-    """Of this process: private memory only, since the ring's shared memory is not its own. Beyond
-    it, an allocation raises MemoryError."""
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = int(gib * 2**30)
-    soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 @dataclass(frozen=True)
@@ -113,8 +96,7 @@ class Verifier:
 
     def grade(self, request: Grade) -> Graded:
         rewards: list[float | None] = [None] * len(request.trajectories)
-        texts, error = [""] * len(rewards), ""
-        num_failed = len(request.skip)
+        texts, error, num_failed = [""] * len(rewards), "", len(request.skip)
         for place, trajectory in enumerate(request.trajectories):
             if place in request.skip:
                 continue
@@ -124,43 +106,38 @@ class Verifier:
             answer = Answer(turns[-1], trajectory.stop, int(view.mask.sum()), turns)
             texts[place] = readable(turns)
             try:
-                rewards[place] = reward = float(self.task.reward(request.example, answer))
+                reward = float(self.task.reward(request.example, answer))
                 if not math.isfinite(reward):
                     raise ValueError(f"reward is {reward}")
+                rewards[place] = reward
             except MemoryError:
                 raise  # too little may be left for the next reward
             except Exception as failure:  # a task is the user's code: whatever it raises
-                rewards[place] = None
                 error, num_failed = f"{type(failure).__name__}: {failure}", num_failed + 1
                 if num_failed > request.max_failures:
                     return Graded(request.group_id, (), (), error)
         return Graded(request.group_id, tuple(rewards), tuple(texts), error)
 
     def reply(self, request: Ask) -> Replied:
+        example, tokens, error = request.example, list[int](), ""
         self._show(request.group_id, request.place, reply=True)
         try:
-            tokens, error = self._reply(request), ""
+            view = self.setup.ring.read(request.trajectory.cell, request.group_id)
+            dialogue, last = self.setup.dialogue or Dialogue(), int(view.tokens[-1])
+            text = self.task.reply(example, texts_of(view, self.tokenizer, dialogue))
+            if text is not None:
+                tokens = reply_tokens(text, example, last, self.tokenizer, dialogue)
+                if not tokens:
+                    raise ValueError("the reply has no token; None ends the conversation")
         except MemoryError:
             raise
         except Exception as failure:  # the user's code, or the cell is another group's by now
-            tokens, error = (), f"{type(failure).__name__}: {failure}"
-        return Replied(request.group_id, request.place, tokens, error)
+            error = f"{type(failure).__name__}: {failure}"
+        # As many as max_new_tokens never fit, and more need not be sent.
+        sent = tuple(tokens[: self.setup.config.rollout.max_new_tokens])
+        return Replied(request.group_id, request.place, sent, error)
 
     def _show(self, group_id: int, place: int, **facts: Any) -> None:
         """Anew: tasks.timeout_s counts for each reward."""
         self.board.serving(-1, place)
         self.board.enter(State.GRADING, anew=True, group=group_id, place=place, **facts)
-
-    def _reply(self, request: Ask) -> tuple[int, ...]:
-        dialogue = self.setup.dialogue
-        assert dialogue is not None
-        view = self.setup.ring.read(request.trajectory.cell, request.group_id)
-        last, turns = int(view.tokens[-1]), texts_of(view, self.tokenizer, dialogue)
-        text = self.task.reply(request.example, turns)
-        if text is None:
-            return ()
-        tokens = reply_tokens(text, request.example, last, self.tokenizer, dialogue)
-        if not tokens:
-            raise ValueError("the reply has no token; None ends the conversation")
-        # As many as max_new_tokens never fit, and more need not be sent.
-        return tuple(tokens[: self.setup.config.rollout.max_new_tokens])
