@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from minirl import devices, model
-from minirl.balance import balance
+from minirl.balance import measured
 from minirl.buffer import Buffer, History, OnStale
 from minirl.config import TINY, Config
 from minirl.errors import MinirlError, RecipeError
@@ -77,7 +77,7 @@ def _train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: 
     config = loaded.config
     kind, available = devices.find_devices(config.devices.kind)
     if config.devices.split == "auto":
-        config = _with_auto_split(config, kind, run_dir if resume else None)
+        config = _with_auto_split(config, kind)
     check_devices(config, kind, available)
     if (free := devices.free_memory_bytes()) is not None:
         check_memory(config, free)
@@ -91,12 +91,12 @@ def _train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: 
     return _prepare(config, job, changes, resume, is_plain)
 
 
-def _with_auto_split(config: Config, kind: str, resumed: Path | None) -> Config:
+def _with_auto_split(config: Config, kind: str) -> Config:
     from minirl.tools import plan  # the only tool that the train path uses, and only here
 
     found = devices.gpus() if kind == "cuda" else []
     gpu = plan.recognise(found[0].name, found[0].memory_bytes) if found else None
-    return plan.with_auto_split(config, gpu, resumed)
+    return plan.with_auto_split(config, gpu)
 
 
 @dataclass(frozen=True)
@@ -168,9 +168,8 @@ def _run(config: Config, job: Job, source: Path, start: Start, view: ConsoleView
         loggers.close()
         is_whole = loop.step == config.train.steps
         extra = {"run_dir": str(run_dir), "seed": config.seed, "drops": dict(buffer.drops)}
-        found = balance(log.metrics, config.devices.rollout, config.devices.train)
         word = "GPU" if kind == "cuda" else "process"
-        extra["balance"] = found.sentence(word, config.is_synchronous) if found else None
+        extra["balance"] = measured(config, log.metrics, word) or None
         extra["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         summary = log.summarise(is_whole, {**extra, **devices.describe(kind)})
         log.close()

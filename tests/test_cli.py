@@ -71,9 +71,8 @@ print([name for name in {HEAVY!r} if name in sys.modules])
         (["plan", "x", "--check"], "No such option: --check; use python -m tests.docs.plan, in "),
         (["train", "smokee"], 'recipe = "smokee": cannot be read (No such file or directory)'),
         (["plan", "recipes/gsm8k.toml", "--gpu", "T4"], '--gpu = "T4": is not in the table; one '),
-        (["plan", "x", "--gpus", "8..64"], "No such option: --gpus; use --num N, once for each "),
-        (["plan", "recipes/gsm8k.toml", "--num", "1"], "--num = 1: 1 cannot be split into engine"),
-        (["plan", "recipes/gsm8k.toml", "--run", "no"], '--run = "no": has no '),
+        (["plan", "x", "--num", "8"], "No such option: --num; use --gpus N"),
+        (["plan", "recipes/gsm8k.toml", "--gpus", "1"], "--gpus = 1: 1 cannot be split into eng"),
         (["train", "recipes/smoke.toml", "--dry-run", "--set", "devices.rollout=1024"], "devices."),
     ],
 )
@@ -184,21 +183,9 @@ def test_doctor_names_a_remedy_for_whatever_fails(monkeypatch: pytest.MonkeyPatc
 
 
 def test_plan_needs_no_gpu_and_names_the_split_to_take() -> None:
-    done = minirl("plan", "recipes/gsm8k-2gpu.toml", "--gpu", "4090", "--num", "3", "--mean", "200")
+    done = minirl(
+        "plan", "recipes/gsm8k-2gpu.toml", "--gpu", "4090", "--gpus", "3", "--mean", "200"
+    )
     assert done.returncode == 0, done.stderr
     assert "TOO BIG: lower train.max_tokens to" in done.stdout
     assert "1 + 2" in done.stdout and done.stdout.count("take this") == 1
-
-
-@pytest.mark.parametrize(
-    ("args", "line"),
-    [
-        (["recipes/gsm8k.toml", "--gpu", "T4"], '--gpu = "T4": is not in the table; one of H100, '),
-        (["recipes/gsm8k.toml", "--num", "1"], "--num = 1: 1 cannot be split into engines of 1 "),
-        (["recipes/gsm8k.toml", "--run", "no"], '--run = "no": has no step in its batches.jsonl; '),
-    ],
-)
-def test_plan_refuses_in_one_line(args: list[str], line: str) -> None:
-    done = minirl("plan", *args)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"minirl: {line}") and len(done.stderr.splitlines()) == 1

@@ -14,7 +14,7 @@ from minirl.model import load_tokenizer, load_tokenizer_alone
 from minirl.records import Example
 from minirl.tasks.prompts import encode, render
 from minirl.tasks.registry import make_task
-from minirl.tools.data import survey
+from minirl.tools.data import Survey
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
 ROWS = [
@@ -115,6 +115,6 @@ def test_a_generated_task_is_looked_at_up_to_a_limit() -> None:
     from minirl.train.tiny import TinyTokenizer
 
     config = Config()
-    rows = dict(survey(config, make_task(config), TinyTokenizer(), limit=300).rows())
+    rows = dict(Survey(config, make_task(config), TinyTokenizer(), most=300).rows())
     assert rows["train"].endswith("examples, of which 300 are looked at")
     assert rows["in both"] == "0 of 256 held-out prompts are trained on"

@@ -26,11 +26,7 @@ from minirl.view.console import Bar
 class Sampled:
     text: str
     stop: str
-    tokens: tuple[tuple[str, float], ...]  # text and logprob of each
-
-    @property
-    def mean_logprob(self) -> float:
-        return sum(value for _, value in self.tokens) / max(1, len(self.tokens))
+    tokens: list[tuple[str, float]]  # text and logprob of each
 
 
 def sample(target: Target, text: str, count: int, is_raw: bool) -> Iterator[Sampled]:
@@ -41,8 +37,8 @@ def sample(target: Target, text: str, count: int, is_raw: bool) -> Iterator[Samp
         source = target.folder or model_folder(config, logs, bar)
         tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
         prompt = render(text, tokenizer, is_raw)
-        tasks = replace(config.tasks, max_prompt_tokens=len(prompt.tokens))
-        config = replace(config, tasks=tasks)
+        limit = len(prompt.tokens)
+        config = replace(config, tasks=replace(config.tasks, max_prompt_tokens=limit))
         check_model(config, read_model_config(config, source))
         with collecting(config, source, tokenizer, count, logs, bar.note, is_graded=False) as there:
             for place, answer in there.answers([prompt] * count):
@@ -51,10 +47,9 @@ def sample(target: Target, text: str, count: int, is_raw: bool) -> Iterator[Samp
                     raise RecipeError("PROMPT", "…", rule, "shorten it")
                 view = there.ring.read(there.cells[place], place)
                 written = view.mask == 1
-                pieces = [tokenizer.decode([int(token)]) for token in view.tokens[written]]
-                values = [float(value) for value in view.logprobs[written]]
-                tokens = tuple(zip(pieces, values, strict=True))
-                yield Sampled(answer.text, answer.stop, tokens)
+                pieces = [tokenizer.decode([token]) for token in view.tokens[written].tolist()]
+                tokens = zip(pieces, view.logprobs[written].tolist(), strict=True)
+                yield Sampled(answer.text, answer.stop, list(tokens))
 
 
 def render(text: str, tokenizer: Any, is_raw: bool) -> Prompt:

@@ -20,14 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from minirl.tools.sweep import COLUMNS, Estimate, cell_text, markdown, percent
+from minirl.tools.sweep import COLUMNS, Estimate, cell_text, markdown
 
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 BLOCK = re.compile(r"(<!-- (\w+) (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 Table = list[tuple[str, ...]]
 Curves = dict[str, list[tuple[int, float]]]  # (version, accuracy) by label
 FORMS = COLUMNS | {  # with the columns that only older tables have
-    "accuracy_mean": percent,
+    "accuracy_mean": "{:.1%}".format,
     "speed": "{:.2f}".format,
     **dict.fromkeys(("gain_after", "gain_mean"), lambda value: f"{100 * value:+.1f}"),
 }
