@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from minirl.balance import sentence
-from minirl.buffer import Buffer, OnStale
 from minirl.config import Config
 from minirl.errors import RecipeError
-from minirl.pace import Pace
 from minirl.recipe import find_model, read_model_config
-from minirl.tools.simulate import Costs, Lengths, Setup, Simulation, Throughput, long_tailed
+from minirl.tools.simulate import Costs, Lengths, Simulation, Throughput, long_tailed
 
 GIB = 2**30
 ENGINE_WORK = 1.5 * GIB  # activations and CUDA graphs of an engine, inside its share
@@ -184,9 +182,7 @@ class Plan:
     @property
     def max_running(self) -> int:
         """Sequences of the usual length that one engine decodes at once."""
-        fit = self.rollout_bill.items["KV cache"] / (
-            self.engine_bytes[1] * self.lengths.mean_tokens
-        )
+        fit = self.rollout_bill.items["KV cache"] / self.engine_bytes[1] / self.lengths.mean_tokens
         return min(self.config.rollout.max_num_seqs, int(fit))
 
     @property
@@ -266,84 +262,68 @@ class Plan:
         publish_s = num * self.value_bytes / HOST_BYTES_S
         kv_s = kv_bytes * self.lengths.mean_context / (bandwidth * DECODE)
         return Costs(
-            step_s=STEP_S + weights / (bandwidth * DECODE),
-            step_per_seq_s=STEP_PER_SEQ_S + 2.0 * num / prefill + kv_s,
-            prefill_per_token_s=forward / prefill,
-            reload_s=weights / HOST_BYTES_S,
-            train_per_token_s=forward * passes / (flops * TRAIN * devices.train),
-            train_fixed_s=train.num_minibatches * update_s + publish_s,
+            step=STEP_S + weights / (bandwidth * DECODE),
+            step_per_seq=STEP_PER_SEQ_S + 2.0 * num / prefill + kv_s,
+            prefill=forward / prefill * self.lengths.prompt / self.config.rollout.group_size,
+            reload=weights / HOST_BYTES_S,
+            reload_per_seq=forward / prefill * self.lengths.mean_context,
+            train=train.num_minibatches * update_s + publish_s,
+            train_per_token=forward * passes / (flops * TRAIN * devices.train),
         )
 
     @cached_property
     def outcome(self) -> Throughput:
-        config, eta = self.config, self.config.buffer.max_staleness
-        num_warm = min(30, eta + 3)
-        setup = Setup(
-            costs=self.costs,
-            lengths=self.lengths,
-            num_engines=config.devices.rollout // config.devices.tensor_parallel,
-            max_running=max(1, self.max_running),
-            group_size=config.rollout.group_size,
-            num_steps=min(60, 2 * num_warm + 6),
-            num_warm=num_warm,
-        )
-        size, slots = config.train.batch_size, config.num_slots
-        pace = Pace(size, slots, config.buffer.target_staleness) if eta else None
-        buffer = Buffer(size, eta, OnStale(config.buffer.on_stale), pace=pace)
-        return Simulation(setup, buffer).run()
-
-    # -- splits
-
-    def splits(self, num_gpus: int) -> list["Plan"]:
-        """The same recipe, with each split of the GPUs."""
-        config, width = self.config, self.config.devices.tensor_parallel
-        share = config.train.batch_size // config.train.num_minibatches * config.rollout.group_size
-        pairs = [(n, num_gpus - n) for n in range(width, num_gpus, width) if num_gpus - n <= share]
-        if not pairs:
-            rule = f"{num_gpus} cannot be split into engines of {width} and at least one to train"
-            raise RecipeError("--gpus", num_gpus, rule, f"take {width + 1} or more")
-        each = [replace(config.devices, rollout=rollout, train=train) for rollout, train in pairs]
-        return [replace(self, config=replace(config, devices=devices)) for devices in each]
+        num_warm = min(30, self.config.buffer.max_staleness + 3)
+        simulation = Simulation(self.config, self.costs, self.lengths, max(1, self.max_running))
+        return simulation.run(min(60, 2 * num_warm + 6), num_warm)
 
     @property
     def fits(self) -> bool:
         return not self.train_bill.remedy and not self.rollout_bill.remedy
 
-    def memory_rows(self) -> Iterator[tuple[str, ...]]:
-        path, num = self.config.model.path, self.shape.num_parameters
-        yield "model", f"{path}: {num / 1e9:.2f} B parameters", ""
-        yield "rollout GPU", *self.rollout_bill.row
-        fit = f"{self.max_running:,} answers of the usual {self.lengths.mean_tokens:,.0f} tokens"
-        yield "", f"KV of {fit} at once", ""
-        yield "training GPU", *self.train_bill.row
-
-    def row(self, is_best: bool) -> tuple[str, ...]:
+    @property
+    def row(self) -> tuple[str, ...]:
         """Of the table of splits."""
-        devices, o, advice = self.config.devices, self.outcome, "" if self.fits else "too big"
-        if is_best:
-            when = "" if self.fits else ", once it fits"
-            idle = sentence(self.config, (o.engines_idle, o.trainer_idle))
-            advice = f"<- take this{when}; {idle}"
-        pools, rate = f"{devices.rollout} + {devices.train}", f"{o.tokens_per_s:,.0f}"
-        idle_shares = f"{o.engines_idle:.0%}", f"{o.trainer_idle:.0%}"
-        return pools, rate, *idle_shares, f"{o.staleness_mean:.2f}", advice
+        devices, o, verdict = self.config.devices, self.outcome, "" if self.fits else "too big"
+        rates = f"{o.tokens_per_s:,.0f}", f"{o.engines_idle:.0%}", f"{o.trainer_idle:.0%}"
+        return f"{devices.rollout} + {devices.train}", *rates, f"{o.staleness:.2f}", verdict
 
 
-def recommended(splits: Sequence[Plan]) -> Plan:
+def splits(plan: Plan, num_gpus: int) -> list[Plan]:
+    """The same recipe, with each split of the GPUs."""
+    config, width = plan.config, plan.config.devices.tensor_parallel
+    share = config.train.batch_size // config.train.num_minibatches * config.rollout.group_size
+    pairs = [(n, num_gpus - n) for n in range(width, num_gpus, width) if num_gpus - n <= share]
+    if not pairs:
+        rule = f"{num_gpus} cannot be split into engines of {width} and at least one to train"
+        raise RecipeError("--gpus", num_gpus, rule, f"take {width + 1} or more")
+    each = [replace(config.devices, rollout=rollout, train=train) for rollout, train in pairs]
+    return [replace(plan, config=replace(config, devices=devices)) for devices in each]
+
+
+def recommended(found: Sequence[Plan]) -> Plan:
     """The freshest within 2 % of the fastest, of those that fit; of all, where none does."""
-    usable = [split for split in splits if split.fits] or splits
+    usable = [split for split in found if split.fits] or found
     best = max(split.outcome.tokens_per_s for split in usable)
     good = [split for split in usable if split.outcome.tokens_per_s >= 0.98 * best]
-    return min(good, key=lambda split: (split.outcome.staleness_mean, split.config.devices.train))
+    return min(good, key=lambda split: (split.outcome.staleness, split.config.devices.train))
 
 
 def tables(plan: Plan, num_gpus: int) -> Iterator[list[tuple[str, ...]]]:
     """The memory of the recommended split, and all splits."""
-    splits = plan.splits(num_gpus)
-    best = recommended(splits)
-    yield list(best.memory_rows())
+    found = splits(plan, num_gpus)
+    best = recommended(found)
+    path, num, tokens = best.config.model.path, best.shape.num_parameters, best.lengths.mean_tokens
+    yield [
+        ("model", f"{path}: {num / 1e9:.2f} B parameters", ""),
+        ("rollout GPU", *best.rollout_bill.row),
+        ("", f"KV of {best.max_running:,} answers of the usual {tokens:,.0f} tokens at once", ""),
+        ("training GPU", *best.train_bill.row),
+    ]
+    idle = sentence(best.config, (best.outcome.engines_idle, best.outcome.trainer_idle))
     head = ("split", "tokens/s", "engines idle", "trainers idle", "staleness", "")
-    yield [head, *(split.row(split is best) for split in splits)]
+    advice = {id(best): f"<- take this{'' if best.fits else ', once it fits'}; {idle}"}
+    yield [head, *((*s.row[:-1], advice.get(id(s), s.row[-1])) for s in found)]
 
 
 def with_auto_split(config: Config, gpu: GpuKind | None) -> Config:
@@ -352,4 +332,4 @@ def with_auto_split(config: Config, gpu: GpuKind | None) -> Config:
     if gpu is None:
         return config
     num_gpus = config.devices.rollout + config.devices.train
-    return recommended(Plan(config, gpu, usual_lengths(config)).splits(num_gpus)).config
+    return recommended(splits(Plan(config, gpu, usual_lengths(config)), num_gpus)).config

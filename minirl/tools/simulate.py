@@ -1,7 +1,7 @@
 """A run in simulated time: the real buffer, admission control and dispatcher; all else only costs
 time. No processes, no model, no clock.
 
-Takes costs, the lengths of answers and a Buffer, gives throughput, idle shares and staleness.
+Takes a recipe, costs and the lengths of answers, gives throughput, idle shares and staleness.
 Costs are linear. An engine step gives each running sequence one token and reads all weights and
 the KV of every running sequence, whose context is taken for its mean.
 
@@ -20,19 +20,24 @@ from functools import cached_property
 from operator import attrgetter
 from statistics import NormalDist, fmean
 
-from minirl.buffer import Buffer
+from minirl.buffer import Buffer, OnStale
+from minirl.config import Config
+from minirl.pace import Pace
 from minirl.records import Batch, Group, StopReason, Trajectory
 from minirl.rollout.dispatch import Dispatcher
 
 
 @dataclass(frozen=True)
 class Costs:
-    step_s: float  # an engine step, however few sequences: weights through memory, launches
-    step_per_seq_s: float = 0.0  # one sequence's token: its KV through memory, compute, sampling
-    prefill_per_token_s: float = 0.0
-    reload_s: float = 0.0  # an engine stands still for new weights
-    train_per_token_s: float = 0.0  # of the whole training pool
-    train_fixed_s: float = 0.0  # a training step: optimizer, gradient sums, publication
+    """In seconds."""
+
+    step: float  # an engine step, however few sequences: weights through memory, launches
+    step_per_seq: float = 0.0  # one sequence's token: its KV through memory, compute, sampling
+    prefill: float = 0.0  # of one sequence's prompt, which its group shares
+    reload: float = 0.0  # an engine stands still for new weights
+    reload_per_seq: float = 0.0  # the KV of a running sequence, computed again under them
+    train: float = 0.0  # a training step: optimizer, gradient sums, publication
+    train_per_token: float = 0.0  # of the whole training pool
 
 
 @dataclass(frozen=True)
@@ -65,23 +70,12 @@ def long_tailed(mean: float, limit: int, prompt: int) -> Lengths:
     return Lengths(answers, prompt)
 
 
-@dataclass(frozen=True)
-class Setup:
-    costs: Costs
-    lengths: Lengths
-    num_engines: int
-    max_running: int  # sequences that one engine decodes at once
-    group_size: int
-    num_steps: int
-    num_warm: int = 0  # first steps that do not count
-
-
 class SimulatedEngine:
     """Each step gives every running sequence one token. So a sequence ends when the engine's count
     of steps reaches that of its start plus its length, and the count advances in closed form."""
 
-    def __init__(self, setup: Setup):
-        self.costs, self.lengths, self.max_running = setup.costs, setup.lengths, setup.max_running
+    def __init__(self, costs: Costs, max_running: int):
+        self.costs, self.max_running = costs, max_running
         self.version = 0
         self.now = 0.0
         self.idle_s = 0.0
@@ -101,10 +95,9 @@ class SimulatedEngine:
 
     @property
     def step_s(self) -> float:
-        return self.costs.step_s + len(self._running) * self.costs.step_per_seq_s
+        return self.costs.step + len(self._running) * self.costs.step_per_seq
 
     def submit(self, sequences: Iterable[tuple[int, int]], now: float) -> None:
-        """Sequences of one group follow each other."""
         self.advance(now)
         self._waiting.extend(sequences)
         self._admit()
@@ -113,8 +106,7 @@ class SimulatedEngine:
         """New weights between two steps; what runs has its KV computed again under them."""
         self.advance(now)
         self.version = version
-        num_tokens = len(self._running) * self.lengths.mean_context
-        self._stand(self.costs.reload_s + num_tokens * self.costs.prefill_per_token_s)
+        self._stand(self.costs.reload + len(self._running) * self.costs.reload_per_seq)
 
     def take_done(self, now: float) -> list[tuple[int, Trajectory]]:
         """By group."""
@@ -122,22 +114,19 @@ class SimulatedEngine:
         done = []
         while self._running and self._running[0][0] <= self._steps + 1e-6:
             _, group_id, length, head = heapq.heappop(self._running)
-            whole = self.lengths.prompt + length
-            trajectory = Trajectory(0, whole, length, StopReason.STOP, head, self.version)
+            trajectory = Trajectory(0, length, length, StopReason.STOP, head, self.version)
             done.append((group_id, trajectory))
         self._admit()
         return done
 
     def _admit(self) -> None:
-        prefill, last_group = 0, -1
+        num_before = len(self._running)
         while self._waiting and len(self._running) < self.max_running:
             group_id, length = self._waiting.popleft()
             # From the next whole step on: then many end with the same step, as in an engine.
             end = math.ceil(self._steps) + length
             heapq.heappush(self._running, (end, group_id, length, self.version))
-            if group_id != last_group:  # a group shares its prompt's KV
-                prefill, last_group = prefill + self.lengths.prompt, group_id
-        self._stand(prefill * self.costs.prefill_per_token_s)
+        self._stand((len(self._running) - num_before) * self.costs.prefill)
 
     def _stand(self, seconds: float) -> None:
         self._stands_until = max(self.now, self._stands_until) + seconds
@@ -152,17 +141,23 @@ class Throughput:
     tokens_per_s: float
     trainer_idle: float
     engines_idle: float
-    staleness_mean: float
-    staleness_max: int
+    staleness: float  # mean, of tokens
 
 
 class Simulation:
-    def __init__(self, setup: Setup, buffer: Buffer):
-        self.setup, self.buffer = setup, buffer
-        self.dispatcher = Dispatcher(setup.num_engines, max(setup.lengths.answers))
-        self.engines = [SimulatedEngine(setup) for _ in range(setup.num_engines)]
+    """Of a recipe's algorithm, buffer and devices."""
+
+    def __init__(self, config: Config, costs: Costs, lengths: Lengths, max_running: int):
+        """`max_running`: sequences that one engine decodes at once."""
+        self.costs, self.lengths, self.group_size = costs, lengths, config.rollout.group_size
+        size, own = config.train.batch_size, config.buffer
+        pace = None if config.is_synchronous else Pace(size, config.num_slots, own.target_staleness)
+        self.buffer = Buffer(size, own.max_staleness, OnStale(own.on_stale), pace=pace)
+        num_engines = config.devices.rollout // config.devices.tensor_parallel
+        self.dispatcher = Dispatcher(num_engines, max(lengths.answers))
+        self.engines = [SimulatedEngine(costs, max_running) for _ in range(num_engines)]
         self.dice = random.Random(0)
-        self.now = self.free_since_s = 0.0
+        self.now = self.free_since_s = 0.0  # seconds
         self.trained_s = math.inf  # when the step in training ends
         self.done: dict[int, list[Trajectory]] = defaultdict(list)  # of groups that still run
         self.num_groups = 0
@@ -170,15 +165,17 @@ class Simulation:
 
     def count_from_now(self) -> None:
         self.began_s, self.trainer_idle_s = self.now, 0.0
-        self.num_tokens, self.staleness, self.staleness_max = 0, 0.0, 0
+        self.num_tokens, self.staleness = 0, 0.0
         for engine in self.engines:
             engine.idle_s = 0.0
 
-    def run(self) -> Throughput:
+    def run(self, num_steps: int, num_warm: int = 0) -> Throughput:
+        """The first `num_warm` steps do not count."""
+        self.num_warm = num_warm
         gc.disable()  # nothing here refers to itself; looking for it costs a fifth of the time
         try:
-            while self.buffer.version < self.setup.num_steps:
-                self.feed()
+            while self.buffer.version < num_steps:
+                self.feed((num_steps - self.buffer.version) * self.buffer.batch_size)
                 self.learn()
                 self.next_event()
         finally:
@@ -188,14 +185,12 @@ class Simulation:
             tokens_per_s=self.num_tokens / seconds,
             trainer_idle=self.trainer_idle_s / seconds,
             engines_idle=fmean(engine.idle_s for engine in self.engines) / seconds,
-            staleness_mean=self.staleness / self.num_tokens,
-            staleness_max=self.staleness_max,
+            staleness=self.staleness / self.num_tokens,
         )
 
-    def feed(self) -> None:
+    def feed(self, needed: int) -> None:
         """As many groups as the buffer admits, each to the engine that the dispatcher picks."""
-        buffer, size = self.buffer, self.setup.group_size
-        needed = (self.setup.num_steps - buffer.version) * buffer.batch_size
+        buffer, size = self.buffer, self.group_size
         sent: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for _ in range(buffer.num_to_begin(needed)):
             if not buffer.can_admit(buffer.version):
@@ -203,7 +198,7 @@ class Simulation:
             engine = self.dispatcher.assign(buffer.next_id, size)
             group_id = buffer.admit(self.num_groups, buffer.version, self.now).group_id
             self.num_groups += 1
-            drawn = self.dice.choices(self.setup.lengths.answers, k=size)
+            drawn = self.dice.choices(self.lengths.answers, k=size)
             sent[engine] += [(group_id, length) for length in drawn]
         for engine, sequences in sent.items():
             self.engines[engine].submit(sequences, self.now)
@@ -219,17 +214,15 @@ class Simulation:
 
     def train(self, batch: Batch) -> float:
         """The seconds that it takes. A token's version is taken for the mean of its answer's."""
-        costs, version, eta = self.setup.costs, batch.version, self.buffer.max_staleness
         trained = [t for group in batch.groups for t in group.trajectories]
         num = sum([t.num_written for t in trained])
         twice = sum([t.num_written * (t.head_version + t.tail_version) for t in trained])
-        oldest = version - min([t.head_version for t in trained])
         # What is older than η is masked out, so it does not count.
-        self.staleness += min(version * num - twice / 2, eta * num)
-        self.staleness_max = max(self.staleness_max, min(oldest, eta))
+        mean = min(batch.version - twice / 2 / num, self.buffer.max_staleness)
         self.num_tokens += num
-        num_prompt = self.setup.lengths.prompt * len(trained)
-        return costs.train_fixed_s + costs.train_per_token_s * (num + num_prompt)
+        self.staleness += mean * num
+        num_prompt = self.lengths.prompt * len(trained)
+        return self.costs.train + self.costs.train_per_token * (num + num_prompt)
 
     def next_event(self) -> None:
         engine = min(self.engines, key=attrgetter("next_end_s"))
@@ -244,7 +237,7 @@ class Simulation:
         self.dispatcher.trajectory_done(group_id, trajectory.num_written)
         group = self.done[group_id]
         group.append(trajectory)
-        if len(group) == self.setup.group_size:
+        if len(group) == self.group_size:
             del self.done[group_id]
             self.buffer.finish(Group(group_id, 0, tuple(group), (0.0,) * len(group)), self.now)
 
@@ -253,5 +246,5 @@ class Simulation:
         self.trained_s, self.free_since_s = math.inf, self.now
         for engine in self.engines:
             engine.reload(self.buffer.version, self.now)
-        if self.buffer.version == self.setup.num_warm:
+        if self.buffer.version == self.num_warm:
             self.count_from_now()
