@@ -281,7 +281,7 @@ def sweep(
     out: Out = None,
 ) -> None:
     """Train with some keys varied, over several seeds, into one table. The same command resumes a
-    sweep. It leaves table.md, table.json and the runs in sweeps/<recipe>/.
+    sweep, or shows it again. It leaves table.json and the runs in sweeps/<recipe>/.
 
     \b
     minirl sweep recipes/smoke.toml --vary buffer.max_staleness=0,2,8 --seeds 3
@@ -293,7 +293,7 @@ def sweep(
     planned = Sweep(recipe, folder, parse_vary(vary or []), seeds, overrides or [])
     planned.go(typer.echo)
     _show(planned.table())
-    typer.echo(f"table     {folder / 'table.md'}\ntry next  minirl report {folder}/*/seed-*")
+    typer.echo(f"table     {folder / 'table.json'}\ntry next  minirl report {folder}/*/seed-*")
 
 
 @app.command()

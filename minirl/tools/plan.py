@@ -164,8 +164,6 @@ class Plan:
         kv_values = 2 * shape.layers * shape.kv_heads * shape.head_dim
         return size * shape.num_parameters, size * kv_values
 
-    # -- memory
-
     @cached_property
     def rollout_bill(self) -> Bill:
         share = self.config.rollout.memory_fraction * self.gpu.memory_gib * GIB
@@ -242,8 +240,6 @@ class Plan:
                     texts.append(f"lower train.max_tokens to {max(longest, fit // 256 * 256):,}")
                 return ", ".join(texts)
         return "take a smaller model or shorter answers: every training GPU holds all of it"
-
-    # -- time
 
     @property
     def costs(self) -> Costs:
@@ -322,8 +318,8 @@ def tables(plan: Plan, num_gpus: int) -> Iterator[list[tuple[str, ...]]]:
     ]
     idle = sentence(best.config, (best.outcome.engines_idle, best.outcome.trainer_idle))
     head = ("split", "tokens/s", "engines idle", "trainers idle", "staleness", "")
-    advice = {id(best): f"<- take this{'' if best.fits else ', once it fits'}; {idle}"}
-    yield [head, *((*s.row[:-1], advice.get(id(s), s.row[-1])) for s in found)]
+    advice = f"<- take this{'' if best.fits else ', once it fits'}; {idle}"
+    yield [head, *((*s.row[:-1], advice) if s is best else s.row for s in found)]
 
 
 def with_auto_split(config: Config, gpu: GpuKind | None) -> Config:

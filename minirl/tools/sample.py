@@ -55,7 +55,6 @@ def sample(target: Target, text: str, count: int, is_raw: bool) -> Iterator[Samp
 def render(text: str, tokenizer: Any, is_raw: bool) -> Prompt:
     is_chat = not is_raw and has_template(tokenizer)
     example = Example(({"role": "user", "content": text},) if is_chat else text, "")
-    tokens = encode(example, tokenizer)
-    if not tokens:
-        raise RecipeError("PROMPT", "", "has no token", "write something")
-    return Prompt(0, example, tokens)
+    if tokens := encode(example, tokenizer):
+        return Prompt(0, example, tokens)
+    raise RecipeError("PROMPT", "", "has no token", "write something")

@@ -2,9 +2,8 @@
 
 Takes a recipe, the keys to vary with their values, and the number of seeds; runs every combination
 one after another, each as `minirl train` in a run directory of its own; gives a table with mean and
-95 % interval over the seeds. The same command resumes a sweep that was stopped.
-
-Leaves out: running several at once, which would measure each other.
+95 % interval over the seeds. The same command resumes a sweep that was stopped, or shows its table
+again. Leaves out: running several at once, which would measure each other.
 """
 
 import itertools
@@ -138,7 +137,7 @@ class Sweep:
         return found
 
     def write(self) -> None:
-        """After every run: table.md for people, table.json for programs."""
+        """After every run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         options = [f"--vary {key}={','.join(values)}" for key, values in self.varied.items()]
         options += [f"--seeds {self.num_seeds}", *(f"--set {text}" for text in self.overrides)]
@@ -147,7 +146,6 @@ class Sweep:
         whole = {"command": command, "machine": machine, "rows": self.rows()}
         text = json.dumps(whole, indent=1, default=vars)  # an Estimate is its fields
         write_text(self.folder / "table.json", text + "\n")
-        write_text(self.folder / "table.md", markdown(self.table()))
 
 
 def train(
@@ -211,9 +209,3 @@ def first_at(curve: Sequence[tuple[int, float]], target: float) -> float | None:
         if a1 >= target:
             return v0 + (v1 - v0) * (target - a0) / (a1 - a0) if v1 > v0 else float(v0)
     return None
-
-
-def markdown(table: Sequence[tuple[str, ...]]) -> str:
-    head, *body = table
-    lines = [head, tuple("---" for _ in head), *body]
-    return "".join(f"| {' | '.join(row)} |\n" for row in lines)

@@ -49,7 +49,7 @@ def main() -> None:
         print(f"sweep: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     print_columns(planned.table())
-    print(f"table     {folder / 'table.md'}")
+    print(f"table     {folder / 'table.json'}")
 
 
 if __name__ == "__main__":
