@@ -80,16 +80,14 @@ def test_a_chat_template_is_applied_without_torch(recipe: Path, with_template: P
 def test_a_wrong_recipe_is_one_line(recipe: Path) -> None:
     done = run(str(recipe), "--set", "tasks.prompt_column=q")
     last = done.stderr.splitlines()[-1]
-    assert done.returncode == 2
-    assert last.startswith("minirl: tasks.data = ") and 'nothing in the column "q"' in last
-    assert "name yours in tasks.prompt_column" in last
+    assert done.returncode == 2 and last.startswith("minirl: tasks.data = ")
+    assert 'nothing in the column "q"' in last and "name yours in tasks.prompt_column" in last
 
 
 def test_the_light_tokenizer_is_the_runs_own(with_template: Path, tied_folder: Path) -> None:
     chat = Example(({"role": "user", "content": "Tom has 7 apples."},), "")
     for folder in (with_template, tied_folder):
-        base = Config()
-        config = replace(base, model=replace(base.model, path=str(folder)))
+        config = replace(Config(), model=replace(Config().model, path=str(folder)))
         light, whole = load_tokenizer_alone(config), load_tokenizer(folder, False)
         for example in (chat, Example("Tom has 7 apples.", "")):
             assert encode(example, light) == encode(example, whole)

@@ -96,6 +96,8 @@ def test_the_table_has_means_and_intervals(here: Sweep) -> None:
     assert row["accuracy_after"] == "85.0% ± 63.5%"  # t of one degree of freedom is 12.7
     assert row["tokens_per_s"] == "500 ± 0"  # of steps 2 and 3: 2,000 tokens in 4 seconds
     assert row["steps_to_80"] == "2.8 ± 2.7"  # straight from 0.2 to 0.8 and 0.9 at version 3
+    assert estimate([1.0, 2.0, 3.0]).half == pytest.approx(4.303 / 3**0.5, rel=1e-3)
+    assert estimate([5.0]).half is None
     here.write()
     whole = json.loads((here.folder / "table.json").read_text())
     assert whole["command"] == (
@@ -131,14 +133,6 @@ def test_a_run_is_a_process_with_a_log_and_its_failure_is_one_line(tmp_path: Pat
     assert run_dir.with_suffix(".log").read_text().count("before") == 2
 
 
-def test_variants_are_runs_of_another_program(tmp_path: Path) -> None:
-    here = VariantSweep(RECIPE, tmp_path, parse_vary(["variant=none,waiting"]), 1)
-    plain, waiting = here.cells
-    assert here.program(plain) == sweep.PROGRAM
-    assert here.program(waiting)[1:] == ("-m", "tests.bench.variants", "waiting")
-    assert here.settings(waiting, 0) == ["seed=0"]
-
-
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_a_sweep_over_variants_trains(tmp_path: Path) -> None:
@@ -154,8 +148,3 @@ def test_a_sweep_over_variants_trains(tmp_path: Path) -> None:
     assert [path.stem for path in kept] == [f"{v:06d}" for v in range(7)]
     ages = [line["buffer/staleness_mean"] for line in read_lines(behind / "metrics.jsonl")]
     assert ages == [0, 1, 2, 2, 2, 2], "every batch is as old as it may be"
-
-
-def test_an_interval_is_students() -> None:
-    assert estimate([1.0, 2.0, 3.0]).half == pytest.approx(4.303 / 3**0.5, rel=1e-3)
-    assert estimate([5.0]).half is None
