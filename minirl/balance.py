@@ -1,57 +1,42 @@
-"""Which pool holds a run back, in one sentence. Takes metric lines and a split, gives a Balance.
+"""Which pool holds a run back, in one sentence. Takes metric lines or idle shares, gives text.
 
 Each pool's capacity is what it did, divided by its busy share; the slower pool is the bottleneck.
-Evaluations and checkpoints count as they came. The first step is left out: it waits for the first
-answers.
+Evaluations and checkpoints count as they came.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-BALANCED = 0.05  # a pool that idles less than this is busy
+from minirl.config import Config
 
 
-@dataclass(frozen=True)
-class Balance:
-    rollout: int
-    train: int
-    rollout_idle: float
-    train_idle: float
-
-    def gain(self, rollout: int, train: int) -> float:
-        """The throughput of another split, relative to this one, minus 1."""
-        generation = 1 / max(1e-3, 1 - self.rollout_idle)
-        training = 1 / max(1e-3, 1 - self.train_idle)
-        other = min(generation * rollout / self.rollout, training * train / self.train)
-        return other / min(generation, training) - 1
-
-    def sentence(self, word: str = "GPU", is_synchronous: bool = False) -> str:
-        shares = f"engines idle {self.rollout_idle:.0%}, trainers {self.train_idle:.0%}"
-        if is_synchronous:
-            return f"synchronous: {shares}; buffer.max_staleness = 1 or more would let both work"
-        if max(self.rollout_idle, self.train_idle) < BALANCED:
-            return f"balanced: {shares}"
-        if self.train_idle > self.rollout_idle:
-            gain = self.gain(self.rollout + 1, self.train)
-            text, pool = f"generation-bound: trainers idle {self.train_idle:.0%}", "rollout"
-        else:
-            gain = self.gain(self.rollout, self.train + 1)
-            text, pool = f"training-bound: engines idle {self.rollout_idle:.0%}", "training"
-        return f"{text}, one {word} more for {pool} would give {gain:+.0%}"
+def sentence(config: Config, idle: Sequence[float], word: str = "GPU") -> str:
+    """`idle`: the shares of rollout and training; `word`: what a device is called."""
+    shares = f"engines idle {idle[0]:.0%}, trainers {idle[1]:.0%}"
+    if config.is_synchronous:
+        return f"synchronous: {shares}; buffer.max_staleness = 1 or more would let both work"
+    if max(idle) < 0.05:
+        return f"balanced: {shares}"
+    text, pool, num = "training-bound: engines", "training", config.devices.train
+    if idle[1] > idle[0]:
+        text, pool, num = "generation-bound: trainers", "rollout", config.devices.rollout
+    # More devices help the slower pool until the other one is the slower.
+    low, high = sorted(max(1e-3, 1 - share) for share in idle)
+    gain = min((num + 1) / num, high / low) - 1
+    return f"{text} idle {max(idle):.0%}, one {word} more for {pool} would give {gain:+.0%}"
 
 
-def balance(lines: Sequence[dict[str, Any]], rollout: int, train: int) -> Balance | None:
-    """Of the steps with these devices; None where there are too few. Steps weigh by their time."""
-    devices = {"rollout/devices": rollout, "train/devices": train}
-    own = [line for line in lines if all(line.get(k, n) == n for k, n in devices.items())]
-    if len(own) < 2:
-        return None
-    total = max(1e-9, own[-1]["seconds"] - own[0]["seconds"])
-
-    def mean(name: str) -> float:
-        pairs = pairwise(own)
-        return sum(b.get(name, 0.0) * (b["seconds"] - a["seconds"]) for a, b in pairs) / total
-
-    return Balance(rollout, train, mean("rollout/idle_frac"), mean("train/idle_frac"))
+def measured(config: Config, lines: Sequence[dict[str, Any]], word: str) -> str:
+    """Of the steps with these devices, without the first, which waits for the first answers; steps
+    weigh by their time. Empty where there are too few."""
+    now = {"rollout/devices": config.devices.rollout, "train/devices": config.devices.train}
+    own = [line for line in lines if all(line.get(k, n) == n for k, n in now.items())]
+    steps = [(line, line["seconds"] - before["seconds"]) for before, line in pairwise(own)]
+    if not (total := sum(seconds for _, seconds in steps)):
+        return ""
+    idle = [
+        sum(line.get(f"{pool}/idle_frac", 0.0) * seconds for line, seconds in steps) / total
+        for pool in ("rollout", "train")
+    ]
+    return sentence(config, idle, word)

@@ -25,6 +25,9 @@ REMOVED = {
     "verify-resume": "pytest tests/test_verify_resume.py, in a source tree",
     "diff": "minirl report RUN RUN, which puts their values side by side",
     "trace": "--set log.trace=true, and open the run's trace.json in ui.perfetto.dev",
+    "plan --check": "python -m tests.docs.plan, in a source tree",
+    "plan --num": "--gpus N",
+    "plan --run": "--mean N, with the mean of that run's answers",
 }
 UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)  # typer has no public name
 
@@ -183,8 +186,8 @@ def sample(
     values = as_overrides({**given, "rollout.max_new_tokens": max_new_tokens})
     options = Options(overrides=(*values, *(overrides or ())))
     for i, answer in enumerate(draw(resolve(model, options), prompt, num, raw), start=1):
-        head = f"--- {i}: {len(answer.tokens)} tokens, {answer.stop}"
-        typer.echo(f"{head}, mean logprob {answer.mean_logprob:.3f}")
+        num, total = len(answer.tokens), sum(value for _, value in answer.tokens)
+        typer.echo(f"--- {i}: {num} tokens, {answer.stop}, mean logprob {total / max(1, num):.3f}")
         lines = [f"{value:9.4f}  {piece!r}" for piece, value in answer.tokens]
         typer.echo("\n".join(lines) if tokens else answer.text)
 
@@ -225,15 +228,15 @@ def data(
     from minirl.model import load_tokenizer_alone
     from minirl.recipe import check_task, load
     from minirl.tasks.registry import make_task, self_check
-    from minirl.tools.data import MOST_LOOKED_AT, survey
+    from minirl.tools.data import Survey
     from minirl.train.tiny import TinyTokenizer
 
     config = load(recipe, overrides or []).config
     check_task(config)
     task = make_task(config)
     checked = self_check(task, config.tasks.kind)
-    tokenizer = TinyTokenizer() if config.model.path == "tiny" else load_tokenizer_alone(config)
-    found = survey(config, task, tokenizer, MOST_LOOKED_AT)
+    tiny = TinyTokenizer() if config.model.path == "tiny" else None
+    found = Survey(config, task, tiny or load_tokenizer_alone(config))
     for heading, text, reference in found.shown(count):
         typer.echo(f"--- {heading}\n{text}\n--- reference: {reference}\n")
     source = config.tasks.data or getattr(task, "data", "")
@@ -245,26 +248,23 @@ def plan(
     recipe: Recipe,
     overrides: Overrides = None,
     gpu: Annotated[str, Option(help="H100, H800, A100-80, A100-40, L40S, 4090, 3090.")] = "H100",
-    num: Annotated[int, Option(help="GPUs. Default: the recipe's rollout + train.")] = 0,
+    gpus: Annotated[int, Option(help="Of them. Default: the recipe's rollout + train.")] = 0,
     mean: Annotated[float, Option(help="Tokens of an answer. Default: 0.4 of the limit.")] = 0.0,
-    run: Annotated[Path | None, Option(metavar="DIR", help="Take this run's lengths.")] = None,
 ) -> None:
     """Say whether a recipe fits on GPUs, how fast, and which split. No GPU is needed: memory is
     computed, every split is simulated. docs/planning.md says how far to trust it.
 
     \b
-    minirl plan recipes/gsm8k.toml --gpu 4090 --num 4 --mean 300
-    minirl plan recipes/gsm8k.toml --run runs/gsm8k-…
+    minirl plan recipes/gsm8k.toml
+    minirl plan recipes/gsm8k.toml --gpu 4090 --gpus 4 --mean 300
     """
     from minirl.recipe import load
-    from minirl.tools.plan import Plan, gpu_named, usual_lengths
-    from minirl.tools.simulate import of_run
+    from minirl.tools.plan import Plan, gpu_named, tables, usual_lengths
 
     config = load(recipe, overrides or []).config
-    total = num or config.devices.rollout + config.devices.train
-    lengths = of_run(run) if run else usual_lengths(config, mean or None)
-    planned = Plan(config, gpu_named(gpu), lengths)
-    for table in (list(planned.memory_rows(total)), list(planned.split_rows(total))):
+    total = gpus or config.devices.rollout + config.devices.train
+    planned = Plan(config, gpu_named(gpu), usual_lengths(config, mean or None))
+    for table in tables(planned, total):
         _show(table)
 
 
@@ -277,7 +277,7 @@ def sweep(
     out: Out = None,
 ) -> None:
     """Train with some keys varied, over several seeds, into one table. The same command resumes a
-    sweep. It leaves table.md, table.json and the runs in sweeps/<recipe>/.
+    sweep, or shows it again. It leaves table.json and the runs in sweeps/<recipe>/.
 
     \b
     minirl sweep recipes/smoke.toml --vary buffer.max_staleness=0,2,8 --seeds 3
@@ -285,13 +285,10 @@ def sweep(
     from minirl.tools.sweep import Sweep, parse_vary
 
     folder = out or Path("sweeps") / recipe.stem
-    varied, numbers = tuple(parse_vary(vary or [])), tuple(range(seeds))
-    planned = Sweep(recipe, folder, varied, numbers, tuple(overrides or []))
-    planned.check()
+    planned = Sweep(recipe, folder, parse_vary(vary or []), seeds, overrides or [])
     planned.go(typer.echo)
-    planned.write()
-    _show(planned.table(planned.rows()))
-    typer.echo(f"table     {folder / 'table.md'}\ntry next  minirl report {folder}/*/seed-*")
+    _show(planned.table())
+    typer.echo(f"table     {folder / 'table.json'}\ntry next  minirl report {folder}/*/seed-*")
 
 
 @app.command()

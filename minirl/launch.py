@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from minirl import devices, model
-from minirl.balance import balance
+from minirl.balance import measured
 from minirl.buffer import Buffer, History, OnStale
 from minirl.config import TINY, Config
 from minirl.devices import Placement
@@ -98,7 +98,7 @@ def _make_job(config: Config, recipe: Path, run_dir: Path, resume: bool) -> Job:
 
         found = devices.gpus() if kind == "cuda" else []
         gpu = plan.recognise(found[0].name, found[0].memory_bytes) if found else None
-        config = plan.with_auto_split(config, gpu, run_dir if resume else None)
+        config = plan.with_auto_split(config, gpu)
     check_devices(config, kind, available)
     if (free := devices.free_memory_bytes()) is not None:
         check_memory(config, free)
@@ -177,13 +177,12 @@ def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
 def _finish(job: Job, loop: Loop, log: RunLog, view: ConsoleView) -> int:
     """The summary, and an error where something is not on the disk."""
     config, is_whole = job.config, loop.step == job.config.train.steps
-    found = balance(log.metrics, config.devices.rollout, config.devices.train)
     word = "GPU" if job.kind == "cuda" else "process"
     extra = {
         "run_dir": str(job.run_dir),
         "seed": config.seed,
         "drops": dict(loop.buffer.drops),
-        "balance": found.sentence(word, config.is_synchronous) if found else None,
+        "balance": measured(config, log.metrics, word) or None,
         "ended": time.strftime(TIME_FORMAT),
         **devices.describe(job.kind),
     }

@@ -73,8 +73,8 @@ NO_RUN = "is not empty and holds no run (there is no recipe.toml in it)"
         ("diff a b", "No such command 'diff'; use minirl report RUN RUN, "),
         ("train smokee", 'recipe = "smokee": cannot be read (No such file or directory)'),
         (f"plan {GSM8K} --gpu T4", '--gpu = "T4": is not in the table; one of H100, '),
-        (f"plan {GSM8K} --num 1", "--num = 1: 1 cannot be split into engines of 1 "),
-        (f"plan {GSM8K} --run no", '--run = "no": has no step in its batches.jsonl; '),
+        (f"plan {GSM8K} --gpus 1", "--gpus = 1: 1 cannot be split into engines of 1 "),
+        (f"plan {GSM8K} --num 8", "No such option: --num; use --gpus N"),
         ("train r.toml --dry-run --set devices.rollout=1024", "devices.rollout = 1024: "),
         ("train r.toml --dry-run --set train.objective=no.py:f", 'train.objective = "no.py:f": '),
         ("train r.toml --run-dir full", f'--run-dir = "full": {NO_RUN}; name another directory'),
@@ -179,7 +179,8 @@ def test_doctor_names_a_remedy_for_whatever_fails(monkeypatch: pytest.MonkeyPatc
 
 
 def test_plan_needs_no_gpu_and_names_the_split_to_take() -> None:
-    done = minirl("plan", "recipes/gsm8k-2gpu.toml", "--gpu", "4090", "--num", "3", "--mean", "200")
+    options = ["--gpu", "4090", "--gpus", "3", "--set", "train.max_tokens=16384"]
+    done = minirl("plan", "recipes/gsm8k-2gpu.toml", *options)
     assert done.returncode == 0, done.stderr
     assert "TOO BIG: lower train.max_tokens to" in done.stdout
     assert "1 + 2" in done.stdout and done.stdout.count("take this") == 1

@@ -13,7 +13,7 @@ from minirl.model import load_tokenizer
 from minirl.records import Example
 from minirl.tasks.prompts import encode, render
 from minirl.tasks.registry import make_task
-from minirl.tools.data import survey
+from minirl.tools.data import Survey
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
 ROWS = [
@@ -47,17 +47,12 @@ def with_template(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     # Python itself says which modules were loaded: none of them may be torch.
-    return subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "minirl.cli", "data", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"},
-    )
-
-
-def is_loaded(done: subprocess.CompletedProcess[str], module: str) -> bool:
-    return any(line.split("|")[-1].strip() == module for line in done.stderr.splitlines())
+    command = [sys.executable, "-X", "importtime", "-m", "minirl.cli", "data", *arguments]
+    env = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env)
+    loaded = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    assert "torch" not in loaded and "minirl.config" in loaded
+    return done
 
 
 def test_the_tiny_models_view_of_rows_of_ones_own(recipe: Path) -> None:
@@ -73,22 +68,19 @@ def test_the_tiny_models_view_of_rows_of_ones_own(recipe: Path) -> None:
         "the model has none",
     ):
         assert line in shown, shown
-    assert not is_loaded(done, "torch") and is_loaded(done, "tokenizers")
 
 
 def test_a_chat_template_is_applied_without_torch(recipe: Path, with_template: Path) -> None:
     done = run(str(recipe), "--set", f"model.path={with_template}")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "<|user|>What is 1 + 1?" in done.stdout and "####.<|assistant|>" in done.stdout
-    assert not is_loaded(done, "torch")
 
 
 def test_a_wrong_recipe_is_one_line(recipe: Path) -> None:
     done = run(str(recipe), "--set", "tasks.prompt_column=q")
     last = done.stderr.splitlines()[-1]
-    assert done.returncode == 2
-    assert last.startswith("minirl: tasks.data = ") and 'nothing in the column "q"' in last
-    assert "name yours in tasks.prompt_column" in last
+    assert done.returncode == 2 and last.startswith("minirl: tasks.data = ")
+    assert 'nothing in the column "q"' in last and "name yours in tasks.prompt_column" in last
 
 
 def test_the_light_tokenizer_is_the_runs_own(with_template: Path, tied_folder: Path) -> None:
@@ -114,6 +106,6 @@ def test_a_generated_task_is_looked_at_up_to_a_limit() -> None:
     from minirl.train.tiny import TinyTokenizer
 
     config = Config()
-    rows = dict(survey(config, make_task(config), TinyTokenizer(), limit=300).rows())
+    rows = dict(Survey(config, make_task(config), TinyTokenizer(), most=300).rows())
     assert rows["train"].endswith("examples, of which 300 are looked at")
     assert rows["in both"] == "0 of 256 held-out prompts are trained on"

@@ -46,8 +46,8 @@ def test_blocks_are_filled_and_what_stands_between_them_stays(tmp_path: Path) ->
     for words in (
         "`minirl sweep a.toml`; 2 cores of A CPU, torch 2.13, vLLM 0.32:",
         "| buffer.max_staleness | train.objective | runs | accuracy_after | steps_to_80 |",
-        "| 0 | naive | 3 | 90.0 % ± 1.0 % | 7.2 (1 of 3 runs) |",
-        "| 8 | naive | 3 | 50.0 % ± 1.0 % |  |",
+        "| 0 | naive | 3 | 90.0% ± 1.0% | 7.2 (1 of 3 runs) |",
+        "| 8 | naive | 3 | 50.0% ± 1.0% |  |",
         "![naive](found/s-naive.svg)\n![decoupled](found/s-decoupled.svg)\n",
         "![accuracy](found/one-accuracy.svg)\n",
         "Between. ",

@@ -1,7 +1,6 @@
 """A sweep: what is run, what is not run again, and the table that comes of it."""
 
 import json
-import math
 import shutil
 import sys
 from collections.abc import Sequence
@@ -12,134 +11,110 @@ import pytest
 from minirl.errors import MinirlError, RecipeError
 from minirl.run_dir import read_lines
 from minirl.tools import sweep
-from minirl.tools.sweep import Sweep, cells, estimate, first_at, parse_vary
+from minirl.tools.sweep import Sweep, estimate, first_at, folder_name, parse_vary
 from tests.bench import variants
 from tests.bench.sweep import VariantSweep
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "smoke.toml"
+VARIED = parse_vary(["buffer.max_staleness=0,4", "train.objective=decoupled,naive"])
 
 
 def written(run_dir: Path, accuracy: float, finished: bool = True) -> None:
     """A run directory as `minirl train` leaves it, as far as a sweep looks into it."""
+    shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(parents=True)
-    lines = [
-        {
-            "step": step,
-            "seconds": 2.0 * step,
-            "reward/mean": 0.1 * step,
-            "train/tokens": 1000.0,
-            "buffer/staleness_mean": 0.5,
-            "rollout/idle_frac": 0.25,
-            "train/idle_frac": 0.0,
-        }
-        for step in (1, 2, 3)
-    ]
+    same = {"train/tokens": 1000.0, "buffer/staleness_mean": 0.5}
+    lines = [{"step": i, "seconds": 2.0 * i, "reward/mean": 0.1 * i, **same} for i in (1, 2, 3)]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    summary = {
-        "finished": finished,
-        "accuracy_before": 0.2,
-        "accuracy_after": accuracy,
-        "accuracies": [(0, 0.2), (3, accuracy)],
-        "staleness_max": 1,
-    }
+    summary = {"finished": finished, "accuracy_before": 0.2, "accuracy_after": accuracy}
+    summary["accuracies"] = [(0, 0.2), (3, accuracy)]
     (run_dir / "summary.json").write_text(json.dumps(summary))
 
 
-def a_sweep(folder: Path, seeds: int = 2) -> Sweep:
-    varied = parse_vary(["buffer.max_staleness=0,4", "train.objective=decoupled,naive"])
-    return Sweep(RECIPE, folder, tuple(varied), tuple(range(seeds)), ("train.steps=3",))
+@pytest.fixture
+def here(tmp_path: Path) -> Sweep:
+    return Sweep(RECIPE, tmp_path, VARIED, 2, ["train.steps=3"])
 
 
 def test_values_are_split_at_commas_but_lists_are_values() -> None:
-    (vary,) = parse_vary(['rollout.stop=["a,b", "c"], []'])
-    assert vary.values == ('["a,b", "c"]', "[]")
-    assert [c.name for c in cells(parse_vary(["train.lr=1e-4,3e-4"]))] == ["lr=1e-4", "lr=3e-4"]
-    assert [c.name for c in cells([])] == ["as-is"]
+    assert parse_vary(['rollout.stop=["a,b", "c"], []']) == {"rollout.stop": ['["a,b", "c"]', "[]"]}
+    assert parse_vary(["train.lr=1", "train.lr=2"]) == {"train.lr": ["1", "2"]}
+    assert folder_name({"train.lr": "1e-4", "model.path": "a/b"}) == "lr=1e-4,path=a_b"
+    assert folder_name({}) == "as-is"
 
 
 def test_a_wrong_vary_is_one_clear_line_before_the_first_run(tmp_path: Path) -> None:
-    for texts, words in (
-        (["train.lr"], "is not KEY=A,B,C"),
-        (["=1"], "is not KEY=A,B,C"),
-        (["seed=1,2"], "use --seeds N"),
-        (["train.lr=1", "train.lr=2"], "is given twice"),
+    for text, words in (
+        ("train.lr", "is not KEY=A,B,C"),
+        ("=1", "is not KEY=A,B,C"),
+        ("seed=1,2", "use --seeds N"),
     ):
         with pytest.raises(RecipeError, match=words):
-            parse_vary(texts)
-    varied = parse_vary(["train.batch_size=32,-1"])
+            parse_vary([text])
     with pytest.raises(RecipeError, match="batch_size"):
-        Sweep(RECIPE, tmp_path, tuple(varied), (0,)).check()
-    a_sweep(tmp_path).check()
+        Sweep(RECIPE, tmp_path, parse_vary(["train.batch_size=32,-1"]), 1).go(print)
+    with pytest.raises(RecipeError, match="one of none, waiting"):
+        VariantSweep(RECIPE, tmp_path, parse_vary(["variant=none,nothing"]), 1).go(print)
+    assert not list(tmp_path.iterdir())
 
 
-def test_what_is_finished_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = a_sweep(tmp_path)
-    runs = list(here.runs())
-    assert [seed for _, seed, _ in runs] == [0] * 4 + [1] * 4, "seed by seed"
-    written(runs[0][2], 0.9)
-    written(runs[1][2], 0.5, finished=False)
+def test_what_is_finished_is_not_run_again(here: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    dirs = [here.run_dir(cell, seed) for seed in (0, 1) for cell in here.cells]
+    written(dirs[0], 0.9)
+    written(dirs[1], 0.5, finished=False)
     trained = []
 
     def train(recipe: Path, run_dir: Path, settings: list[str], program: Sequence[str]) -> None:
         trained.append((run_dir, settings))
-        if run_dir == runs[6][2]:
+        if run_dir == dirs[6]:
             raise MinirlError("it died")
-        shutil.rmtree(run_dir, ignore_errors=True)
         written(run_dir, 0.8)
 
     monkeypatch.setattr(sweep, "train", train)
     said: list[str] = []
     with pytest.raises(MinirlError, match="it died"):
         here.go(said.append)
-    assert [run_dir for run_dir, _ in trained] == [run_dir for _, _, run_dir in runs[1:7]]
-    assert trained[0][1] == [
-        "train.steps=3",
-        "buffer.max_staleness=0",
-        "train.objective=naive",
-        "seed=0",
-    ]
+    assert [run_dir for run_dir, _ in trained] == dirs[1:7], "seed by seed"
+    varied = ["buffer.max_staleness=0", "train.objective=naive"]
+    assert trained[0][1] == ["train.steps=3", *varied, "seed=0"]
     assert "done before" in said[0]
-    rows = json.loads((tmp_path / "table.json").read_text())["rows"]
+    rows = json.loads((here.folder / "table.json").read_text())["rows"]
     assert [row["runs"] for row in rows] == [2, 2, 1, 1], "the table is of what there is"
 
 
-def shown(here: Sweep) -> list[dict[str, str]]:
-    head, *rows = here.table(here.rows())
-    return [dict(zip(head, row, strict=True)) for row in rows]
+def shown(here: Sweep) -> dict[str, str]:
+    head, first, *_ = here.table()
+    return dict(zip(head, first, strict=True))
 
 
-def test_the_table_has_means_and_intervals(tmp_path: Path) -> None:
-    here = a_sweep(tmp_path)
-    for _, seed, run_dir in here.runs():
-        written(run_dir, 0.8 + 0.1 * seed)
-    row, *others = shown(here)
-    assert len(others) == 3
+def test_the_table_has_means_and_intervals(here: Sweep) -> None:
+    for cell in here.cells:
+        for seed in (0, 1):
+            written(here.run_dir(cell, seed), 0.8 + 0.1 * seed)
+    row = shown(here)
     assert row["buffer.max_staleness"] == "0" and row["seeds"] == "2"
-    assert row["accuracy_after"] == "85.0 % ± 63.5 %"  # t of one degree of freedom is 12.7
+    assert row["accuracy_after"] == "85.0% ± 63.5%"  # t of one degree of freedom is 12.7
     assert row["tokens_per_s"] == "500 ± 0"  # of steps 2 and 3: 2,000 tokens in 4 seconds
-    assert row["rollout_idle"] == "25.0 % ± 0.0 %"
-    # Straight from 0.2 to 0.8 and 0.9 at version 3.
-    assert row["steps_to_80"] == "2.8 ± 2.7"
+    assert row["steps_to_80"] == "2.8 ± 2.7"  # straight from 0.2 to 0.8 and 0.9 at version 3
+    assert estimate([1.0, 2.0, 3.0]).half == pytest.approx(4.303 / 3**0.5, rel=1e-3)
+    assert estimate([5.0]).half is None
     here.write()
-    whole = json.loads((tmp_path / "table.json").read_text())
+    whole = json.loads((here.folder / "table.json").read_text())
     assert whole["command"] == (
         f"minirl sweep {RECIPE} --vary buffer.max_staleness=0,4 "
         "--vary train.objective=decoupled,naive --seeds 2 --set train.steps=3"
     )
     assert [point["version"] for point in whole["rows"][0]["curve"]] == [0, 3]
     assert whole["rows"][0]["tokens_per_s"] == {"mean": 500.0, "half": 0.0, "count": 2}
-    lines = (tmp_path / "table.md").read_text().splitlines()
-    assert len(lines) == 6 and lines[1].startswith("| --- |")
 
 
-def test_a_run_that_never_reaches_the_target_is_counted_and_left_out(tmp_path: Path) -> None:
-    here = a_sweep(tmp_path)
-    for _, seed, run_dir in here.runs():
-        written(run_dir, 0.7 + 0.2 * seed)
-    assert shown(here)[0]["steps_to_80"] == "2.6 (1 of 2 runs)"
+def test_a_run_that_never_reaches_the_target_is_counted_and_left_out(here: Sweep) -> None:
+    for seed in (0, 1):
+        written(here.run_dir(here.cells[0], seed), 0.7 + 0.2 * seed)
+    assert shown(here)["steps_to_80"] == "2.6 (1 of 2 runs)"
     curve = [(0, 0.2), (10, 0.6), (20, 1.0), (30, 0.7)]
     assert first_at(curve, 0.8) == pytest.approx(15) and first_at(curve, 0.1) == 0
-    assert first_at(curve[:2], 0.8) is None
+    assert first_at(curve[:2], 0.8) is None and first_at([], 0.8) is None
 
 
 def test_a_run_is_a_process_with_a_log_and_its_failure_is_one_line(tmp_path: Path) -> None:
@@ -158,18 +133,6 @@ def test_a_run_is_a_process_with_a_log_and_its_failure_is_one_line(tmp_path: Pat
     assert run_dir.with_suffix(".log").read_text().count("before") == 2
 
 
-def test_variants_are_runs_of_another_program(tmp_path: Path) -> None:
-    here = VariantSweep(RECIPE, tmp_path, tuple(parse_vary(["variant=none,waiting"])), (0,))
-    here.check()
-    plain, waiting = cells(here.varied)
-    assert here.program(plain) == sweep.PROGRAM
-    assert here.program(waiting)[1:] == ("-m", "tests.bench.variants", "waiting")
-    assert here.settings(waiting, 0) == ["seed=0"] and waiting.name == "variant=waiting"
-    assert here.command.startswith("python -m tests.bench.sweep ")
-    with pytest.raises(RecipeError, match="one of none, waiting"):
-        VariantSweep(RECIPE, tmp_path, tuple(parse_vary(["variant=nothing"])), (0,)).check()
-
-
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_a_sweep_over_variants_trains(tmp_path: Path) -> None:
@@ -177,19 +140,11 @@ def test_a_sweep_over_variants_trains(tmp_path: Path) -> None:
     varied = parse_vary(["variant=waiting,fixed,keeping,behind"])
     overrides = ["train.steps=6", "train.batch_size=8", "eval.every=1", "eval.num_prompts=16"]
     overrides += ["buffer.target_staleness=2", "rollout.max_new_tokens=48"]
-    here = VariantSweep(RECIPE, tmp_path, tuple(varied), (0,), tuple(overrides))
+    here = VariantSweep(RECIPE, tmp_path, varied, 1, overrides)
     here.go(print)
     assert [row["runs"] for row in here.rows()] == [1, 1, 1, 1]
-    *_, keeping, behind = (here.run_dir(cell, 0) for cell in cells(varied))
+    *_, keeping, behind = (here.run_dir(cell, 0) for cell in here.cells)
     kept = sorted((keeping / variants.KEPT).iterdir())
     assert [path.stem for path in kept] == [f"{v:06d}" for v in range(7)]
     ages = [line["buffer/staleness_mean"] for line in read_lines(behind / "metrics.jsonl")]
     assert ages == [0, 1, 2, 2, 2, 2], "every batch is as old as it may be"
-
-
-def test_an_interval_is_students() -> None:
-    found = estimate([1.0, 2.0, 3.0])
-    assert found.mean == 2.0
-    assert found.half == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
-    assert estimate([5.0]).half is None
-    assert estimate([0.0, 1.0] * 50).half == pytest.approx(1.984 * 0.5025 / 10, rel=1e-3)

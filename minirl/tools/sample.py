@@ -26,11 +26,7 @@ from minirl.view.console import Bar
 class Sampled:
     text: str
     stop: str
-    tokens: tuple[tuple[str, float], ...]  # text and logprob of each
-
-    @property
-    def mean_logprob(self) -> float:
-        return sum(value for _, value in self.tokens) / max(1, len(self.tokens))
+    tokens: list[tuple[str, float]]  # text and logprob of each
 
 
 def sample(target: Target, text: str, count: int, is_raw: bool) -> Iterator[Sampled]:
@@ -41,8 +37,8 @@ def sample(target: Target, text: str, count: int, is_raw: bool) -> Iterator[Samp
         source = target.folder or model_folder(config, logs, bar.note)
         tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
         prompt = render(text, tokenizer, is_raw)
-        tasks = replace(config.tasks, max_prompt_tokens=len(prompt.tokens))
-        config = replace(config, tasks=tasks)
+        limit = len(prompt.tokens)
+        config = replace(config, tasks=replace(config.tasks, max_prompt_tokens=limit))
         check_model(config, read_model_config(config, source))
         with collecting(config, source, tokenizer, count, logs, bar.note, is_graded=False) as there:
             for _, ended in there.answers([prompt] * count):
@@ -51,16 +47,14 @@ def sample(target: Target, text: str, count: int, is_raw: bool) -> Iterator[Samp
                     rule = f"vLLM refuses it ({answer.error})"
                     raise RecipeError("PROMPT", "…", rule, "shorten it")
                 written = view.mask == 1
-                pieces = [tokenizer.decode([int(token)]) for token in view.tokens[written]]
-                values = [float(value) for value in view.logprobs[written]]
-                tokens = tuple(zip(pieces, values, strict=True))
-                yield Sampled(answer.text, answer.stop, tokens)
+                pieces = [tokenizer.decode([token]) for token in view.tokens[written].tolist()]
+                tokens = zip(pieces, view.logprobs[written].tolist(), strict=True)
+                yield Sampled(answer.text, answer.stop, list(tokens))
 
 
 def render(text: str, tokenizer: Any, is_raw: bool) -> Prompt:
     is_chat = not is_raw and has_template(tokenizer)
     example = Example(({"role": "user", "content": text},) if is_chat else text, "")
-    tokens = encode(example, tokenizer)
-    if not tokens:
-        raise RecipeError("PROMPT", "", "has no token", "write something")
-    return Prompt(0, example, tokens)
+    if tokens := encode(example, tokenizer):
+        return Prompt(0, example, tokens)
+    raise RecipeError("PROMPT", "", "has no token", "write something")

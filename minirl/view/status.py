@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from minirl.balance import balance
+from minirl.balance import measured
 from minirl.shm.board import Row, State
 from minirl.workers import Worker
 
@@ -161,10 +161,8 @@ class Observer:
         )
 
     def _verdict(self, lines: list[dict[str, Any]]) -> str:
-        config = self.loop.config
-        found = balance(lines, config.devices.rollout, config.devices.train)
         word = "GPU" if self.loop.engines[0].placement.kind == "cuda" else "process"
-        return found.sentence(word, config.is_synchronous) if found else ""
+        return measured(self.loop.config, lines, word)
 
     def _doing(self) -> str:
         loop, evaluation = self.loop, self.loop.groups.evaluation

@@ -1,14 +1,15 @@
 """The simulator bench: what the controller's decisions cost, without processes.
 
 group_events_a_minute  groups admitted, made ready, taken into a batch and published: four
-                       events per group, through the real Buffer, Admission and Dispatcher
-cost_growth            time per group with 32,768 in flight / with 512: flat is 1
+                       events a group, through the real Buffer, Admission and Dispatcher
+cost_growth            time for a group with 32,768 in flight / with 512: flat is 1
 """
 
 import time
+from dataclasses import replace
 
-from minirl.buffer import AUTO, Buffer
-from minirl.tools.simulate import Costs, Setup, Simulation, long_tailed
+from minirl.config import Config
+from minirl.tools.simulate import Costs, Simulation, long_tailed
 from tests.bench import Figure, Options, at_least, at_most
 
 EVENTS_A_GROUP = 4
@@ -16,18 +17,19 @@ ETA = 7
 
 
 def seconds(batch_size: int, num_groups: int) -> float:
-    setup = Setup(
-        costs=Costs(0.01, train_fixed_s=1e-3),
-        lengths=long_tailed(100, 1000, 10),
-        num_engines=6,
-        max_running=max(64, batch_size),
-        group_size=1,
-        num_steps=num_groups // batch_size,
+    base = Config()
+    config = replace(
+        base,
+        devices=replace(base.devices, rollout=6),
+        buffer=replace(base.buffer, max_staleness=ETA),
+        train=replace(base.train, batch_size=batch_size),
     )
-    simulation = Simulation(setup, Buffer(batch_size, ETA, target_staleness=AUTO))
+    costs, lengths = Costs(0.01, train=1e-3), long_tailed(126, 1000, 10)
+    simulation = Simulation(config, costs, lengths, max(64, batch_size))
+    simulation.group_size = 1  # fewer than a recipe may have: groups are what is timed
     started = time.process_time()
-    outcome = simulation.run()
-    return (time.process_time() - started) / outcome.num_groups
+    simulation.run(num_groups // batch_size)
+    return (time.process_time() - started) / simulation.num_groups
 
 
 def measure(options: Options) -> list[Figure]:

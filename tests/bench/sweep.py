@@ -19,19 +19,14 @@ VARIANT, NONE = "variant", "none"
 class VariantSweep(Sweep):
     name = "python -m tests.bench.sweep"
 
-    def check(self) -> None:
-        for name in (v for vary in self.varied if vary.key == VARIANT for v in vary.values):
-            if name not in (NONE, *VARIANTS):
-                remedy = f"one of {', '.join((NONE, *VARIANTS))}"
-                raise RecipeError("--vary variant", name, "no such variant", remedy)
-        super().check()
-
     def settings(self, cell: Cell, seed: int) -> list[str]:
-        recipe_keys = tuple(pair for pair in cell.settings if pair[0] != VARIANT)
-        return super().settings(Cell(recipe_keys), seed)
+        if (name := cell.get(VARIANT, NONE)) not in (NONE, *VARIANTS):
+            remedy = f"one of {', '.join((NONE, *VARIANTS))}"
+            raise RecipeError("--vary variant", name, "no such variant", remedy)
+        return super().settings({k: v for k, v in cell.items() if k != VARIANT}, seed)
 
     def program(self, cell: Cell) -> tuple[str, ...]:
-        name = dict(cell.settings).get(VARIANT, NONE)
+        name = cell.get(VARIANT, NONE)
         if name == NONE:
             return super().program(cell)
         return (sys.executable, "-m", "tests.bench.variants", name)
@@ -47,16 +42,14 @@ def main() -> None:
     asked = parser.parse_args()
     folder = asked.out or Path("sweeps") / asked.recipe.stem
     try:
-        varied, seeds = tuple(parse_vary(asked.vary)), tuple(range(asked.seeds))
-        planned = VariantSweep(asked.recipe, folder, varied, seeds, tuple(asked.set))
-        planned.check()
+        varied = parse_vary(asked.vary)
+        planned = VariantSweep(asked.recipe, folder, varied, asked.seeds, asked.set)
         planned.go(print)
     except MinirlError as error:
         print(f"sweep: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    planned.write()
-    print_columns(planned.table(planned.rows()))
-    print(f"table     {folder / 'table.md'}")
+    print_columns(planned.table())
+    print(f"table     {folder / 'table.json'}")
 
 
 if __name__ == "__main__":

@@ -20,14 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from minirl.tools.sweep import COLUMNS, Estimate, cell_text, markdown, percent
+from minirl.tools.sweep import COLUMNS, Estimate, cell_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 BLOCK = re.compile(r"(<!-- (\w+) (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 Table = list[tuple[str, ...]]
 Curves = dict[str, list[tuple[int, float]]]  # (version, accuracy) by label
 FORMS = COLUMNS | {  # with the columns that only older tables have
-    "accuracy_mean": percent,
+    "accuracy_mean": "{:.1%}".format,
     "speed": "{:.2f}".format,
     **dict.fromkeys(("gain_after", "gain_mean"), lambda value: f"{100 * value:+.1f}"),
 }
@@ -64,6 +64,12 @@ def made_by(command: str, machine: dict[str, Any]) -> str:
     cores = "a core" if machine.get("cores") == 1 else f"{machine.get('cores')} cores"
     facts = f"{cores} of {machine.get('cpu')}{load}"
     return f"`{command}`; {facts}, torch {packages.get('torch')}, vLLM {vllm}:\n\n"
+
+
+def markdown(table: Sequence[tuple[str, ...]]) -> str:
+    head, *body = table
+    lines = [head, tuple("---" for _ in head), *body]
+    return "".join(f"| {' | '.join(row)} |\n" for row in lines)
 
 
 def async_table(data: dict[str, Any], _: Sequence[str]) -> str:
