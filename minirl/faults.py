@@ -96,7 +96,7 @@ class Faults:
             )
         why = f" ({remedy})" if remedy else ""
         self.log.note(f"{worker.name} {death.how}: replaced{why}")
-        self.log.totals.workers_replaced += len(self._ranks) if worker.role is Role.TRAIN else 1
+        self.log.workers_replaced += len(self._ranks) if worker.role is Role.TRAIN else 1
         return delay_s
 
     def _remedy(self, worker: Worker, death: Died) -> str:

@@ -33,7 +33,7 @@ from minirl.records import Prompt
 from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
 from minirl.rollout.worker import RolloutSetup, Stop
 from minirl.run_dir import hold, write_text
-from minirl.run_log import RunLog, RunTotals
+from minirl.run_log import RunLog
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.tasks import Task
@@ -152,9 +152,8 @@ def _run(config: Config, job: Job, source: Path, start: Start, view: ConsoleView
         buffer = make_buffer(config, start.history)
         threads = len(places[1][0].cores)
         saver = BatchSaver(config, run_dir, ring, store, source, threads)
-        totals = RunTotals.of(start.state)
         under_way = (start.state or {}).get("evaluating")
-        log = RunLog(config, run_dir, fleet, view, start.step, totals, saver, under_way)
+        log = RunLog(config, run_dir, fleet, view, start.step, saver, under_way)
         loop = Loop(config, fleet, stream, heldout, buffer, log)
         loggers = Loggers(config, run_dir, start.step, view.note)
         try:

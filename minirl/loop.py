@@ -439,6 +439,7 @@ class Loop(Recovery):
         """Only the trainer stands still for it. What is evaluated now is evaluated again on resume,
         and what is in flight is not consumed: its prompts come again."""
         self.is_saving, self.wants_save = True, False
+        self.log.sync()
         state = {
             "step": self.step,
             "history": asdict(self.buffer.history),
@@ -446,7 +447,6 @@ class Loop(Recovery):
             "consumed_above": sorted(self.stream.consumed.above),
             "in_flight": sorted([p.index for p in self.prompts.values()] + self.stream.waiting),
             "evaluating": self.evaluated_version if self.evaluation else None,
-            "totals": self.log.state(),
             "recipe": to_toml(self.config),
         }
         folder = self.log.checkpoint_folder(self.step)

@@ -158,12 +158,12 @@ class Recovery:
             self.stream.put_back(ticket.prompt_index)
         for group_id in self.buffer.rolled_back(back.version, len(lost)):
             self.give_up(group_id)
-        self.log.totals.steps_redone += self.step - back.step
+        self.log.steps_redone += self.step - back.step
         self.log.note(
             f"going back from step {self.step} to {back.step}: its weights are version "
             f"{back.version} now; {self.buffer.num_in_flight - len(self.given_up)} groups go on"
         )
-        self.log.roll_back(back.step, back.state)
+        self.log.roll_back(back.step)
         if self.evaluation is not None and self.evaluation.step > back.step:
             self.evaluation.is_given_up = True
         self.step = self.saved_step = back.step

@@ -1,16 +1,13 @@
 """What there is to see of a run at one moment: one record, Status, and the file it is saved in.
 
 Takes a loop that runs, gives a Status; the live dashboard and `minirl watch` draw it. status.json
-is replaced once a second, so that a reader finds a whole one; fields that a reader does not know
-are ignored. Reads only: the loop takes no lock for it.
-
-Leaves out: how it looks (dashboard.py).
+is replaced once a second; a reader ignores fields that it does not know. Reads only: the loop takes
+no lock for it. Leaves out: how it looks (dashboard.py).
 """
 
 import math
-import os
 import time
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
@@ -20,7 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from minirl.balance import balance
+from minirl.run_dir import replacing
 from minirl.shm.board import Row, State
+from minirl.view.runs import prompt_text
 from minirl.workers import Worker
 
 if TYPE_CHECKING:
@@ -39,16 +38,9 @@ SPEED = (  # metric, name, form of a value
     ("rollout/truncated_frac", "truncated", "{:.0%}"),
     ("train/logprob_gap", "logprob gap", "{:.1e}"),
 )
-CURVES = ("reward/mean", *(metric for metric, _, _ in SPEED))
 MAX_POINTS = 240  # of a curve
 MAX_TEXT = 2000  # characters of a prompt or an answer
 SILENT_S = 30.0  # a worker without a heartbeat
-RECENT_STEPS = 20  # for the verdict
-STEP_TEXT = (
-    "step {step:.0f}/{steps}  reward {reward/mean:.3f}  "
-    "staleness {buffer/staleness_mean:.2f} (max {buffer/staleness_max:.0f})  "
-    "gen {rollout/tokens_per_s:,.0f} tok/s  train {train/tokens_per_s:,.0f} tok/s  ETA {eta}"
-)
 
 
 @dataclass(frozen=True)
@@ -77,7 +69,6 @@ class Status:
     step: int = 0
     steps: int = 0
     seconds: float = 0.0  # since training began
-    eta: str = "?"
     verdict: str = ""  # what limits throughput
     lanes: list[Lane] = field(default_factory=list)
     slots: dict[str, int] = field(default_factory=dict)
@@ -94,10 +85,8 @@ class Status:
         return self.state not in ("starting", "running")
 
     def save(self, run_dir: Path) -> None:
-        """Atomic, but without fsync: during a checkpoint that could take seconds."""
-        aside = run_dir / f".{FILE}.tmp"
-        aside.write_bytes(JSON.dump_json(self))
-        os.replace(aside, run_dir / FILE)
+        with replacing(run_dir / FILE, sync=False) as aside:  # a sync could take seconds
+            aside.write_bytes(JSON.dump_json(self))
 
     @staticmethod
     def read(run_dir: Path) -> "Status":
@@ -116,29 +105,26 @@ def clock(seconds: float) -> str:
     return str(timedelta(seconds=int(seconds))).removeprefix("0:").removeprefix("0")
 
 
-def eta(line: dict[str, Any], steps: int) -> str:
+def eta(line: dict[str, float], steps: int) -> str:
     """After the step of this metrics line, if all take as long as those before."""
-    return clock(line["seconds"] / line["step"] * (steps - line["step"]))
-
-
-def step_text(line: dict[str, Any], steps: int) -> str:
-    known = {**line, "steps": steps, "eta": eta(line, steps)}
-    return STEP_TEXT.format_map(defaultdict(lambda: math.nan, known))
+    step = line.get("step") or math.nan
+    return clock(line.get("seconds", 0.0) / step * (steps - step))
 
 
 class Observer:
-    """Turns a loop into a status, once a second, on the reporter's thread: it copies in one call
-    what the loop could change meanwhile."""
+    """Turns a loop into a status, on the reporter's thread: it copies in one call what the loop
+    could change meanwhile."""
 
     def __init__(self, loop: "Loop", name: str, notes: deque[tuple[float, str]]):
         self.loop, self.name, self._notes = loop, name, notes
-        self._board = loop.fleet.board
         self._workers = loop.engines + loop.ranks
         self._strips = {w.name: deque[str](maxlen=NUM_LETTERS) for w in self._workers}
 
     def status(self, cost: float) -> Status:
         loop, log, config = self.loop, self.loop.log, self.loop.config
         lines, is_up = log.metrics[:], len(loop.up) == len(self._workers)
+        found = balance(lines[-20:], config.devices.rollout, config.devices.train)
+        word = "GPU" if loop.engines[0].placement.kind == "cuda" else "process"
         return Status(
             name=self.name,
             time=time.time(),
@@ -147,8 +133,7 @@ class Observer:
             step=loop.step,
             steps=config.train.steps,
             seconds=log.seconds if is_up else 0.0,
-            eta=eta(lines[-1], config.train.steps) if lines else "?",
-            verdict=self._verdict(lines[-RECENT_STEPS:]),
+            verdict=found.sentence(word, config.is_synchronous) if found else "",
             lanes=[self._lane(worker) for worker in self._workers],
             slots=self._slots(),
             staleness=[sum(n) for n in zip_longest(*list(log.recent_ages), fillvalue=0)],
@@ -160,12 +145,6 @@ class Observer:
             cost=cost,
         )
 
-    def _verdict(self, lines: list[dict[str, Any]]) -> str:
-        config = self.loop.config
-        found = balance(lines, config.devices.rollout, config.devices.train)
-        word = "GPU" if self.loop.engines[0].placement.kind == "cuda" else "process"
-        return found.sentence(word, config.is_synchronous) if found else ""
-
     def _doing(self) -> str:
         loop, evaluation = self.loop, self.loop.evaluation
         if missing := [worker.name for worker in self._workers if worker.name not in loop.up]:
@@ -175,7 +154,7 @@ class Observer:
         return f"evaluating version {evaluation.version}" if evaluation else ""
 
     def _lane(self, worker: Worker) -> Lane:
-        row, strip = self._board.row(worker.row), self._strips[worker.name]
+        row, strip = self.loop.fleet.board.row(worker.row), self._strips[worker.name]
         strip.append(LETTERS[row.state])
         return Lane(worker.name, lane_state(row), "".join(strip).rjust(NUM_LETTERS))
 
@@ -191,10 +170,11 @@ class Observer:
         }
 
 
-def curves(lines: list[dict[str, Any]]) -> dict[str, list[Point]]:
+def curves(lines: list[dict[str, float]]) -> dict[str, list[Point]]:
     """Thinned out, always with the last step."""
     shown = lines[:: -max(1, math.ceil(len(lines) / MAX_POINTS))][::-1]
-    return {name: [(line["step"], line[name]) for line in shown if name in line] for name in CURVES}
+    names = ("reward/mean", *(metric for metric, _, _ in SPEED))
+    return {name: [(line["step"], line[name]) for line in shown if name in line] for name in names}
 
 
 def lane_state(row: Row) -> str:
@@ -207,10 +187,7 @@ def lane_state(row: Row) -> str:
 
 def _sample(line: dict[str, Any]) -> Sample:
     """From a line of samples.jsonl."""
-    prompt = line["prompt"]
-    if not isinstance(prompt, str):
-        prompt = "\n".join(str(message.get("content", "")) for message in prompt)
     title = f"of step {line['step']}: reward {line['reward']:g}, wanted {line['reference']!s:.16}"
     title += f", by versions {line['versions'][0]} to {line['versions'][1]}"
     title += ", truncated" if line["stop"] == "length" else ""
-    return Sample(title, prompt[-MAX_TEXT:], line["answer"][:MAX_TEXT])
+    return Sample(title, prompt_text(line["prompt"])[-MAX_TEXT:], line["answer"][:MAX_TEXT])
