@@ -352,7 +352,7 @@ def watch(
 @app.command()
 def runs(folder: Annotated[Path, Argument(metavar="[DIR]")] = RUNS) -> None:
     """List runs: state, step, reward, accuracy, age. `minirl train --resume` continues a run that
-    stopped (by a signal, and saved), stalled (see its stall.txt) or failed (without a result)."""
+    stopped (by a signal, and saved) or failed (without a result)."""
     found = list_runs(folder) if folder != RUNS or folder.exists() else []
     _show(run_rows(found) if found else [(f"no runs in {folder}",)])
 

@@ -1,17 +1,9 @@
 """The files of a run directory: how they are written, and how a run is read again.
 
-    metrics.jsonl, evals.jsonl     one line per step, per evaluation (metrics.py)    run_log.py
-    samples.jsonl, batches.jsonl   readable answers; what each step trained          run_log.py
-    summary.json, stall.txt        the result; what hung, where nothing moved        run_log.py
-    checkpoints/                   Hugging Face folders, step-000040         train/checkpoint.py
-    bad_batches/, record/          batches that went bad; all batches        train/bad_batch.py
-    recipe.toml, machine.json, lock, logs/                                   launch.py
-    status.json                    what the dashboard shows, once a second   view/status.py
-
-The `.jsonl` files are append-only and every line has a step. A resume or a rollback to step n
-appends {"rolled_back_to": n}; `read_lines`, the one reader, drops what that cancels.
-
-Takes lines, gives files; takes a run directory, gives a `RunDir`. Leaves out what the lines hold.
+Takes lines, gives files; takes a run directory, gives a `RunDir`. The `.jsonl` files are
+append-only and every line has a step. A resume or a rollback to step n appends
+{"rolled_back_to": n}; `read_lines`, the one reader, drops what that cancels.
+Leaves out what the lines hold: docs/architecture.md lists every file and what writes it.
 """
 
 import json
@@ -78,10 +70,10 @@ class JsonLines:
             if sync:
                 os.fsync(self._fd)
         except OSError as error:
-            why, had_failed = str(error.strerror), bool(self.error)
-            self.error = why
-            if not had_failed:
-                self._note(f"{self.path.name} cannot be written ({why}): its lines wait in memory")
+            if not self.error:
+                why = f"({error.strerror}): its lines wait in memory"
+                self._note(f"{self.path.name} cannot be written {why}")
+            self.error = str(error.strerror)
 
     def close(self) -> None:
         self.flush()
@@ -98,12 +90,11 @@ def read_lines(path: Path, key: str = "step") -> list[Line]:
                 line = json.loads(raw.decode("utf-8", errors="replace"))
             except (ValueError, RecursionError):
                 continue  # torn by a crash
-            if not isinstance(line, dict):
-                continue
-            if type(step := line.get("rolled_back_to")) is int:
+            found = line if isinstance(line, dict) else {}
+            if type(step := found.get("rolled_back_to")) is int:
                 kept = [earlier for earlier in kept if earlier["step"] <= step]
-            elif type(line.get(key)) is int:
-                kept.append(line)
+            elif type(found.get(key)) is int:
+                kept.append(found)
     return kept
 
 
@@ -113,13 +104,10 @@ def hold(run_dir: Path) -> IO[str]:
     file = (run_dir / LOCK).open("a")
     try:
         flock(file, LOCK_EX | LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        remedy = "wait for it, stop it, or name another directory"
-        raise RecipeError("--run-dir", str(run_dir), "a run is using it", remedy) from None
-    except OSError:
-        pass  # a file system without locks: `minirl runs` cannot tell that it runs
-    os.utime(run_dir / LOCK)
+    except OSError as error:
+        if isinstance(error, BlockingIOError):  # else: a file system without locks
+            remedy = "wait for it, stop it, or name another directory"
+            raise RecipeError("--run-dir", str(run_dir), "a run is using it", remedy) from None
     return file
 
 
@@ -192,7 +180,7 @@ def holds_run(path: Path) -> bool:
 
 def open_run(path: Path, key: str = "RUN") -> RunDir:
     if not holds_run(path):
-        remedy = "name a run directory, such as those that minirl runs lists"
+        remedy = "name another directory, such as those that minirl runs lists"
         raise RecipeError(key, str(path), "holds no run: there is no recipe.toml in it", remedy)
     return RunDir(path)
 

@@ -1,8 +1,8 @@
 """What the controller writes about a run while it trains.
 
-Takes what the loop reports (a step, an evaluation, a rollback, a stall), gives the lines and files
-of the run directory (run_dir.py) and what a person is shown (`View`). The files are the only memory
-of a resumed run. `problems` names what could not be written by the end of the run.
+Takes what the loop reports (a step, an evaluation, a rollback, a stall), gives the files of the run
+directory (run_dir.py) and what a person is shown (`View`). A resumed run remembers no more than its
+files. `problems` names what could not be written. Leaves out: what stands in a checkpoint.
 """
 
 import json
@@ -57,7 +57,6 @@ class Meter:
         before, self._before = self._before, self._read()
         done = [now - then for now, then in zip(self._before, before, strict=True)]
         seconds, rank_idle_s, tokens, idle_s, reload_s, reloads, steps = done
-        seconds = max(seconds, 1e-9)
         return {
             "rollout/tokens_per_s": tokens / seconds,
             "rollout/batch_mean": tokens / steps if steps else None,
@@ -167,8 +166,8 @@ class RunLog:
         self.metrics.append(line)
         self._files["metrics"].write(line)
         groups = [_group_line(group) for group in batch.groups]
-        its = {"step": step, "version": batch.version, "groups": groups}
-        self._files["batches"].write(its)
+        trained_on = {"step": step, "version": batch.version, "groups": groups}
+        self._files["batches"].write(trained_on)
         self._write_samples(step, batch, trained)
         if self._saver is not None and (problem := self._saver.record(batch, {**line})):
             self.note(problem)

@@ -113,15 +113,15 @@ def test_config_is_toml_and_says_where_from() -> None:
         assert origin in done.stdout
 
 
-NO_RUN = "is not empty and holds no run (there is no recipe.toml in it); name another directory"
+NO_RUN = "holds no run: there is no recipe.toml in it; name another directory"
 
 
 @pytest.mark.parametrize(
     ("args", "line"),
     [
         (["--run-dir", "full"], f'--run-dir = "full": {NO_RUN}'),
-        (["--run-dir", "r.toml"], '--run-dir = "r.toml": is a file; name a new directory'),
-        (["--resume", "--run-dir", "no"], '--run-dir = "no": no such directory to resume; name a '),
+        (["--run-dir", "r.toml"], '--run-dir = "r.toml": cannot be written to ('),
+        (["--resume", "--run-dir", "no"], f'--run-dir = "no": {NO_RUN}'),
         (["--resume"], '--resume = "runs/r-*": no run of this recipe; leave --resume out to '),
     ],
 )

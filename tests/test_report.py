@@ -103,7 +103,7 @@ def test_what_it_cannot_do_is_one_line(
 ) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "nowhere", tmp_path, tmp_path / "file"):
-        with pytest.raises(RecipeError, match=r"RUN = .*; name a run directory"):
+        with pytest.raises(RecipeError, match=r"RUN = .*; name another directory"):
             CliRunner().invoke(app, ["report", str(path)], catch_exceptions=False)
     with pytest.raises(RecipeError, match=r"--out .*cannot be written"):
         report.write([runs["sync"]], tmp_path / "file" / "in")
