@@ -63,7 +63,7 @@ def test_two_signals_or_a_crash_give_the_terminal_back(is_crash: bool, tmp_path:
             terminal.process.send_signal(signal.SIGTERM)
             terminal.read_until(lambda: b"saving; Ctrl-C ends it now" in terminal.seen)
             terminal.press("\x03")  # Ctrl-C
-        assert (terminal.wait(limit_s=50.0) == 1) is is_crash
+        assert terminal.wait(limit_s=50.0) != 0
         after, shown = assert_restored(terminal), Status.read(tmp_path)
     assert shown.state == ("failed" if is_crash else "stopped")
     assert not is_crash or (shown.reason and shown.reason in after)

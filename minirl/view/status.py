@@ -38,9 +38,6 @@ SPEED = (  # metric, name, form of a value
     ("rollout/truncated_frac", "truncated", "{:.0%}"),
     ("train/logprob_gap", "logprob gap", "{:.1e}"),
 )
-MAX_POINTS = 240  # of a curve
-MAX_TEXT = 2000  # characters of a prompt or an answer
-SILENT_S = 30.0  # a worker without a heartbeat
 
 
 @dataclass(frozen=True)
@@ -171,14 +168,14 @@ class Observer:
 
 
 def curves(lines: list[dict[str, float]]) -> dict[str, list[Point]]:
-    """Thinned out, always with the last step."""
-    shown = lines[:: -max(1, math.ceil(len(lines) / MAX_POINTS))][::-1]
+    """Thinned out to 240 points, always with the last step."""
+    shown = lines[:: -max(1, math.ceil(len(lines) / 240))][::-1]
     names = ("reward/mean", *(metric for metric, _, _ in SPEED))
     return {name: [(line["step"], line[name]) for line in shown if name in line] for name in names}
 
 
 def lane_state(row: Row) -> str:
-    if row.beat_s > SILENT_S and row.state is not State.STARTING:
+    if row.beat_s > 30 and row.state is not State.STARTING:
         return f"{row.state.words}, silent {clock(row.beat_s)}"
     if row.state is State.GENERATING:
         return f"{row.state.words} {row.running} at v{row.version}"
@@ -186,8 +183,8 @@ def lane_state(row: Row) -> str:
 
 
 def _sample(line: dict[str, Any]) -> Sample:
-    """From a line of samples.jsonl."""
+    """From a line of samples.jsonl; of long texts a part."""
     title = f"of step {line['step']}: reward {line['reward']:g}, wanted {line['reference']!s:.16}"
     title += f", by versions {line['versions'][0]} to {line['versions'][1]}"
     title += ", truncated" if line["stop"] == "length" else ""
-    return Sample(title, prompt_text(line["prompt"])[-MAX_TEXT:], line["answer"][:MAX_TEXT])
+    return Sample(title, prompt_text(line["prompt"])[-2000:], line["answer"][:2000])
