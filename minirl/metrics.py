@@ -2,7 +2,7 @@
 
 Takes a step's numbers, gives its line of metrics.jsonl and the limits that it broke. A name that is
 not in the table is our own mistake and fails. A line has no entry for a value that its step does
-not have (no token at equal version, …). docs/metrics.md is printed from the tables.
+not have (no token at equal version, …). docs/metrics.md is printed from the table.
 """
 
 import math
@@ -63,19 +63,6 @@ METRICS = {
     "train/devices": "devices that trained in this step",
     "train/lr": "learning rate of this step",
     "guard/warnings": "limits that this step broke (docs/faults.md), shown or not",
-}
-EVALS = {
-    "step": "training steps done when the evaluation began",
-    "version": "the version that answered, on every engine",
-    "seconds": "wall time since training began, when the evaluation ended",
-    "accuracy": "mean reward of the answers; null where none could be graded",
-    "low": "lower end of its 95 % interval (docs/evaluation.md)",
-    "high": "upper end of the same",
-    "count": "answers that were graded",
-    "failures": "answers that could not be graded; left out of the mean",
-    "length_mean": "mean number of written tokens of the answers",
-    "truncated_frac": "share of the answers that was cut at rollout.max_new_tokens",
-    "answers": "log.samples of them: prompt, reference, answer, reward",
 }
 
 

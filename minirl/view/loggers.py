@@ -79,13 +79,11 @@ class Loggers:
 
     def __init__(self, config: Config, run_dir: Path, last_step: int, note: Callable[[str], None]):
         self._note, self._is_over = note, Event()
-        args = (config, run_dir, last_step)
-        self._threads = [
-            Thread(target=self._run, args=(name, *args), name=name, daemon=True)
-            for name in config.log.to
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = []
+        for name in config.log.to:
+            args = (name, config, run_dir, last_step)
+            self._threads.append(Thread(target=self._run, args=args, name=name, daemon=True))
+            self._threads[-1].start()
 
     def _run(self, name: str, config: Config, run_dir: Path, last_step: int) -> None:
         sent = {"metrics": last_step, "evals": last_step - 1}

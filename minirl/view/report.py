@@ -22,7 +22,6 @@ from minirl.view.charts import CHARTS, Family, draw_charts, families, number
 from minirl.view.runs import formatted, prompt_text, short_names
 from minirl.view.trace import draw_timeline, read_window
 
-Table = list[tuple[str, list[str]]]
 MAX_TIMELINES = 4
 MAX_SAMPLES = 12  # with tokens, evenly spread over a run
 
@@ -51,7 +50,7 @@ def result_rows(run: RunDir) -> dict[str, str]:
     return {**rows, "Balance": str(run.summary.get("balance", "—"))}
 
 
-def table(rows: Sequence[Line]) -> Table:
+def table(rows: Sequence[Line]) -> list[tuple[str, list[str]]]:
     """One column per run."""
     keys = dict.fromkeys(k for row in rows for k, v in row.items() if not isinstance(v, dict))
     return [(key, [str(row.get(key, "—")) for row in rows]) for key in keys]
