@@ -88,7 +88,7 @@ def test_the_report_reads_the_steps_before_the_last(tmp_path: Path) -> None:
     assert [step.name for step in window.steps] == [f"training: pack step {n}" for n in range(3, 8)]
     assert list(window.rows) == ["rollout-0", "train-0"]
     assert window.rows["rollout-0"] == [("generating", 0.0, window.seconds)]
-    assert window.rows["train-0"][0] == window.steps[0]
+    assert window.steps[0] in window.rows["train-0"]
     phases = ("prefill after a reload", "prox forward", "forward and backward", "optimizer step")
     kinds = [kind_of(f"training: {phase}") for phase in phases]
     assert kinds == ["prefill", "forward", "training", "optimizer"]

@@ -100,7 +100,7 @@ def braille(values: tuple[float, ...], height: int) -> tuple[list[str], float, f
 
 def sparkline(points: tuple[Point, ...], width: int) -> str:
     values = resample(points, width)
-    top = max(values, default=0.0) or 1.0
+    top = max((*values, 0.0)) or 1.0
     return "".join(BLOCKS[round(8 * max(0.0, value / top))] for value in values)
 
 
