@@ -63,7 +63,8 @@ def main() -> None:
 
 def _usage(error: typer.BadParameter) -> str:
     path = error.ctx.command_path if error.ctx else "minirl"
-    if removed := REMOVED.get(sys.argv[1]):
+    words = {*sys.argv[1:]}
+    if removed := next((use for key, use in REMOVED.items() if {*key.split()} <= words), ""):
         return f"{error.message.partition('. ')[0].rstrip('.')}; use {removed}"
     return f"{error.format_message().rstrip('.')}; see {path} --help"
 
@@ -339,7 +340,7 @@ def watch(
 @app.command()
 def runs(folder: Annotated[Path, Argument(metavar="[DIR]")] = RUNS) -> None:
     """List runs: state, step, reward, accuracy, age. `minirl train --resume` continues a run that
-    stopped (by a signal, and saved), stalled (see its stall.txt) or failed (without a result)."""
+    stopped (by a signal, and saved) or failed (without a result)."""
     found = list_runs(folder) if folder != RUNS or folder.exists() else []
     _show(run_rows(found) if found else [(f"no runs in {folder}",)])
 

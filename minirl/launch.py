@@ -34,7 +34,7 @@ from minirl.records import Prompt
 from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
 from minirl.rollout.worker import RolloutSetup, Stop
 from minirl.run_dir import hold, write_text
-from minirl.run_log import RunLog, RunTotals
+from minirl.run_log import RunLog
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.tasks import Task
@@ -152,8 +152,7 @@ def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
         _check_prompt_lengths(config, task, tokenizer)
         saver = BatchSaver(config, run_dir, ring, store, source, len(job.ranks[0].cores))
         under_way = (start.state or {}).get("evaluating")
-        totals = RunTotals.of(start.state)
-        log = RunLog(config, run_dir, workers, view, start.step, totals, saver, under_way)
+        log = RunLog(config, run_dir, workers, view, start.step, saver, under_way)
         loop = Loop(config, workers, stream, heldout, make_buffer(config, start.history), log)
         loggers = Loggers(config, run_dir, start.step, view.note)
         try:

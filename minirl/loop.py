@@ -235,6 +235,7 @@ class Loop:
         """Only the trainer stands still for it. What is evaluated now is evaluated again on resume,
         and what is in flight is not consumed: its prompts are requeued."""
         self.is_saving, self.wants_save = True, False
+        self.log.sync()
         state = {
             "step": self.step,
             "history": asdict(self.buffer.history),
@@ -242,7 +243,6 @@ class Loop:
             "consumed_above": sorted(self.stream.consumed.above),
             "in_flight": self.groups.prompts_in_flight,
             "evaluating": self.evaluated_version if self.groups.evaluation else None,
-            "totals": self.log.state(),
             "recipe": to_toml(self.config),
         }
         folder = self.log.checkpoint_folder(self.step)
@@ -298,7 +298,8 @@ class Loop:
             f"rollback from step {self.step} to {back.step}: its weights are version "
             f"{back.version} now; {num_kept} groups are kept"
         )
-        self.log.roll_back(self.step, back.step, back.state)
+        self.log.steps_redone += self.step - back.step
+        self.log.roll_back(back.step)
         self.step = self.saved_step = back.step
         self.batch, self.is_saving = None, False
         return sends

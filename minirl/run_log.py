@@ -1,16 +1,17 @@
 """What the controller writes about a run while it trains.
 
-Takes what the loop reports (a step, an evaluation, a rollback, a stall), gives the lines and files
-of the run directory (run_dir.py) and what a person is shown (`View`). What could not be written by
-the end of the run is named in `problems`.
+Takes what the loop reports (a step, an evaluation, a rollback, a stall), gives the files of the run
+directory (run_dir.py) and what a person is shown (`View`). A resumed run remembers no more than its
+files. `problems` names what could not be written. Leaves out: what stands in a checkpoint.
 """
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -22,7 +23,7 @@ from minirl.errors import MinirlError
 from minirl.evaluation import Evaluation
 from minirl.groups import GroupState
 from minirl.metrics import DROPPED, Breach, metrics_line
-from minirl.records import Batch, Group, StopReason, Trajectory
+from minirl.records import Batch, Group, StopReason
 from minirl.run_dir import JsonLines, Line, read_lines, write_text
 from minirl.shm.board import Total
 from minirl.tasks.rewards import overlong_penalty
@@ -30,67 +31,40 @@ from minirl.train.bad_batch import BatchSaver
 from minirl.train.messages import Trained
 from minirl.workers import Role, Workers
 
-LOGS = ("metrics", "evals", "samples", "batches")
-NUM_SHOWN_SAMPLES = 6  # in memory, for the dashboard
-NUM_SHOWN_STEPS = 20
+Metrics = dict[str, float]
+Values = dict[str, float | None]
 
 
 class View(Protocol):
     """What a person sees while the run trains."""
 
     def note(self, text: str) -> None: ...
-    def evaluated(self, version: int, accuracy: float) -> None: ...
-    def step(self, line: Line) -> None: ...
-
-
-@dataclass
-class RunTotals:
-    """Counts since the run began. They are saved with a checkpoint."""
-
-    seconds: float = 0.0
-    trained_tokens: int = 0
-    multi_version: int = 0  # trajectories that more than one version wrote
-    workers_replaced: int = 0
-    steps_redone: int = 0
-
-    @classmethod
-    def of(cls, state: Line | None) -> "RunTotals":
-        """Of a checkpoint's state; what it does not hold is 0."""
-        try:
-            return cls(**(state or {})["totals"])
-        except (KeyError, TypeError):
-            return cls()
+    def step(self, line: Metrics) -> None: ...
 
 
 class Meter:
     """What the workers did since the last lap: differences of their running totals."""
 
     def __init__(self, workers: Workers):
-        self._board = workers.board
+        self._total = workers.board.total
         self._engines = [worker.row for worker in workers.of(Role.ROLLOUT)]
         self._rank = workers.of(Role.TRAIN)[0].row
         self._before = self._read()
 
-    def _read(self) -> dict[Total | str, float]:
-        total = self._board.total
-        found: dict[Total | str, float] = {"seconds": time.monotonic()}
-        found["rank idle"] = total(self._rank, Total.IDLE_S)
-        for column in Total:
-            found[column] = sum(total(row, column) for row in self._engines)
-        return found
+    def _read(self) -> list[float]:
+        sums = [sum(self._total(row, column) for row in self._engines) for column in Total]
+        return [time.monotonic(), self._total(self._rank, Total.IDLE_S), *sums]
 
-    def lap(self) -> dict[str, float | None]:
-        now = self._read()
-        done = {name: value - self._before[name] for name, value in now.items()}
-        self._before = now
-        seconds, tokens = max(done["seconds"], 1e-9), done[Total.TOKENS]
-        steps, reloads = done[Total.STEPS], done[Total.RELOADS]
+    def lap(self) -> Values:
+        before, self._before = self._before, self._read()
+        done = [now - then for now, then in zip(self._before, before, strict=True)]
+        seconds, rank_idle_s, tokens, idle_s, reload_s, reloads, steps = done
         return {
             "rollout/tokens_per_s": tokens / seconds,
             "rollout/batch_mean": tokens / steps if steps else None,
-            "rollout/idle_frac": min(1.0, done[Total.IDLE_S] / len(self._engines) / seconds),
-            "weights/reload_pause_s": done[Total.RELOAD_S] / reloads if reloads else None,
-            "train/idle_frac": min(1.0, done["rank idle"] / seconds),
+            "rollout/idle_frac": min(1.0, idle_s / len(self._engines) / seconds),
+            "weights/reload_pause_s": reload_s / reloads if reloads else None,
+            "train/idle_frac": min(1.0, rank_idle_s / seconds),
         }
 
 
@@ -105,37 +79,35 @@ class RunLog:
         workers: Workers,
         view: View,
         step: int = 0,
-        totals: RunTotals | None = None,
         saver: BatchSaver | None = None,
         evaluating: int | None = None,
     ):
-        self.config, self.run_dir, self.view, self.step = config, run_dir, view, step
-        self._workers, self._saver = workers, saver
-        self._files = {name: JsonLines(run_dir / f"{name}.jsonl") for name in LOGS}
-        self.metrics = read_lines(run_dir / "metrics.jsonl")
+        self.config, self.run_dir, self.step, self._workers = config, run_dir, step, workers
+        self.view, self.note, self._saver = view, view.note, saver
+        (run_dir / "summary.json").unlink(missing_ok=True)  # it has no result yet
+        names = ("metrics", "evals", "samples", "batches")
+        self._files = {name: JsonLines(run_dir / f"{name}.jsonl", view.note) for name in names}
+        self.metrics: list[Metrics] = read_lines(run_dir / "metrics.jsonl")
         self.evals = read_lines(run_dir / "evals.jsonl")
-        self.totals = totals or RunTotals()
-        self._seconds_before, self.began = self.totals.seconds, time.monotonic()
+        self.roll_back(step, evaluating)
+        last = self.metrics[-1] if self.metrics else {}
+        self.workers_replaced = last.get("faults/workers_replaced", 0)
+        self.steps_redone = last.get("faults/steps_redone", 0)
+        self._seconds_before, self._began = last.get("seconds", 0.0), time.monotonic()
         self.problems: list[str] = []  # what is missing when the run ends
-        self.recent_samples: deque[Line] = deque(maxlen=NUM_SHOWN_SAMPLES)
-        self.recent_ages: deque[tuple[int, ...]] = deque(maxlen=NUM_SHOWN_STEPS)
-        self._cancel_after(step)
+        self.recent_samples: deque[Line] = deque(maxlen=6)  # for the dashboard
+        self.recent_ages: deque[tuple[int, ...]] = deque(maxlen=20)
         every = config.eval.every
-        if evaluating is not None:
-            self._cancel_evaluation(evaluating)
         is_due = not self.is_evaluated(step - step % every if every else 0)
         self.wants_evaluation = is_due or evaluating is not None  # before the first step
 
     def begin(self) -> None:
-        self.began = time.monotonic()
+        self._began = time.monotonic()
         self._meter = Meter(self._workers)
-
-    def note(self, text: str) -> None:
-        self.view.note(text)
 
     @property
     def seconds(self) -> float:
-        return self._seconds_before + time.monotonic() - self.began
+        return self._seconds_before + time.monotonic() - self._began
 
     def checkpoint_folder(self, step: int) -> Path:
         return self.run_dir / "checkpoints" / f"step-{step:06d}"
@@ -145,38 +117,27 @@ class RunLog:
         found = sorted((self.run_dir / "checkpoints").glob("step-*"))
         return f"the last good checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
 
-    def state(self) -> Line:
-        """For a checkpoint. By then the lines of its steps are on the disk."""
+    def sync(self) -> None:
+        """Before a checkpoint: the lines of its steps are then on the disk."""
         for file in self._files.values():
-            file.sync()
-        return {**asdict(self.totals), "seconds": self.seconds}
+            file.flush(sync=True)
 
-    def replaced(self, num_workers: int) -> None:
-        self.totals.workers_replaced += num_workers
-
-    def roll_back(self, reached: int, step: int, state: Line | None) -> None:
-        """The trainer restarts from the checkpoint of `step`, whose state this is."""
-        before, self.totals = self.totals, RunTotals.of(state)
-        self.totals.workers_replaced = before.workers_replaced
-        self.totals.steps_redone = before.steps_redone + reached - step
-        self._cancel_after(step)
-
-    def _cancel_after(self, step: int) -> None:
-        for file in self._files.values():
-            if not file.is_empty:
-                file.write({"rolled_back_to": step})
+    def roll_back(self, step: int, evaluating: int | None = None) -> None:
+        """The run starts again after `step`. The evaluation of version `evaluating` and all later
+        ones are repeated, also those that had ended: at η = 0 a resumed run is the same run."""
+        first = math.inf if evaluating is None else evaluating
+        repeated = [line["step"] - 1 for line in self.evals if line["version"] >= first]
+        last_eval = min([step, *repeated])
+        if self.metrics or self.evals:
+            for name, file in self._files.items():
+                file.write({"rolled_back_to": last_eval if name == "evals" else step})
         self.metrics = [line for line in self.metrics if line["step"] <= step]
-        self.evals = [line for line in self.evals if line["step"] <= step]
+        self.evals = [line for line in self.evals if line["step"] <= last_eval]
         if self._saver is not None:
             self._saver.forget_after(step)
 
-    def _write(self, name: str, line: Line) -> None:
-        """A file that cannot be written is reported once; its lines are retried with the next."""
-        file = self._files[name]
-        had_failed = bool(file.error)
-        file.write(line)
-        if file.error and not had_failed:
-            self.note(f"{name}.jsonl cannot be written ({file.error}): its lines wait in memory")
+    def replaced(self, num_workers: int) -> None:
+        self.workers_replaced += num_workers
 
     def trained(
         self,
@@ -188,49 +149,33 @@ class RunLog:
         states: Mapping[int, GroupState],
     ) -> None:
         """While the batch's ring cells are still its own."""
-        trajectories = [t for group in batch.groups for t in group.trajectories]
-        self.totals.trained_tokens += int(trained.values["train/tokens"] or 0)
-        self.totals.multi_version += sum(t.head_version != t.tail_version for t in trajectories)
-        self.recent_ages.append(trained.ages)
         line = metrics_line(
             {
                 "step": step,
                 "version": batch.version + 1,
                 "seconds": round(self.seconds, 3),
-                **self._answers(batch, trajectories),
-                **_buffer_counts(batch, buffer),
+                **_batch_values(self.config, batch),
+                **{f"buffer/groups_{name}": n for name, n in asdict(buffer.ledger).items()},
+                **{DROPPED[reason]: count or None for reason, count in buffer.drops.items()},
                 "rollout/devices": self.config.devices.rollout,
                 "train/devices": self.config.devices.train,
-                "faults/workers_replaced": self.totals.workers_replaced or None,
-                "faults/steps_redone": self.totals.steps_redone or None,
+                "faults/workers_replaced": self.workers_replaced or None,
+                "faults/steps_redone": self.steps_redone or None,
                 **self._meter.lap(),
                 **trained.values,
                 "guard/warnings": len(breaches),
             }
         )
+        self.recent_ages.append(trained.ages)
         self.metrics.append(line)
-        self._write("metrics", line)
+        self._files["metrics"].write(line)
         groups = [_group_line(group) for group in batch.groups]
-        self._write("batches", {"step": step, "version": batch.version, "groups": groups})
+        trained_on = {"step": step, "version": batch.version, "groups": groups}
+        self._files["batches"].write(trained_on)
         self._write_samples(step, batch, trained, states)
-        if self._saver is not None and (problem := self._saver.record(batch, line)):
+        if self._saver is not None and (problem := self._saver.record(batch, {**line})):
             self.note(problem)
         self.view.step(line)
-
-    def _answers(self, batch: Batch, trajectories: list[Trajectory]) -> dict[str, float | None]:
-        rewards = [reward for group in batch.groups for reward in group.own_rewards]
-        turns = [t.num_turns for t in trajectories]
-        num_asked = self.config.train.batch_size * self.config.rollout.group_size
-        return {
-            "reward/mean": fmean(rewards),
-            "reward/std": pstdev(rewards),
-            "reward/shaped_mean": fmean(r for group in batch.groups for r in group.rewards),
-            "reward/penalty_mean": fmean(overlong_penalty(self.config, t) for t in trajectories),
-            "reward/failures": num_asked - len(trajectories),
-            "rollout/length_mean": fmean(t.num_written for t in trajectories),
-            "rollout/turns_mean": fmean(turns) if max(turns) > 1 else None,
-            "rollout/truncated_frac": fmean(t.stop is StopReason.LENGTH for t in trajectories),
-        }
 
     def _write_samples(
         self, step: int, batch: Batch, trained: Trained, states: Mapping[int, GroupState]
@@ -251,20 +196,19 @@ class RunLog:
                 "stop": first.stop.name.lower(),
             }
             self.recent_samples.append(sample)
-            self._write("samples", {**sample, **(asdict(shown) if shown else {})})
+            self._files["samples"].write({**sample, **(asdict(shown) if shown else {})})
 
     def check(self, step: int, batch: Batch, trained: Trained, breaches: list[Breach]) -> None:
         """Saves a batch that went bad and warns; raises where a limit stops the run."""
-        fatal = [breach for breach in breaches if breach.is_fatal]
-        saved = ""
+        fatal, saved = [breach.text for breach in breaches if breach.is_fatal], ""
         if trained.problem:
             saved = self.save_bad(batch, batch.version, trained.problem, must_save=bool(fatal))
             self.note(f"step {step}: {trained.problem}: the weights stay as they were{saved}")
-        for breach in breaches:
-            if breach.is_told and not breach.is_fatal:
-                self.note(f"warning: step {step}: {breach.text}")
         if fatal:
-            raise MinirlError(f"step {step}: {fatal[0].text}{saved}; {self.last_checkpoint}")
+            raise MinirlError(f"step {step}: {fatal[0]}{saved}; {self.last_checkpoint}")
+        for breach in breaches:
+            if breach.is_shown:
+                self.note(f"warning: step {step}: {breach.text}")
 
     def save_bad(self, batch: Batch, version: int, why: str, must_save: bool = True) -> str:
         """With the weights of `version`. Gives the end of a sentence that says where it is."""
@@ -279,17 +223,7 @@ class RunLog:
     def is_evaluated(self, step: int) -> bool:
         return any(line["step"] >= step for line in self.evals)
 
-    def _cancel_evaluation(self, version: int) -> None:
-        """Also one that ended after the checkpoint is done again: a resumed run repeats all that
-        followed it, so that at η = 0 it stays the same run to the bit."""
-        ended = [line["step"] for line in self.evals if line["version"] >= version]
-        if ended:
-            self._files["evals"].write({"rolled_back_to": min(ended) - 1})
-            self.evals = [line for line in self.evals if line["step"] < min(ended)]
-
     def evaluated(self, evaluation: Evaluation) -> None:
-        if evaluation.num_failed:
-            self.note(f"evaluation: {evaluation.num_failed} answers could not be graded")
         line: Line = {
             "step": evaluation.step,
             "version": -1 if evaluation.version is None else evaluation.version,
@@ -298,9 +232,10 @@ class RunLog:
             "answers": [asdict(answer) for answer in evaluation.answers(self.config.log.samples)],
         }
         self.evals.append(line)
-        self._write("evals", line)
-        if line["accuracy"] is not None:
-            self.view.evaluated(line["version"], line["accuracy"])
+        self._files["evals"].write(line)
+        accuracy = "unknown" if line["accuracy"] is None else f"{line['accuracy']:.1%}"
+        failed = f", {line['failures']} answers not graded" if line["failures"] else ""
+        self.note(f"held-out accuracy {accuracy} at version {line['version']}{failed}")
 
     def stalled(self, report: str) -> Path:
         """Rule 8: everything that helps to find out why, on the screen and in a file."""
@@ -313,6 +248,8 @@ class RunLog:
     def summarise(self, is_whole: bool, extra: Line) -> Line:
         lines, accuracies = self.metrics, self.accuracies
         gaps = [line["train/logprob_gap"] for line in lines if "train/logprob_gap" in line]
+        batches = read_lines(self.run_dir / "batches.jsonl")
+        spans = [span for line in batches for group in line["groups"] for span in group["versions"]]
         summary = {
             "finished": is_whole,
             "steps": len(lines),
@@ -320,10 +257,10 @@ class RunLog:
             "accuracy_before": accuracies[0][1] if accuracies else None,
             "accuracy_after": accuracies[-1][1] if accuracies else None,
             "accuracies": accuracies,
-            "trained_tokens": self.totals.trained_tokens,
+            "trained_tokens": int(sum(line.get("train/tokens", 0) for line in lines)),
             "staleness_max": max((line["buffer/staleness_max"] for line in lines), default=0),
             "max_staleness_allowed": self.config.buffer.max_staleness,
-            "multi_version_trajectories": self.totals.multi_version,
+            "multi_version_trajectories": sum(head != tail for head, tail in spans),
             "logprob_gap_max": max(gaps, default=None),
             **extra,
         }
@@ -343,15 +280,20 @@ class RunLog:
             self.problems.append(f"{self._saver.num_missing} steps were not recorded")
 
 
-def _buffer_counts(batch: Batch, buffer: Buffer) -> dict[str, float | None]:
-    ledger = buffer.ledger
+def _batch_values(config: Config, batch: Batch) -> Values:
+    trajectories = [t for group in batch.groups for t in group.trajectories]
+    rewards = [reward for group in batch.groups for reward in group.own_rewards]
+    turns = [t.num_turns for t in trajectories]
     return {
-        "buffer/groups_submitted": ledger.submitted,
-        "buffer/groups_trained": ledger.trained,
-        "buffer/groups_dropped": ledger.dropped,
-        "buffer/groups_in_flight": ledger.in_flight,
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "reward/shaped_mean": fmean(r for group in batch.groups for r in group.rewards),
+        "reward/penalty_mean": fmean(overlong_penalty(config, t) for t in trajectories),
+        "reward/failures": config.train.batch_size * config.rollout.group_size - len(trajectories),
+        "rollout/length_mean": fmean(t.num_written for t in trajectories),
+        "rollout/turns_mean": fmean(turns) if max(turns) > 1 else None,
+        "rollout/truncated_frac": fmean(t.stop is StopReason.LENGTH for t in trajectories),
         "buffer/truncated_masked": sum(len(group.masked) for group in batch.groups),
-        **{DROPPED[reason]: count for reason, count in buffer.drops.items() if count},
     }
 
 

@@ -12,6 +12,7 @@ from minirl.recipe import to_toml
 from minirl.shm.tracer import TraceFile, Tracer
 
 QUESTION = 'Is <b>2 & 2</b> "4"?\nSay so.'  # must come out as text
+ANSWER = {"prompt": QUESTION, "reference": "4", "reward": 1.0}
 MACHINE = {"device_kind": "cpu", "cpu": "a CPU", "cores": 2, "packages": {"torch": "2.13.0"}}
 VALUES = {
     **dict.fromkeys(("rollout/length_mean", "rollout/tokens_per_s", "train/tokens_per_s"), 10.0),
@@ -34,11 +35,12 @@ def write_run(path: Path, config: Config, is_whole: bool = True) -> Path:
     (path / "recipe.toml").write_text(to_toml(config))
     (path / "machine.json").write_text(json.dumps(MACHINE))
     last = config.train.steps
-    for name, line in (("metrics", metrics), ("batches", batch), ("samples", sample)):
-        lines = [line(step, config.seed) for step in range(1, last + 1)]
-        (path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    evals = [evaluation(step) for step in (0, last // 2, last)]
-    (path / "evals.jsonl").write_text("\n".join(map(json.dumps, evals)) + "\n")
+    steps = range(1, last + 1)
+    write = {"metrics": metrics, "batches": batch, "samples": sample, "evals": evaluation}
+    for name, line in write.items():
+        own = (0, last // 2, last) if name == "evals" else steps
+        lines = [json.dumps(line(step, config.seed)) for step in own]
+        (path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     write_trace(path / "trace.json", last)
     if is_whole:
         (path / "summary.json").write_text(json.dumps({"finished": True, "balance": "even"}))
@@ -60,18 +62,16 @@ def batch(step: int, seed: int) -> dict[str, Any]:
 
 def sample(step: int, seed: int) -> dict[str, Any]:
     versions = [max(0, step - 4), max(0, step - 2), step - 1]
-    answer = {"prompt": QUESTION, "answer": "<i>4</i>", "reference": "4", "reward": 1.0}
+    answer = {**ANSWER, "answer": "<i>4</i>", "versions": versions[::2], "stop": "stop"}
     tokens = {"tokens": [" <4>", "\n", "&"], "token_versions": versions}
-    gaps = {"token_gaps": [None, 1e-7, 0.02], "versions": versions[::2], "stop": "stop"}
-    return {"step": step, "group": 2 * step, **answer, **tokens, **gaps}
+    return {"step": step, "group": 2 * step, **answer, **tokens, "token_gaps": [None, 1e-7, 0.02]}
 
 
-def evaluation(step: int) -> dict[str, Any]:
-    text = f"as version {step} says: <4>"
-    answer = {"prompt": QUESTION, "reference": "4", "answer": text, "reward": 1.0}
-    middle = 0.25 + 0.5 * (step > 0)
-    interval = {"accuracy": middle, "low": middle - 0.2, "high": middle + 0.2, "count": 4}
-    return {"step": step, "version": step, "seconds": 2.0 * step, **interval, "answers": [answer]}
+def evaluation(step: int, seed: int) -> dict[str, Any]:
+    accuracy = 0.25 + 0.5 * (step > 0)
+    interval = {"accuracy": accuracy, "low": accuracy - 0.2, "high": accuracy + 0.2, "count": 4}
+    answers = [{**ANSWER, "answer": f"as version {step} says: <4>"}]
+    return {"step": step, "version": step, "seconds": 2.0 * step, **interval, "answers": answers}
 
 
 def write_trace(path: Path, steps: int) -> None:

@@ -61,7 +61,7 @@ print([name for name in {HEAVY!r} if name in sys.modules])
 
 
 GSM8K = "recipes/gsm8k.toml"
-NO_RUN = "is not empty and holds no run (there is no recipe.toml in it)"
+NO_RUN = "holds no run: there is no recipe.toml in it; name another directory"
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,9 @@ NO_RUN = "is not empty and holds no run (there is no recipe.toml in it)"
         (f"plan {GSM8K} --num 8", "No such option: --num; use --gpus N"),
         ("train r.toml --dry-run --set devices.rollout=1024", "devices.rollout = 1024: "),
         ("train r.toml --dry-run --set train.objective=no.py:f", 'train.objective = "no.py:f": '),
-        ("train r.toml --run-dir full", f'--run-dir = "full": {NO_RUN}; name another directory'),
-        ("train r.toml --run-dir r.toml", '--run-dir = "r.toml": is a file; name a new directory'),
-        ("train r.toml --resume --run-dir no", '--run-dir = "no": no such directory to resume; '),
+        ("train r.toml --run-dir full", f'--run-dir = "full": {NO_RUN}'),
+        ("train r.toml --run-dir r.toml", '--run-dir = "r.toml": cannot be written to ('),
+        ("train r.toml --resume --run-dir no", f'--run-dir = "no": {NO_RUN}'),
         ("train r.toml --resume", '--resume = "runs/r-*": no run of this recipe; leave --resume '),
     ],
 )

@@ -21,17 +21,13 @@ def with_loggers(*names: str) -> Config:
     return replace(Config(), log=replace(Config().log, to=names))
 
 
-def log_steps(folder: Path, *steps: int) -> None:
+def log_steps(folder: Path, *steps: int, torn: str = "") -> None:
     """And an evaluation at the last."""
     evaluation = {"step": steps[-1], "accuracy": 0.5, "low": None, "answers": [ANSWER]}
-    for step in steps:
-        append(folder / "metrics.jsonl", json.dumps({"step": step, "reward/mean": step / 10}))
-    append(folder / "evals.jsonl", json.dumps(evaluation))
-
-
-def append(path: Path, line: str) -> None:
-    with path.open("a") as file:
-        file.write(line + "\n")
+    lines = [json.dumps({"step": step, "reward/mean": step / 10}) for step in steps]
+    for name, texts in (("metrics", [torn, *lines]), ("evals", [json.dumps(evaluation)])):
+        with (folder / f"{name}.jsonl").open("a") as file:
+            file.write("\n".join(texts) + "\n")
 
 
 def test_a_logger_that_raises_or_hangs_is_noted_once_and_training_continues(
@@ -40,7 +36,7 @@ def test_a_logger_that_raises_or_hangs_is_noted_once_and_training_continues(
     written: list[Any] = []
     notes: list[str] = []
 
-    def keeps(config: Config, run_dir: Path, last_step: int) -> Logger:
+    def keeps(*_: object) -> Logger:
         table = lambda columns, data: (columns, data)  # noqa: E731
         return Logger(lambda *line: written.append(line), lambda: written.append("over"), table)
 
@@ -55,12 +51,10 @@ def test_a_logger_that_raises_or_hangs_is_noted_once_and_training_continues(
     for name, opener in (("trackio", keeps), ("wandb", raises), ("tensorboard", hangs)):
         monkeypatch.setitem(loggers.LOGGERS, name, opener)
     log_steps(tmp_path, 1, 2)  # before the resume
-    several = Loggers(with_loggers("wandb", "trackio"), tmp_path, 2, notes.append)
-    append(tmp_path / "metrics.jsonl", '{"step": 9, "rew\n{"rolled_back_to": 2}')  # torn
-    log_steps(tmp_path, 3)
+    several = Loggers(with_loggers("raises", "keeps"), tmp_path, 2, notes.append)
+    log_steps(tmp_path, 3, torn='{"step": 9, "rew\n{"rolled_back_to": 2}')
     several.close()
-    table = (list(ANSWER), [["2 + 2?", "4", "four", "1.0"]])
-    evaluation = {"eval/accuracy": 0.5, "answers": table}
+    evaluation = {"eval/accuracy": 0.5, "answers": ([*ANSWER], [["2 + 2?", "4", "four", "1.0"]])}
     assert len(written) == 4 and written[-1] == "over"
     assert all(e in written for e in [(3, {"reward/mean": 0.3}), (2, evaluation), (3, evaluation)])
     monkeypatch.setattr(loggers, "END_S", 0.0)
@@ -87,8 +81,7 @@ def test_a_real_logger_keeps_metrics_here(
     if name == "tensorboard":
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        events = EventAccumulator(str(tmp_path / "tensorboard"))
-        events.Reload()
+        events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
         found = [(e.step, e.value) for e in events.Scalars("reward/mean")]
         assert found == [(step, pytest.approx(step / 10)) for step in (1, 2, 3, 4, 5)]
 

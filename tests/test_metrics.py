@@ -4,22 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from minirl import metrics
 from minirl.metrics import MAX_IDLE_STEPS, Guard, metrics_line
-from tests.docs.metrics import as_markdown, document
+from tests.docs.metrics import document
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "metrics.md"
 GOOD = {"train/logprob_gap": 0.01, "train/entropy": 1.0, "train/skipped_updates": 0.0}
 BAD = {**GOOD, "train/logprob_gap": float("nan"), "train/entropy": 1e-4}
+SKIPPED = {"train/skipped_updates": 1.0}
 
 
 def test_the_document_is_printed_from_the_tables() -> None:
-    assert DOCUMENT.read_text() == document()
-    for table in (metrics.TABLE, metrics.EVALS):
-        names = [metric.name for metric in table]
-        assert len(set(names)) == len(names)
-        rows = as_markdown(table).splitlines()[2:]
-        assert [row.split("`")[1] for row in rows] == names
+    assert (Path(__file__).parent.parent / "docs" / "metrics.md").read_text() == document()
 
 
 def test_a_line_has_what_the_step_has_in_the_order_of_the_table() -> None:
@@ -38,15 +32,13 @@ def test_gap_and_entropy_warn_at_powers_of_ten() -> None:
     assert gap.text.startswith("train/logprob_gap above 0.1: nan: ")
     assert entropy.text.startswith("train/entropy below 0.001: 0.0001: ")
     assert not gap.is_fatal and not entropy.is_fatal
-    assert [i + 1 for i, (gap, _) in enumerate(breaches) if gap.is_told] == [1, 10, 100]
+    assert [i + 1 for i, (gap, _) in enumerate(breaches) if gap.is_shown] == [1, 10, 100]
 
 
 def test_steps_in_a_row_without_an_update_stop_the_run() -> None:
-    guard, skipped = Guard(num_minibatches=1), {"train/skipped_updates": 1.0}
-    few = [guard.judge(skipped) for _ in range(MAX_IDLE_STEPS - 1)]
-    assert not any(few) and guard.judge(GOOD) == []
-    *few, (breach,) = [guard.judge(skipped) for _ in range(MAX_IDLE_STEPS)]
-    assert not any(few) and breach.is_fatal
-    assert f"no update in {MAX_IDLE_STEPS} steps in a row" in breach.text
+    guard = Guard(num_minibatches=1)
+    steps = [SKIPPED] * (MAX_IDLE_STEPS - 1) + [GOOD] + [SKIPPED] * MAX_IDLE_STEPS
+    *few, (breach,) = map(guard.judge, steps)
+    assert not any(few) and breach.is_fatal and "no update in 3 steps in a row" in breach.text
     guard = Guard(num_minibatches=2)
-    assert [guard.judge(skipped) for _ in range(9)] == [[]] * 9  # each step had one update
+    assert [guard.judge(SKIPPED) for _ in range(9)] == [[]] * 9  # each step had one update

@@ -67,9 +67,6 @@ def test_seeds_are_one_curve_with_a_band_and_one_run_has_its_interval(
     assert (last.x, last.low, last.high) == (6, 6 / 9, 6 / 7) and last.low < last.y < last.high
     (point, *_) = BY_NAME["accuracy_time"].curve(families([runs["sync"]])[0], "accuracy")
     assert point == (0.0, 0.25, pytest.approx(0.05), 0.45)
-    phases = ("prefill after a reload", "prox forward", "forward and backward", "optimizer step")
-    kinds = [report.kind_of(f"training: {phase}") for phase in phases]
-    assert kinds == ["prefill", "forward", "training", "optimizer"]
 
 
 def test_damaged_empty_and_foreign_runs_are_shown_as_far_as_they_go(
@@ -95,7 +92,7 @@ def test_damaged_empty_and_foreign_runs_are_shown_as_far_as_they_go(
     (empty / "batches.jsonl").write_text('{"step": 1}\n{"step": 2, "groups": [{"id": 3}]}\n')
     (empty / "samples.jsonl").write_text('{"step": 1, "tokens": ["a"]}\n')
     run = RunDir(empty)
-    points = BY_NAME["reward"].points(run, "reward/mean").values()
+    points = BY_NAME["reward"].curve(families([run])[0], "reward/mean")
     assert [(p.x, p.y) for p in points] == [(1, 0), (2, 0), (3, 1), (4, 1), (5, 1)]
     done = CliRunner().invoke(app, ["report", str(empty)])
     assert done.stdout.splitlines()[0] == str(empty / "report" / "report.html")
@@ -106,7 +103,7 @@ def test_what_it_cannot_do_is_one_line(
 ) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "nowhere", tmp_path, tmp_path / "file"):
-        with pytest.raises(RecipeError, match=r"RUN = .*; name a run directory"):
+        with pytest.raises(RecipeError, match=r"RUN = .*; name another directory"):
             CliRunner().invoke(app, ["report", str(path)], catch_exceptions=False)
     with pytest.raises(RecipeError, match=r"--out .*cannot be written"):
         report.write([runs["sync"]], tmp_path / "file" / "in")

@@ -17,8 +17,8 @@ from minirl.groups import GroupState
 from minirl.metrics import Breach
 from minirl.records import Batch, Example, Group, Prompt, StopReason, Trajectory
 from minirl.rollout.dispatch import Assignment
-from minirl.run_dir import JsonLines, RunDir, RunState, hold, open_run, read_lines, write_text
-from minirl.run_log import RunLog, RunTotals
+from minirl.run_dir import JsonLines, RunDir, hold, open_run, read_lines, write_text
+from minirl.run_log import RunLog
 from minirl.train.messages import AnswerTokens, Trained
 from minirl.workers import Role, Worker, Workers
 
@@ -30,25 +30,18 @@ CONFIG = replace(
 )
 
 
-class Notes:
-    """A view that keeps what it is told."""
+class Notes(list[str]):
+    note = list.append
 
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.texts.append(text)
-
-    def evaluated(self, version: int, accuracy: float) -> None: ...
     def step(self, line: dict[str, Any]) -> None: ...
 
 
-def log_of(path: Path, step: int = 0, every: int = 0) -> RunLog:
+def log_of(path: Path, step: int = 0, every: int = 0, evaluating: int | None = None) -> RunLog:
     config = replace(CONFIG, eval=replace(CONFIG.eval, every=every))
     workers = Workers(path, 2)
     for row, role in enumerate((Role.ROLLOUT, Role.TRAIN)):
         workers.all.append(Worker(role, 0, row, "", None, Placement("cpu")))
-    log = RunLog(config, path, workers, Notes(), step)
+    log = RunLog(config, path, workers, Notes(), step, evaluating=evaluating)
     log.begin()
     return log
 
@@ -63,12 +56,12 @@ def evaluate(log: RunLog, version: int, right: int) -> None:
 
 
 def train(log: RunLog, step: int) -> None:
-    """A step of two groups of two answers, of 3 and 4 tokens."""
+    """A step of two groups of two answers, of 3 and 4 tokens; two versions wrote the second."""
     version, groups, states = step - 1, [], {}
     for group_id in (2 * step, 2 * step + 1):
-        both = ((0, 3, StopReason.STOP), (1, 4, StopReason.LENGTH))
-        answers = [Trajectory(n, 2 + num, num, stop, version, version) for n, num, stop in both]
-        groups.append(Group(group_id, step, tuple(answers), (1.0, 0.0)))
+        one = Trajectory(0, 5, 3, StopReason.STOP, version, version)
+        two = Trajectory(1, 6, 4, StopReason.LENGTH, version - 1, version)
+        groups.append(Group(group_id, step, (one, two), (1.0, 0.0)))
         states[group_id] = GroupState(group_id, HELDOUT[0], (), Assignment(0, 1), 0)
         states[group_id].texts = ("4", "5")
     values: dict[str, float | None] = {"train/tokens": 50.0, "buffer/staleness_max": 0.0}
@@ -77,10 +70,11 @@ def train(log: RunLog, step: int) -> None:
     log.trained(step, Batch(step, version, tuple(groups)), trained, Buffer(2, 0), [], states)
 
 
-def write_run(path: Path, steps: int = 4) -> Path:
+def write_run(path: Path) -> Path:
     log = log_of(path)
+    log.workers_replaced = 2
     evaluate(log, version=0, right=1)
-    for step in range(1, steps + 1):
+    for step in (1, 2, 3, 4):
         train(log, step)
         if step % 2 == 0:
             evaluate(log, version=step, right=3)
@@ -93,47 +87,34 @@ def steps_of(path: Path) -> list[int]:
     return [line["step"] for line in read_lines(path)]
 
 
-# Lines ----------------------------------------------------------------------------------------
-
-
-def test_torn_and_foreign_lines_are_left_out_and_the_next_begins_anew(tmp_path: Path) -> None:
+def test_torn_and_foreign_lines_are_left_out_and_a_rollback_cancels(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     assert read_lines(path) == []
     path.write_bytes(b'{"step": 1}\n[2]\nnull\n{"step": "2"}\n\xff\xfe\n{"step": 2, "tex')
     file = JsonLines(path)
     file.write({"step": 3, "text": "ü"})
     assert read_lines(path) == [{"step": 1}, {"step": 3, "text": "ü"}], "at once"
-    file.close()
-
-
-def test_a_rollback_cancels_what_was_written_before_it(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    file = JsonLines(path)
-    for line in (1, 2, 3, 4, -2, 3, -1, 2, 3):
+    for line in (4, 5, -3, 4, -1, 2, 3):
         file.write({"step": line} if line > 0 else {"rolled_back_to": -line})
     file.close()
     assert steps_of(path) == [1, 2, 3]
-    assert len(path.read_text().splitlines()) == 9, "the file only grows"
+    assert len(path.read_bytes().splitlines()) == 14, "the file only grows"
 
 
 def test_lines_wait_for_a_full_disk_and_come_whole_and_in_order(tmp_path: Path) -> None:
-    lines = [{"step": i, "text": "x" * 30} for i in range(40)]
-    file = JsonLines(tmp_path / "a.jsonl")
+    lines, notes = [{"step": i, "text": "x" * 30} for i in range(40)], Notes()
+    file = JsonLines(tmp_path / "a.jsonl", notes.append)
     with files_up_to(500):
         for line in lines[:-1]:
             file.write(line)
-        assert file.error == "File too large"
         with pytest.raises(OSError, match="too large"):
             write_text(tmp_path / "b.json", "x" * 1000)
+    assert notes == ["a.jsonl cannot be written (File too large): its lines wait in memory"]
     assert read_lines(file.path) == lines[:9]  # one was cut in the middle
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
     file.write(lines[-1])
-    assert file.error == ""
+    assert file.error == "" and read_lines(file.path) == lines
     file.close()
-    assert read_lines(file.path) == lines
-
-
-# The log of a run -----------------------------------------------------------------------------
 
 
 def test_every_file_of_a_run(tmp_path: Path) -> None:
@@ -147,32 +128,34 @@ def test_every_file_of_a_run(tmp_path: Path) -> None:
     assert len(last["answers"]) == CONFIG.log.samples
     assert [line["version"] for line in run.batches] == [0, 1, 2, 3]
     group = {"id": 2, "prompt": 1, "prompt_tokens": 2, "rewards": [1.0, 0.0], "lengths": [3, 4]}
-    group |= {"versions": [[0, 0], [0, 0]], "stops": ["stop", "length"]}
+    group |= {"versions": [[0, 0], [-1, 0]], "stops": ["stop", "length"]}
     assert run.batches[0]["groups"][0] == group
     assert run.metrics[0]["rollout/length_mean"] == 3.5 and run.metrics[0]["reward/mean"] == 0.5
     shown, plain = run.samples[:2]
     assert shown["token_versions"] == [0, 0] and shown["token_gaps"] == [None, 1e-7]
     assert plain["group"] == 3 and "tokens" not in plain
-    assert run.summary["accuracies"] == [[0, 0.25], [2, 0.75], [4, 0.75]]
-    assert (run.summary["accuracy_before"], run.summary["accuracy_after"]) == (0.25, 0.75)
-    assert run.summary["trained_tokens"] == 200 and run.summary["seed"] == 3
+    expected = {"accuracies": [[0, 0.25], [2, 0.75], [4, 0.75]], "accuracy_after": 0.75, "seed": 3}
+    expected |= {"trained_tokens": 200, "multi_version_trajectories": 8, "accuracy_before": 0.25}
+    assert expected.items() <= run.summary.items()
 
 
 def test_resume_and_rollback_cancel_steps_and_evaluations_after_the_checkpoint(
     tmp_path: Path,
 ) -> None:
-    log = log_of(write_run(tmp_path), step=3)
-    metrics = tmp_path / "metrics.jsonl"
-    assert [line["step"] for line in log.metrics] == [1, 2, 3] == steps_of(metrics)
+    seconds = RunDir(write_run(tmp_path)).metrics[2]["seconds"]
+    log = log_of(tmp_path, step=3)
+    assert log.seconds >= seconds and log.workers_replaced == 2 and not RunDir(tmp_path).summary
+    assert [line["step"] for line in log.metrics] == [1, 2, 3]
     evaluate(log, version=3, right=4)
-    log.roll_back(4, 2, {"totals": {"trained_tokens": 7, "seconds": 1.0}})
-    assert (log.totals.trained_tokens, log.totals.steps_redone) == (7, 2)
+    log.roll_back(2)
     assert log.accuracies == [(0, 0.25), (2, 0.75)]
     log.close()
     for name in ("metrics.jsonl", "batches.jsonl", "samples.jsonl"):
         assert set(steps_of(tmp_path / name)) == {1, 2}
     assert steps_of(tmp_path / "evals.jsonl") == [0, 2]
-    assert RunTotals.of({"totals": [1]}) == RunTotals.of(None) == RunTotals()
+    again = log_of(tmp_path, step=2, evaluating=2)  # it had ended after the checkpoint
+    assert again.wants_evaluation and steps_of(tmp_path / "evals.jsonl") == [0]
+    assert len(again.metrics) == 2 == len(RunDir(tmp_path).batches)
 
 
 @pytest.mark.parametrize(
@@ -192,22 +175,11 @@ def test_an_evaluation_that_had_not_ended_is_done_again(
     text = "".join(json.dumps({"step": n, "version": n, "accuracy": 0.5}) + "\n" for n in ended)
     (tmp_path / "evals.jsonl").write_text(text + '{"step": 4, "ver')
     log = log_of(tmp_path, step, every)
-    assert log.wants_evaluation is is_due
-    assert log.is_evaluated(step) is (step in ended)
+    assert log.wants_evaluation is is_due and log.is_evaluated(step) is (step in ended)
 
 
-def test_a_full_disk_is_reported_once_and_what_is_missing_at_the_end_is_named(
-    tmp_path: Path,
-) -> None:
+def test_what_is_missing_at_the_end_is_named(tmp_path: Path) -> None:
     log = log_of(tmp_path)
-    with files_up_to(100):
-        for version in range(3):
-            evaluate(log, version, right=2)
-    evaluate(log, 3, right=2)
-    assert isinstance(log.view, Notes) and log.view.texts == [
-        "evals.jsonl cannot be written (File too large): its lines wait in memory"
-    ]
-    assert steps_of(tmp_path / "evals.jsonl") == [0, 1, 2, 3]
     with files_up_to(100):
         evaluate(log, 4, right=2)
         log.summarise(True, {})
@@ -220,24 +192,25 @@ def test_a_full_disk_is_reported_once_and_what_is_missing_at_the_end_is_named(
 
 def test_a_limit_that_is_broken_warns_or_ends_the_run_in_one_line(tmp_path: Path) -> None:
     log, batch = log_of(tmp_path), Batch(7, 6, ())
-    log.check(7, batch, Trained(7), [Breach("low"), Breach("low again", count=2)])
+    log.check(7, batch, Trained(7), [Breach("low"), Breach("low again", is_shown=False)])
     log.check(8, batch, Trained(8, problem="the loss was not finite"), [])
-    assert isinstance(log.view, Notes) and log.view.texts == [
-        "warning: step 7: low",
-        "step 8: the loss was not finite: the weights stay as they were",
-    ]
+    unchanged = "step 8: the loss was not finite: the weights stay as they were"
+    assert log.view == ["warning: step 7: low", unchanged]
     fatal = [Breach("no update in 3 steps", is_fatal=True)]
     with pytest.raises(MinirlError, match=r"step 9: no update .*; there is no checkpoint yet"):
         log.check(9, batch, Trained(9), fatal)
 
 
-def test_a_directory_takes_one_run_at_a_time_and_shows_that_it_lives(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"holds none of recipe\.toml"):
+def test_a_directory_takes_one_run_at_a_time_and_every_state_differs(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"there is no recipe\.toml"):
         open_run(tmp_path)
-    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "recipe.toml").touch()
     lock = hold(tmp_path)
-    assert open_run(tmp_path).state is RunState.RUNNING
+    assert open_run(tmp_path).state == "running"
     with pytest.raises(RecipeError, match="a run is using it"):
         hold(tmp_path)
     lock.close()
-    assert open_run(tmp_path).state is RunState.FAILED
+    assert open_run(tmp_path).state == "failed"
+    for finished, state in (("false", "stopped"), ("true", "finished")):
+        write_text(tmp_path / "summary.json", f'{{"finished": {finished}}}')
+        assert open_run(tmp_path).state == state

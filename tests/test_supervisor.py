@@ -28,7 +28,7 @@ from minirl.records import Drop, Example, Prompt
 from minirl.resume import find_start
 from minirl.rollout.worker import Stop
 from minirl.run_dir import read_lines
-from minirl.run_log import RunLog, RunTotals
+from minirl.run_log import RunLog
 from minirl.shm.board import State, Total
 from minirl.shm.weights import TensorSpec, WeightStore
 from minirl.supervisor import memory_hint, num_oom_kills
@@ -54,8 +54,6 @@ class Notes:
 
     def note(self, text: str) -> None:
         self.texts.append(text)
-
-    def evaluated(self, version: int, accuracy: float) -> None: ...
 
     def step(self, line: dict[str, Any]) -> None:
         self.at_step.get(line["step"], lambda: None)()
@@ -85,10 +83,9 @@ class Stage:
             self.workers.spawn(role, 0, body, its, place())
         self.stream = PromptStream(make_task(config), Numbers(), config.seed, start.consumed)
         self.buffer = make_buffer(config, start.history)
-        self.log = RunLog(
-            *(config, folder, self.workers, self.notes, start.step, RunTotals.of(start.state)),
-            evaluating=(start.state or {}).get("evaluating"),
-        )
+        under_way = (start.state or {}).get("evaluating")
+        args = (config, folder, self.workers, self.notes, start.step)
+        self.log = RunLog(*args, evaluating=under_way)
         heldout = [Prompt(i, Example("Ann has 1 pear", "?"), (1,)) for i in range(2)]
         self.loop = Loop(config, self.workers, self.stream, heldout, self.buffer, self.log)
 
@@ -218,7 +215,7 @@ def test_killed_and_frozen_engines_and_verifiers_are_replaced(tmp_path: Path) ->
         run.signal_at(4, Role.VERIFY, signal.SIGSTOP)
         run.signal_at(6, Role.ROLLOUT, signal.SIGSTOP)
         run.run_and_check()
-        assert run.log.totals.workers_replaced == 4
+        assert run.log.workers_replaced == 4
         assert run.buffer.drops[Drop.REWARD_ERROR] == run.buffer.drops[Drop.REWARD_TIMEOUT] == 0
         report = (tmp_path / "stall.txt").read_text()
         assert "without a heartbeat" in report and "slots" in report and "--- train-0" in report

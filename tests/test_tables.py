@@ -1,6 +1,5 @@
 """`minirl runs` and `inspect`, from files alone; and the recipe reference."""
 
-import fcntl
 import os
 import re
 from pathlib import Path
@@ -12,8 +11,7 @@ from typer.testing import CliRunner
 from minirl.cli import app
 from minirl.config import KEYS, SECTIONS
 from minirl.errors import RecipeError
-from minirl.metrics import NAMES
-from minirl.run_dir import LOCK, RunDir, RunState
+from minirl.metrics import METRICS
 from tests.docs import reference
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "recipe.md"
@@ -37,24 +35,6 @@ def test_runs_are_listed_with_what_they_came_to(tmp_path: Path) -> None:
     assert rows[0] == ["RUN", "STATE", "STEP", "REWARD", "ACCURACY", "CHANGED"]
     assert rows[1][:5] == ["eta-0", "finished", "6/6", "0.857", "75.0%"]
     assert rows[2][:5] == ["smoke/lr=1e-3/seed-0", "failed", "0/?", "—", "—"] and len(rows) == 3
-    with pytest.raises(RecipeError, match=r"DIR = .*is no directory"):
-        ran("runs", tmp_path / "nowhere")
-
-
-def test_every_state_is_told_apart(tmp_path: Path) -> None:
-    run = RunDir(write_run(tmp_path / "run", make_config(steps=2), is_whole=False))
-    assert run.state is RunState.FAILED
-    with (run.path / LOCK).open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert run.state is RunState.RUNNING
-    (run.path / "stall.txt").write_text("{}")
-    assert run.state is RunState.STALLED
-    for finished, state in (("false", RunState.STOPPED), ("true", RunState.FINISHED)):
-        (run.path / "summary.json").write_text(f'{{"finished": {finished}}}')
-        assert RunDir(run.path).state is state
-    for name in ("summary.json", "stall.txt"):  # resumed, and then killed
-        os.utime(run.path / name, (0, 0))
-    assert RunDir(run.path).state is RunState.FAILED
 
 
 def test_inspect_prints_every_trajectory_of_a_step(tmp_path: Path) -> None:
@@ -81,7 +61,7 @@ def test_documents_name_only_metrics_keys_and_files_that_there_are(name: str) ->
     root = DOCUMENT.parent.parent
     words = re.findall(r"`([^`\n]+)`", (DOCUMENT.parent / name).read_text())
     rooms = r"(reward|eval|rollout|buffer|weights|train)/\w+"
-    assert {word for word in words if re.fullmatch(rooms, word)} <= NAMES
+    assert {word for word in words if re.fullmatch(rooms, word)} <= METRICS.keys()
     keys = [re.fullmatch(rf"((?:{'|'.join(SECTIONS)})\.\w+)(?: = .*)?", word) for word in words]
     found = {match[1] for match in keys if match and not match[1].endswith((".py", ".jsonl"))}
     assert found and found <= KEYS.keys()

@@ -7,7 +7,7 @@ from typing import Any
 
 from minirl.shm.board import Board, State
 from minirl.shm.tracer import LANES, STATES, TraceFile, Tracer
-from minirl.view.trace import read_window
+from minirl.view.trace import kind_of, read_window
 
 
 def begun(run_dir: Path) -> TraceFile:
@@ -59,14 +59,14 @@ def test_states_phases_and_sequences_become_slices_on_a_track_each(tmp_path: Pat
 def test_workers_append_at_once_without_mixing_lines(tmp_path: Path) -> None:
     file = begun(tmp_path)
 
-    def work(name: str) -> None:
-        tracer = Tracer(file, name)
+    def work(number: int) -> None:
+        tracer = Tracer(file, f"verify-{number}")
         for n in range(200):
             tracer.state("grading", {"group": n, "text": "x" * 200}, anew=True)
         tracer.close()
 
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, [f"verify-{n}" for n in range(4)]))
+        list(pool.map(work, range(4)))
     assert sum(e["ph"] == "X" for e in events_of(tmp_path)) == 800
 
 
@@ -84,7 +84,11 @@ def test_the_report_reads_the_steps_before_the_last(tmp_path: Path) -> None:
         out.write('not json "tid":0,\n["tid":0,]\n')
     window = read_window(tmp_path)
     assert window is not None
-    assert list(window.steps) == [f"step {n}" for n in range(3, 8)]
+    assert [step.name for step in window.steps] == [f"training: pack step {n}" for n in range(3, 8)]
     assert list(window.rows) == ["rollout-0", "train-0"]
-    assert window.rows["rollout-0"] == (("generating", 0.0, window.seconds),)
-    assert window.rows["train-0"][0].name == "training: pack step 3"
+    assert window.rows["rollout-0"] == [("generating", 0.0, window.seconds)]
+    assert window.steps[0] in window.rows["train-0"]
+    phases = ("prefill after a reload", "prox forward", "forward and backward", "optimizer step")
+    kinds = [kind_of(f"training: {phase}") for phase in phases]
+    assert kinds == ["prefill", "forward", "training", "optimizer"]
+    assert kind_of("waiting for batch") == ""

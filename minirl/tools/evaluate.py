@@ -256,14 +256,11 @@ def evaluate(target: Target, options: Options, out: Path | None) -> Evaluated:
     self_check(task, config.tasks.kind)
     folder = choose_folder(target, out)
     bar = Bar("problems")
-    try:
-        bar.note(f"{target.folder or target.name} on {config.tasks.kind}; results in {folder}")
-        source = target.folder or model_folder(config, folder / "logs", bar.note)
-        check_model(config, read_model_config(config, source))
-        (folder / "recipe.toml").write_text(to_toml(config))
-        results, figures = _ask(config, task, source, folder, options.k, bar)
-    finally:
-        bar.close()
+    bar.note(f"{target.folder or target.name} on {config.tasks.kind}; results in {folder}")
+    source = target.folder or model_folder(config, folder / "logs", bar.note)
+    check_model(config, read_model_config(config, source))
+    (folder / "recipe.toml").write_text(to_toml(config))
+    results, figures = _ask(config, task, source, folder, options.k, bar)
     engines = config.devices.rollout // config.devices.tensor_parallel
     summary = {"target": target.name, "model": str(source), "engines": engines}
     summary |= {**summarise(results), **figures}
@@ -286,7 +283,6 @@ def _ask(
         (folder / RESULTS).open("w", buffering=1, encoding="utf-8") as file,
         collecting(config, source, tokenizer, num_cells, logs, bar.note, dialogue) as there,
     ):
-        bar.total(len(prompts))
         began = time.monotonic()
         for place, ended in there.answers([prompt for prompt in prompts for _ in range(k)]):
             done[place] = there.attempt(ended)
@@ -297,7 +293,7 @@ def _ask(
                 kept.append(Result(prompt.index, example.prompt, example.reference, attempts))
                 file.write(kept[-1].line)
                 so_far = _mean([reward for result in kept for reward in result.rewards])
-                bar.at(len(kept), f"mean reward so far {so_far or 0:.1%}")
+                bar.at(len(kept), len(prompts), f"mean reward so far {so_far or 0:.1%}")
     seconds = time.monotonic() - began
     return sorted(kept, key=lambda result: result.problem), {
         "prompts_too_long": len(task.heldout(config.eval.num_prompts)) - len(prompts),

@@ -56,7 +56,6 @@ def sft(config: Config, run_dir: Path) -> int:
         return INTERRUPTED if came else 0
     finally:
         with signals(signal.SIG_IGN):
-            bar.close()
             workers.kill()
             rendezvous.unlink(missing_ok=True)
 
@@ -84,7 +83,6 @@ class SftController:
         steps, every = self.config.train.steps, self.config.eval.every
         log = JsonLines(self.run_dir / "metrics.jsonl")
         began, done = time.monotonic(), 0
-        self.bar.total(steps)
         self.note_loss(0, learned)
         while done < steps and not self.is_interrupted:
             is_evaluated = done + 1 == steps or bool(every and (done + 1) % every == 0)
@@ -93,7 +91,7 @@ class SftController:
             self.note_loss(done, learned)
             seconds = round(time.monotonic() - began, 3)
             log.write(metrics_line({"step": done, "seconds": seconds, **learned.values}))
-            self.bar.at(done, f"loss {learned.values['sft/loss']:.4f}")
+            self.bar.at(done, steps, f"loss {learned.values['sft/loss']:.4f}")
         log.close()
         self.ask(SaveModel(str(self.run_dir / MODEL)), Saved)
         self.write_summary(done, learned.num_too_long)

@@ -13,7 +13,6 @@ merged, and a second minibatch follows Adam's first step.
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -31,6 +30,7 @@ from minirl.devices import Placement, use_training_device
 from minirl.errors import MinirlError, RecipeError, one_line
 from minirl.recipe import load, to_toml
 from minirl.records import Batch
+from minirl.run_dir import replacing
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.train import checkpoint
@@ -85,12 +85,8 @@ def write(path: Path, saved: SavedBatch) -> None:
 
     header = json.dumps(HEADER.dump_python(saved, mode="json"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    try:
+    with replacing(path) as aside:
         save_file(saved.columns, aside, {"batch": header})
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def path_of(run_dir: Path, step: int) -> Path:

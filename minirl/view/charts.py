@@ -2,10 +2,11 @@
 
 Runs whose recipes differ in their seed alone are one family: its curve is their mean, with a band
 from the lowest to the highest. A single run's accuracy has its 95 % interval as a band. Text and
-grid are of one grey that can be read on white and on black.
+grid have one grey that can be read on white and on black. Leaves out the page (report.py).
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -54,25 +55,19 @@ class Chart:
     is_share: bool = False
     x: str = "step"  # else it shows evaluations
 
-    def points(self, run: RunDir, name: str) -> dict[int, Point]:
-        """By step: an evaluation's time differs from run to run."""
-        found = {}
-        for line in run.metrics if self.x == "step" else run.evals:
-            x, y = number(line, self.x), number(line, name)
-            if x is not None and y is not None:
-                low, high = number(line, "low"), number(line, "high")
-                found[line["step"]] = Point(x, y, y if low is None else low, high or y)
-        return found
-
     def curve(self, family: Family, name: str) -> list[Point]:
-        each = [self.points(run, name) for run in family.runs]
-        if len(each) == 1:
-            return list(each[0].values())
-        found = []
-        for step in sorted({step for points in each for step in points}):
-            xs, ys, *_ = zip(*(points[step] for points in each if step in points), strict=True)
-            found.append(Point(fmean(xs), fmean(ys), min(ys), max(ys)))
-        return found
+        """One point per step: an evaluation's time differs from run to run."""
+        found: dict[int, list[Point]] = defaultdict(list)
+        for run in family.runs:
+            for line in run.metrics if self.x == "step" else run.evals:
+                x, y = number(line, self.x), number(line, name)
+                if x is not None and y is not None:
+                    low, high = number(line, "low"), number(line, "high")
+                    found[line["step"]].append(Point(x, y, y if low is None else low, high or y))
+        if len(family.runs) == 1:
+            return [point for points in found.values() for point in points]
+        columns = [[*zip(*found[step], strict=True)] for step in sorted(found)]
+        return [Point(fmean(xs), fmean(ys), min(ys), max(ys)) for xs, ys, *_ in columns]
 
 
 def number(line: Line, name: str) -> float | None:

@@ -2,31 +2,33 @@
 
 Takes notes and metrics lines, gives text. It never fails a run and never waits. While the dashboard
 is on, notes stand in its panel; when it ends they are printed, so that none is lost. `Bar` is the
-progress of commands beside train.
-
-Leaves out: what the dashboard shows and how (dashboard.py).
+progress of commands beside train. Leaves out: what the dashboard shows and how (dashboard.py).
 """
 
 import contextlib
+import math
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.text import Text
 
 from minirl.view.dashboard import KEYS, Reporter, Screen, can_draw
-from minirl.view.status import Observer, step_text
+from minirl.view.status import Observer, eta
 from minirl.workers import LossyStream
 
 if TYPE_CHECKING:
     from minirl.loop import Loop
 
-NUM_NOTES, NUM_PANEL_NOTES = 1000, 40
+STEP = (
+    "step {step:.0f}/{steps}  reward {reward/mean:.3f}  "
+    "staleness {buffer/staleness_mean:.2f} (max {buffer/staleness_max:.0f})  "
+    "gen {rollout/tokens_per_s:,.0f} tok/s  train {train/tokens_per_s:,.0f} tok/s  ETA {eta}"
+)
 SUMMARY = {  # rows at the end; one whose value is not known is left out
     "held-out accuracy": "{accuracy_before:.1%} before, {accuracy_after:.1%} after",
     "steps": "{steps} in {seconds:.0f} s",
@@ -49,8 +51,8 @@ class ConsoleView:
         stream = cast(TextIO, LossyStream(sys.stdout))  # a full disk does not end a run
         self.console = Console(file=stream, soft_wrap=True, highlight=False)
         self.steps, self.is_plain, self._began = steps, is_plain, time.monotonic()
-        self._notes: deque[tuple[float, str]] = deque(maxlen=NUM_PANEL_NOTES)
-        self._unprinted: deque[tuple[float, str]] = deque(maxlen=NUM_NOTES)
+        self._notes: deque[tuple[float, str]] = deque(maxlen=40)  # in the panel
+        self._unprinted: deque[tuple[float, str]] = deque(maxlen=1000)
 
     def note(self, text: str) -> None:
         """From any thread, and from a signal's handler: takes no lock."""
@@ -60,13 +62,11 @@ class ConsoleView:
         if not self.console.is_alt_screen:
             self.close()
 
-    def evaluated(self, version: int, accuracy: float) -> None:
-        self.note(f"held-out accuracy {accuracy:.1%} at version {version}")
-
-    def step(self, line: dict[str, Any]) -> None:
+    def step(self, line: dict[str, float]) -> None:
         if not self.console.is_alt_screen:
-            stamped = _stamped(time.monotonic() - self._began, step_text(line, self.steps))
-            self.console.print(stamped)
+            known = {**line, "steps": self.steps, "eta": eta(line, self.steps)}
+            text = STEP.format_map(defaultdict(lambda: math.nan, known))
+            self.console.print(_stamped(time.monotonic() - self._began, text))
 
     @contextlib.contextmanager
     def watching(self, loop: "Loop", run_dir: Path) -> Iterator[None]:
@@ -94,28 +94,15 @@ class ConsoleView:
 
 
 class Bar:
-    """Progress of something that is counted: a live bar in a terminal, else a line per tenth."""
+    """Progress of something that is counted: one line per tenth."""
 
     def __init__(self, what: str):
         self.console = Console(soft_wrap=True, highlight=False, stderr=True)
-        self.what, self._began, self._total = what, time.monotonic(), 0
-        is_plain = not self.console.is_terminal
-        self._progress = Progress(console=self.console, transient=True, disable=is_plain)
+        self.what, self._began = what, time.monotonic()
 
     def note(self, text: str) -> None:
         self.console.print(_stamped(time.monotonic() - self._began, text))
 
-    def total(self, count: int) -> None:
-        self._total = count
-        self._bar = self._progress.add_task(self.what, total=count)
-        self._progress.start()
-
-    def at(self, done: int, text: str) -> None:
-        line = f"{self.what} {done}/{self._total}  {text}"
-        self._progress.update(self._bar, completed=done, description=line)
-        is_tenth = done * 10 // self._total != (done - 1) * 10 // self._total
-        if is_tenth and self._progress.disable:
-            self.note(line)
-
-    def close(self) -> None:
-        self._progress.stop()
+    def at(self, done: int, total: int, text: str) -> None:
+        if done * 10 // total != (done - 1) * 10 // total:
+            self.note(f"{self.what} {done}/{total}  {text}")

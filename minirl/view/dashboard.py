@@ -1,15 +1,11 @@
 """The dashboard: draws a Status on the terminal, live (Reporter) or from status.json (`watch`).
 
-Takes a Status, gives a picture of any size; each panel takes a width and a height and gives lines.
-Lines are rich Segments, because Text and Table would take three times as long per frame. Text of
-models and tasks is shown, never obeyed: control characters become dots. Every state has a glyph
-beside its colour, for terminals without colours.
-
-Leaves out: where a Status comes from (status.py), plain lines (console.py).
+Takes a Status, gives a picture of any size: panels are lists of lines of rich Segments (Text and
+Table would take three times as long). Control characters in texts of models become dots; each state
+has a glyph, for terminals without colours. Leaves out: where a Status comes from (status.py).
 """
 
 import contextlib
-import math
 import os
 import select
 import termios
@@ -29,8 +25,8 @@ from rich.style import Style
 from rich.text import Text
 
 from minirl.errors import one_line
-from minirl.run_dir import RunDir, RunState
-from minirl.view.status import SPEED, Lane, Observer, Phase, Point, Status, clock, step_text
+from minirl.run_dir import RunDir
+from minirl.view.status import SPEED, Lane, Observer, Phase, Point, Status, clock, eta
 
 Line = list[Segment]
 
@@ -38,7 +34,7 @@ BLOCKS, EIGHTHS = " ▁▂▃▄▅▆▇█", " ▏▎▍▌▋▊▉█"
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # braille, by row and column
 COLOURS = {"█": "green", "▓": "magenta", "▒": "cyan"}  # of a strip's letters; others are dim
 MIN_SIZE = (50, 14)  # in a smaller terminal plain lines say more
-NO_NEWS_S, LOOK_S, JOIN_S = 5.0, 1.0, 3.0
+LOOK_S = 1.0
 KEYS = " q finish and save   p another sample   s save a checkpoint now"
 WATCH_KEYS = " q leave (the run continues)   p another sample"
 
@@ -71,17 +67,14 @@ def header(title: str, width: int) -> Line:
 
 def beside(height: int, *parts: tuple[list[Line], int]) -> list[Line]:
     """Panels with their widths, side by side."""
-    rows: list[Line] = [[] for _ in range(height)]
-    for lines, width in parts:
-        for row, line in zip(rows, [*lines, *[[]] * height], strict=False):
-            row += [*Segment.adjust_line_length(line, width), paint("  ")]
-    return rows
+    shapes = [Segment.set_shape(lines[:height], width + 2, height) for lines, width in parts]
+    return [[segment for line in row for segment in line] for row in zip(*shapes, strict=True)]
 
 
 @lru_cache(maxsize=64)  # a curve changes with a step, the picture every second
 def resample(points: tuple[Point, ...], num: int) -> tuple[float, ...]:
     """`num` values at equal distances of x: means where there are more points, else on lines."""
-    known = np.array([point for point in points if all(map(math.isfinite, point))])
+    known = np.array([(x, y) for x, y in points if abs(x) < 1e99 and abs(y) < 1e99])  # no NaN
     if not len(known):
         return ()
     parts = [part.mean(axis=0) for part in np.array_split(known, min(num, len(known)))]
@@ -107,8 +100,8 @@ def braille(values: tuple[float, ...], height: int) -> tuple[list[str], float, f
 
 def sparkline(points: tuple[Point, ...], width: int) -> str:
     values = resample(points, width)
-    top = max(values, default=0.0)
-    return "".join(BLOCKS[round(8 * (max(0.0, v) / top))] if top > 0 else " " for v in values)
+    top = max((*values, 0.0)) or 1.0
+    return "".join(BLOCKS[round(8 * max(0.0, value / top))] for value in values)
 
 
 def bar(share: float, width: int) -> str:
@@ -178,7 +171,7 @@ def headline(status: Status, now: float) -> tuple[str, str]:
         why = status.reason or status.verdict
         style = "bold red" if status.state == "failed" else "green"
         return f"ended {clock(age)} ago, {status.state}: {why}".removesuffix(": "), style
-    if age >= NO_NEWS_S:
+    if age >= 5:
         return f"no news for {age:.0f} s", "bold red"
     verdict = status.verdict or "what limits throughput is known after two steps"
     return f"{status.doing} · {verdict}" if status.doing else verdict, "bold"
@@ -213,7 +206,7 @@ def picture(
     """Exactly as large as asked; what is too much is left out above the keys."""
     share = min(1.0, status.step / max(1, status.steps))
     right = f" step {status.step}/{status.steps}  {share:4.0%}  {clock(status.seconds)}"
-    right += " " if status.is_over else f"  ETA {status.eta} "
+    right += " " if status.is_over else f"  ETA {eta(status.last, status.steps)} "
     name = f" minirl {shorten(status.name, max(1, min(32, width - len(right) - 18)))} "
     done = bar(share, max(1, width - cell_len(name) - len(right) - 2))
     top = [paint(name, "bold"), paint("▕"), paint(done, "green"), paint("▏"), paint(right)]
@@ -229,10 +222,9 @@ def can_draw(console: Console) -> bool:
     """A terminal that is large enough, and ours: a process in the background would be stopped for
     using it. NO_COLOR only takes the colours away."""
     is_small = any(have < needed for have, needed in zip(console.size, MIN_SIZE, strict=True))
-    if is_small or console.is_dumb_terminal or not (os.isatty(0) and os.isatty(1)):
-        return False
-    with contextlib.suppress(OSError):  # it is not the terminal of this session
-        return os.tcgetpgrp(1) == os.getpgrp()
+    with contextlib.suppress(OSError):  # it is not a terminal, or not that of this session
+        is_ours = os.isatty(0) and os.tcgetpgrp(1) == os.getpgrp()
+        return is_ours and not is_small and not console.is_dumb_terminal
     return False
 
 
@@ -259,16 +251,16 @@ class Screen:
             self._console.show_cursor(True)
             self._console.set_alt_screen(False)
 
-    def show(self, status: Status, seconds: float) -> str:
-        """Draws it; gives the keys that are pressed within so long. `p` is dealt with here."""
+    def show(self, status: Status) -> str:
+        """Draws it; gives the keys that are pressed within a second. `p` is dealt with here."""
         width, height = map(max, self._console.size, MIN_SIZE)
         drawn = picture(status, time.time(), width, height, self._which, self._keys)
         self._console.update_screen(drawn)
-        if not select.select([0], [], [], seconds)[0]:
+        if not select.select([0], [], [], LOOK_S)[0]:
             return ""
         pressed = os.read(0, 64).decode(errors="ignore").lower()
         if not pressed:  # the terminal is gone
-            time.sleep(seconds)
+            time.sleep(LOOK_S)
         self._which += pressed.count("p")
         return pressed
 
@@ -290,7 +282,7 @@ class Reporter:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """The last status says how the run ended."""
         self._is_ending.set()
-        self._thread.join(JOIN_S)  # a stopped terminal (Ctrl-S) may hold it up
+        self._thread.join(3.0)  # a stopped terminal (Ctrl-S) may hold it up
         loop, reason = self._observer.loop, ""
         state: Phase = "finished" if loop.step >= loop.config.train.steps else "stopped"
         if error is not None:
@@ -303,18 +295,14 @@ class Reporter:
     def _run(self) -> None:
         began = time.monotonic()
         try:
-            while True:
+            while not self._is_ending.is_set():
                 status = self._observer.status(self._cost)
                 with contextlib.suppress(OSError):  # a full disk costs `minirl watch` alone
                     status.save(self._run_dir)
-                until = time.monotonic() + LOOK_S
-                while (left := until - time.monotonic()) > 0:
-                    if self._screen is None:
-                        self._is_ending.wait(left)
-                    else:
-                        self._press(self._screen.show(status, left))
-                    if self._is_ending.is_set():
-                        return
+                if self._screen is None:
+                    self._is_ending.wait(LOOK_S)
+                else:
+                    self._press(self._screen.show(status))
                 self._cost = time.thread_time() / (time.monotonic() - began)
         except Exception as error:
             what = one_line(f"{type(error).__name__}: {error}")
@@ -335,29 +323,19 @@ class Reporter:
 def look(run_dir: Path) -> Status:
     """A controller that is silent and does not hold its lock was killed."""
     found = Status.read(run_dir)
-    is_silent = not found.is_over and time.time() - found.time >= NO_NEWS_S
-    if is_silent and RunDir(run_dir).state is not RunState.RUNNING:
+    is_silent = not found.is_over and time.time() - found.time >= 5
+    if is_silent and RunDir(run_dir).state != "running":
         return replace(found, state="failed", reason="its process is gone")
     return found
 
 
 def watch(run_dir: Path, once: bool = False) -> None:
-    """Until `q`. Without a terminal: one plain line per step, until the run is over."""
+    """Until `q`; once, where there is no terminal."""
     console = Console(highlight=False, soft_wrap=True)
-    if once:
+    if once or not can_draw(console):
         height = max(24, console.height)
         console.print(picture(look(run_dir), time.time(), console.width, height))
         return
-    if can_draw(console):
-        with Screen(console, WATCH_KEYS) as screen, contextlib.suppress(KeyboardInterrupt):
-            while "q" not in screen.show(look(run_dir), LOOK_S):
-                continue
-        return
-    step, status = 0, Status()
-    while not status.is_over:
-        status = look(run_dir)
-        if status.step > step:
-            console.print(step_text(status.last, status.steps))
-            step = status.step
-        time.sleep(LOOK_S)
-    console.print(headline(status, time.time())[0], markup=False)
+    with Screen(console, WATCH_KEYS) as screen, contextlib.suppress(KeyboardInterrupt):
+        while "q" not in screen.show(look(run_dir)):
+            continue

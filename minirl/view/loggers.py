@@ -1,12 +1,9 @@
 """Metrics for other tools: TensorBoard, Weights & Biases, trackio (`log.to`).
 
-Takes a run directory. One daemon thread per logger reads its metrics.jsonl and evals.jsonl again
-and again, so training never waits for a logger: the files are its queue. The first exception turns
-a logger off with one note; one that hangs is left behind at the end of the run. After a rollback,
-steps that are trained again are not logged again.
-
-Gives each logger the metrics, the recipe, and the answers of an evaluation where the logger has a
-table. Leaves out: code, git state, command line, environment, console output.
+Takes a run directory. One daemon thread per logger reads metrics.jsonl and evals.jsonl again and
+again: the files are its queue, so training never waits for a logger. Gives each logger the metrics,
+the recipe, and the answers of an evaluation where it has a table. After a rollback, steps that are
+trained again are not logged again. Leaves out: code, git state, command line, environment.
 """
 
 import hashlib
@@ -17,16 +14,14 @@ from threading import Event, Thread
 from typing import Any, NamedTuple
 
 from minirl.config import KEYS, Config, get
-from minirl.run_dir import read_lines
+from minirl.run_dir import Line, read_lines
 
 POLL_S = 10.0
 END_S = 20.0  # for the last lines
-FILES = {"metrics.jsonl": "", "evals.jsonl": "eval/"}  # and the prefix of their names
-Values = dict[str, Any]
 
 
 class Logger(NamedTuple):
-    write: Callable[[int, Values], None]
+    write: Callable[[int, Line], None]
     close: Callable[[], None]
     table: Any = None
 
@@ -37,7 +32,7 @@ def open_tensorboard(config: Config, run_dir: Path, last_step: int) -> Logger:
 
     writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=last_step + 1)
 
-    def write(step: int, values: Values) -> None:
+    def write(step: int, values: Line) -> None:
         for name, value in values.items():
             writer.add_scalar(name, value, step)
         writer.flush()
@@ -68,23 +63,22 @@ def open_trackio(config: Config, run_dir: Path, last_step: int) -> Logger:
     return Logger(lambda step, v: run.log(v, step=step), run.finish, trackio.Table)
 
 
-def facts_of(config: Config, run_dir: Path, variable: str) -> dict[str, Any]:
+def facts_of(config: Config, run_dir: Path, variable: str) -> Line:
     """The name is the same for every start of one run."""
     mark = hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:6]
-    recipe = {key: get(config, key) for key in KEYS}
     names = {"project": os.environ.get(variable, "minirl"), "name": f"{run_dir.name}-{mark}"}
-    return {**names, "config": recipe, "resume": "allow"}
+    return {**names, "config": {key: get(config, key) for key in KEYS}, "resume": "allow"}
 
 
 LOGGERS = {"tensorboard": open_tensorboard, "wandb": open_wandb, "trackio": open_trackio}
 
 
 class Loggers:
-    """The loggers of a run. `last_step` is that of the checkpoint from which it resumes."""
+    """The loggers of a run. `last_step` is that of the checkpoint from which it resumes. The first
+    exception turns a logger off with one note; one that hangs is left behind at the end."""
 
     def __init__(self, config: Config, run_dir: Path, last_step: int, note: Callable[[str], None]):
-        self._note = note
-        self._is_over = Event()
+        self._note, self._is_over = note, Event()
         self._threads = []
         for name in config.log.to:
             args = (name, config, run_dir, last_step)
@@ -92,16 +86,17 @@ class Loggers:
             self._threads[-1].start()
 
     def _run(self, name: str, config: Config, run_dir: Path, last_step: int) -> None:
-        sent = {"metrics.jsonl": last_step, "evals.jsonl": last_step - 1}
+        sent = {"metrics": last_step, "evals": last_step - 1}
         try:
             logger, is_over = LOGGERS[name](config, run_dir, last_step), False
             while not is_over:
                 is_over = self._is_over.wait(POLL_S)  # then one more pass, for the last lines
-                for file, prefix in FILES.items():
-                    for line in read_lines(run_dir / file):
+                for file in sent:
+                    for line in read_lines(run_dir / f"{file}.jsonl"):
                         if line["step"] > sent[file]:
                             sent[file] = line["step"]
-                            logger.write(line["step"], _values(line, prefix, logger.table))
+                            values = _values(line, "eval/" if file == "evals" else "", logger.table)
+                            logger.write(line["step"], values)
             logger.close()
         except Exception as error:  # a foreign library may raise anything; none of it ends the run
             self._note(f"{name} is off, training continues: {type(error).__name__}: {error}")
@@ -114,7 +109,7 @@ class Loggers:
                 self._note(f"{thread.name} is left behind: it did not end within {END_S:.0f} s")
 
 
-def _values(line: Values, prefix: str, table: Any) -> Values:
+def _values(line: Line, prefix: str, table: Any) -> Line:
     numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k != "step"}
     values = {f"{prefix}{name}": value for name, value in numbers.items()}
     if table is not None and (answers := line.get("answers")):

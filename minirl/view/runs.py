@@ -11,23 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from minirl.errors import RecipeError
-from minirl.run_dir import Line, RunDir, is_run
+from minirl.run_dir import Line, RunDir, holds_run
 
 Rows = list[tuple[str, ...]]
-PATTERNS = ("*", "*/*", "*/*/*")  # the last: sweeps/<recipe>/<values>/seed-0
-RUN_COLUMNS = ("RUN", "STATE", "STEP", "REWARD", "ACCURACY", "CHANGED")
-TRAJECTORY_COLUMNS = ("GROUP", "PLACE", "REWARD", "VERSIONS", "TOKENS", "STOP")
 
 
 def list_runs(folder: Path) -> list[RunDir]:
-    """The newest first, those of sweeps too. A run directory itself is a list of one."""
-    if not folder.is_dir():
-        remedy = "name the folder that holds run directories"
-        raise RecipeError("DIR", str(folder), "is no directory", remedy)
-    if is_run(folder):
-        return [RunDir(folder)]
-    paths = [path for pattern in PATTERNS for path in folder.glob(pattern) if is_run(path)]
-    found = [RunDir(path) for path in paths if not any(map(is_run, path.parents))]
+    """The newest first, those of sweeps (RECIPE/VALUES/seed-0) too."""
+    patterns = ("*", "*/*", "*/*/*")
+    paths = [path for pattern in patterns for path in folder.glob(pattern) if holds_run(path)]
+    found = [RunDir(path) for path in paths if not any(map(holds_run, path.parents))]
     return sorted(found, key=lambda run: run.changed, reverse=True)
 
 
@@ -39,7 +32,7 @@ def short_names(runs: Sequence[RunDir]) -> list[str]:
 
 
 def run_rows(runs: Sequence[RunDir]) -> Rows:
-    rows: Rows = [RUN_COLUMNS]
+    rows: Rows = [("RUN", "STATE", "STEP", "REWARD", "ACCURACY", "CHANGED")]
     for name, run in zip(short_names(runs), runs, strict=True):
         done = f"{len(run.metrics)}/{run.recipe.get('train.steps', '?')}"
         reward = formatted(newest(run.metrics, "reward/mean"), ".3f")
@@ -68,15 +61,13 @@ def find_step(run: RunDir, step: int | None) -> Line:
 
 
 def trajectory_rows(line: Line) -> Rows:
-    groups = line.get("groups", [])
-    return [TRAJECTORY_COLUMNS, *(row for group in groups for row in _group_rows(group))]
-
-
-def _group_rows(entry: Line) -> Iterator[tuple[str, ...]]:
-    columns = (entry.get(name, []) for name in ("rewards", "versions", "lengths", "stops"))
-    for place, (reward, versions, *rest) in enumerate(zip(*columns, strict=False)):
-        values = (entry["id"], place, f"{reward:g}", version_range(versions), *rest)
-        yield tuple(map(str, values))
+    rows: Rows = [("GROUP", "PLACE", "REWARD", "VERSIONS", "TOKENS", "STOP")]
+    for group in line.get("groups", []):
+        columns = (group.get(name, []) for name in ("rewards", "versions", "lengths", "stops"))
+        for place, (reward, versions, length, stop) in enumerate(zip(*columns, strict=False)):
+            values = (group["id"], place, f"{reward:g}", version_range(versions), length, stop)
+            rows.append(tuple(map(str, values)))
+    return rows
 
 
 def version_range(versions: Sequence[int]) -> str:
@@ -97,6 +88,6 @@ def sample_texts(run: RunDir, step: int) -> Iterator[str]:
 
 def prompt_text(prompt: object) -> str:
     """A prompt is text, or chat messages."""
-    if isinstance(prompt, list):
+    if isinstance(prompt, (list, tuple)):
         return "\n".join(f"{m.get('role')}: {m.get('content')}" for m in prompt)
     return str(prompt)

@@ -1,16 +1,13 @@
 """What there is to see of a run at one moment: one record, Status, and the file it is saved in.
 
 Takes a loop that runs, gives a Status; the live dashboard and `minirl watch` draw it. status.json
-is replaced once a second, so that a reader finds a whole one; fields that a reader does not know
-are ignored. Reads only: the loop takes no lock for it.
-
-Leaves out: how it looks (dashboard.py).
+is replaced once a second; a reader ignores fields that it does not know. Reads only: the loop takes
+no lock for it. Leaves out: how it looks (dashboard.py).
 """
 
 import math
-import os
 import time
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
@@ -20,7 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from minirl.balance import measured
+from minirl.run_dir import replacing
 from minirl.shm.board import Row, State
+from minirl.view.runs import prompt_text
 from minirl.workers import Worker
 
 if TYPE_CHECKING:
@@ -38,16 +37,6 @@ SPEED = (  # metric, name, form of a value
     ("rollout/length_mean", "length", "{:,.0f} tokens"),
     ("rollout/truncated_frac", "truncated", "{:.0%}"),
     ("train/logprob_gap", "logprob gap", "{:.1e}"),
-)
-CURVES = ("reward/mean", *(metric for metric, _, _ in SPEED))
-MAX_POINTS = 240  # of a curve
-MAX_TEXT = 2000  # characters of a prompt or an answer
-SILENT_S = 30.0  # a worker without a heartbeat
-RECENT_STEPS = 20  # for the verdict
-STEP_TEXT = (
-    "step {step:.0f}/{steps}  reward {reward/mean:.3f}  "
-    "staleness {buffer/staleness_mean:.2f} (max {buffer/staleness_max:.0f})  "
-    "gen {rollout/tokens_per_s:,.0f} tok/s  train {train/tokens_per_s:,.0f} tok/s  ETA {eta}"
 )
 
 
@@ -77,7 +66,6 @@ class Status:
     step: int = 0
     steps: int = 0
     seconds: float = 0.0  # since training began
-    eta: str = "?"
     verdict: str = ""  # what limits throughput
     lanes: list[Lane] = field(default_factory=list)
     slots: dict[str, int] = field(default_factory=dict)
@@ -94,10 +82,8 @@ class Status:
         return self.state not in ("starting", "running")
 
     def save(self, run_dir: Path) -> None:
-        """Atomic, but without fsync: during a checkpoint that could take seconds."""
-        aside = run_dir / f".{FILE}.tmp"
-        aside.write_bytes(JSON.dump_json(self))
-        os.replace(aside, run_dir / FILE)
+        with replacing(run_dir / FILE, sync=False) as aside:  # a sync could take seconds
+            aside.write_bytes(JSON.dump_json(self))
 
     @staticmethod
     def read(run_dir: Path) -> "Status":
@@ -116,29 +102,25 @@ def clock(seconds: float) -> str:
     return str(timedelta(seconds=int(seconds))).removeprefix("0:").removeprefix("0")
 
 
-def eta(line: dict[str, Any], steps: int) -> str:
+def eta(line: dict[str, float], steps: int) -> str:
     """After the step of this metrics line, if all take as long as those before."""
-    return clock(line["seconds"] / line["step"] * (steps - line["step"]))
-
-
-def step_text(line: dict[str, Any], steps: int) -> str:
-    known = {**line, "steps": steps, "eta": eta(line, steps)}
-    return STEP_TEXT.format_map(defaultdict(lambda: math.nan, known))
+    step = line.get("step") or math.nan
+    return clock(line.get("seconds", 0.0) / step * (steps - step))
 
 
 class Observer:
-    """Turns a loop into a status, once a second, on the reporter's thread: it copies in one call
-    what the loop could change meanwhile."""
+    """Turns a loop into a status, on the reporter's thread: it copies in one call what the loop
+    could change meanwhile."""
 
     def __init__(self, loop: "Loop", name: str, notes: deque[tuple[float, str]]):
         self.loop, self.name, self._notes = loop, name, notes
-        self._board = loop.workers.board
         self._workers = loop.engines + loop.ranks
         self._strips = {w.name: deque[str](maxlen=NUM_LETTERS) for w in self._workers}
 
     def status(self, cost: float) -> Status:
         loop, log, config = self.loop, self.loop.log, self.loop.config
         lines, is_up = log.metrics[:], loop.is_ready
+        word = "GPU" if loop.engines[0].placement.kind == "cuda" else "process"
         return Status(
             name=self.name,
             time=time.time(),
@@ -147,8 +129,7 @@ class Observer:
             step=loop.step,
             steps=config.train.steps,
             seconds=log.seconds if is_up else 0.0,
-            eta=eta(lines[-1], config.train.steps) if lines else "?",
-            verdict=self._verdict(lines[-RECENT_STEPS:]),
+            verdict=measured(config, lines[-20:], word),
             lanes=[self._lane(worker) for worker in self._workers],
             slots=self._slots(),
             staleness=[sum(n) for n in zip_longest(*list(log.recent_ages), fillvalue=0)],
@@ -160,10 +141,6 @@ class Observer:
             cost=cost,
         )
 
-    def _verdict(self, lines: list[dict[str, Any]]) -> str:
-        word = "GPU" if self.loop.engines[0].placement.kind == "cuda" else "process"
-        return measured(self.loop.config, lines, word)
-
     def _doing(self) -> str:
         loop, evaluation = self.loop, self.loop.groups.evaluation
         if missing := [worker.name for worker in self._workers if not worker.is_ready]:
@@ -173,7 +150,7 @@ class Observer:
         return f"evaluating version {evaluation.version}" if evaluation else ""
 
     def _lane(self, worker: Worker) -> Lane:
-        row, strip = self._board.row(worker.row), self._strips[worker.name]
+        row, strip = self.loop.workers.board.row(worker.row), self._strips[worker.name]
         strip.append(LETTERS[row.state])
         return Lane(worker.name, lane_state(row), "".join(strip).rjust(NUM_LETTERS))
 
@@ -189,14 +166,15 @@ class Observer:
         }
 
 
-def curves(lines: list[dict[str, Any]]) -> dict[str, list[Point]]:
-    """Thinned out, always with the last step."""
-    shown = lines[:: -max(1, math.ceil(len(lines) / MAX_POINTS))][::-1]
-    return {name: [(line["step"], line[name]) for line in shown if name in line] for name in CURVES}
+def curves(lines: list[dict[str, float]]) -> dict[str, list[Point]]:
+    """Thinned out to 240 points, always with the last step."""
+    shown = lines[:: -max(1, math.ceil(len(lines) / 240))][::-1]
+    names = ("reward/mean", *(metric for metric, _, _ in SPEED))
+    return {name: [(line["step"], line[name]) for line in shown if name in line] for name in names}
 
 
 def lane_state(row: Row) -> str:
-    if row.beat_s > SILENT_S and row.state is not State.STARTING:
+    if row.beat_s > 30 and row.state is not State.STARTING:
         return f"{row.state.words}, silent {clock(row.beat_s)}"
     if row.state is State.GENERATING:
         return f"{row.state.words} {row.running} at v{row.version}"
@@ -204,11 +182,8 @@ def lane_state(row: Row) -> str:
 
 
 def _sample(line: dict[str, Any]) -> Sample:
-    """From a line of samples.jsonl."""
-    prompt = line["prompt"]
-    if not isinstance(prompt, str):
-        prompt = "\n".join(str(message.get("content", "")) for message in prompt)
+    """From a line of samples.jsonl; of long texts a part."""
     title = f"of step {line['step']}: reward {line['reward']:g}, wanted {line['reference']!s:.16}"
     title += f", by versions {line['versions'][0]} to {line['versions'][1]}"
     title += ", truncated" if line["stop"] == "length" else ""
-    return Sample(title, prompt[-MAX_TEXT:], line["answer"][:MAX_TEXT])
+    return Sample(title, prompt_text(line["prompt"])[-2000:], line["answer"][:2000])

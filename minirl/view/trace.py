@@ -1,7 +1,7 @@
-"""The timeline of a run (log.trace), read for the report.
+"""The timeline of a report: what each worker did during a few steps near the end (log.trace).
 
-Takes RUN/trace.json, which the workers wrote (minirl/shm/tracer.py), gives what each worker did
-during a few steps near the end. Leaves out sequences: Perfetto shows those.
+Takes RUN/trace.json, which the workers wrote (minirl/shm/tracer.py), gives a figure with one panel
+per run and one row per worker. Leaves out sequences: Perfetto shows those.
 """
 
 import json
@@ -12,9 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from minirl.shm.tracer import STATES
+from minirl.view.charts import GREY, new_figure
 
 STEP = "training: pack "  # the slice with which a step begins
 NUM_STEPS = 5  # shown: the slices of a whole run would be too thin to see
+COLOURS = {  # of a state or its phase
+    **{"generating": "#3aa17e", "prefill": "#1c6b50", "reloading": "#d1495b"},
+    **{"training": "#3b78c3", "forward": "#7fa9dc", "optimizer": "#2a5a9f"},
+    **{"publishing": "#e6a532", "grading": "#8e63b8", "saving": "#7d6b5d", "starting": "#9aa4b2"},
+}
 
 
 class Slice(NamedTuple):
@@ -27,8 +33,8 @@ class Window(NamedTuple):
     """A stretch of one run. Times are seconds since its start."""
 
     seconds: float
-    steps: dict[str, float]  # when each began
-    rows: dict[str, tuple[Slice, ...]]  # by worker
+    steps: list[Slice]
+    rows: dict[str, list[Slice]]  # by worker
 
 
 def read_window(run_dir: Path) -> Window | None:
@@ -45,16 +51,13 @@ def read_window(run_dir: Path) -> Window | None:
     if len(steps) < 2:
         return None
     begin, end = steps[max(0, len(steps) - 1 - NUM_STEPS)].start, steps[-1].start
-    workers = [names[pid] for pid in sorted(names)]
-    rows = {worker: tuple(_cut(tracks[worker], begin, end)) for worker in workers}
-    starts = {s.name.removeprefix(STEP): s.start for s in _cut(steps, begin, end)}
-    return Window(max(end - begin, 1e-6), starts, rows)
+    rows = {names[pid]: _cut(tracks[names[pid]], begin, end) for pid in sorted(names)}
+    return Window(max(end - begin, 1e-6), _cut(steps, begin, end), rows)
 
 
-def _cut(slices: list[Slice], begin: float, end: float) -> Iterator[Slice]:
-    for slice in slices:
-        if slice.end > begin and slice.start < end:
-            yield Slice(slice.name, max(slice.start, begin) - begin, min(slice.end, end) - begin)
+def _cut(slices: list[Slice], begin: float, end: float) -> list[Slice]:
+    inside = [slice for slice in slices if slice.end > begin and slice.start < end]
+    return [Slice(s.name, max(s.start, begin) - begin, min(s.end, end) - begin) for s in inside]
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
@@ -64,3 +67,45 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
             if f'"tid":{STATES},' in text:
                 with suppress(ValueError):
                     yield json.loads(text.strip().removesuffix(","))
+
+
+def draw_timeline(windows: dict[str, Window]) -> Any:
+    """By title, all on one time axis. Waiting is left open."""
+    from matplotlib.patches import Patch
+
+    heights = [len(window.rows) + 1.5 for window in windows.values()]
+    options = {"sharex": True, "gridspec_kw": {"height_ratios": heights}}
+    figure, panels = new_figure(12.0, 0.33 * sum(heights) + 0.7, len(heights), **options)
+    for (title, window), axes in zip(windows.items(), panels, strict=True):
+        _draw_panel(axes, window)
+        axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=GREY)
+    panels[-1].set_xlim(0, max(window.seconds for window in windows.values()))
+    panels[-1].set_xlabel("seconds")
+    patches = [Patch(label=kind, facecolor=colour) for kind, colour in COLOURS.items()]
+    place = {"loc": "outside lower left", "ncols": 10, "columnspacing": 1.0, "handlelength": 1.0}
+    figure.legend(handles=patches, frameon=False, labelcolor=GREY, **place)
+    return figure
+
+
+def _draw_panel(axes: Any, window: Window) -> None:
+    axes.grid(visible=False)
+    for y, slices in enumerate(window.rows.values()):
+        busy = [(s.start, s.end - s.start) for s in slices if kind_of(s.name)]
+        colours = [COLOURS[kind] for s in slices if (kind := kind_of(s.name))]
+        axes.broken_barh(busy, (y - 0.4, 0.8), facecolors=colours)
+        waiting = 1 - sum(length for _, length in busy) / window.seconds
+        axes.text(window.seconds, y, f" {waiting:.0%} waiting", color=GREY, va="center")
+    for step in window.steps:
+        axes.axvline(step.start, color=GREY, linewidth=0.6)
+        words = f" {step.name.removeprefix(STEP)}"
+        axes.text(step.start, len(window.rows) - 0.2, words, color=GREY)
+    axes.set_yticks(range(len(window.rows)), list(window.rows))
+    axes.set_ylim(len(window.rows), -0.5)
+
+
+def kind_of(name: str) -> str:
+    """Of a state with its phase: the name of a colour; "" where it waits."""
+    marks = {"prefill": "prefill after", "optimizer": "optimizer step", "forward": " forward"}
+    state, _, phase = name.partition(": ")
+    other = "" if state.startswith("waiting") else state
+    return next((kind for kind, mark in marks.items() if mark in phase), other)

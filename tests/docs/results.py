@@ -3,15 +3,8 @@
     python -m tests.docs.results            fills the blocks of docs/results.md anew
 
 A block stands between `<!-- KIND FILE … -->` and `<!-- end -->`; FILE, beside the page, is what
-`--json` or a sweep (its table.json) wrote. Kinds:
-
-    async FILE            `python -m tests.bench async`, one row per η
-    bench FILE NAME …     some figures of any bench
-    sweep FILE COLUMN …   one row per combination, some columns of the sweep
-    curves FILE           held-out accuracy by step, one plot per value of the last varied key
-    answers FILE          `minirl eval --compare`'s compare.json: both sides, and some answers
-
-Each says with which command it was made, and on what.
+`--json` or a sweep (its table.json) wrote. A kind is a function of that name below; `curves FILE`
+is held-out accuracy by step, one plot per value of the last varied key.
 """
 
 import json
@@ -73,6 +66,7 @@ def markdown(table: Sequence[tuple[str, ...]]) -> str:
 
 
 def async_table(data: dict[str, Any], _: Sequence[str]) -> str:
+    """One row per η."""
     values = {figure["figure"]: figure["value"] for figure in data["figures"]}
     etas = sorted(int(name.split("_")[1]) for name in values if name.endswith("_tokens_per_s"))
     table: Table = [ETA_HEAD]
