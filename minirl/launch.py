@@ -38,7 +38,7 @@ from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.tasks import Task
 from minirl.tasks.prompts import PromptStream, encode
-from minirl.tasks.registry import make_task, self_check
+from minirl.tasks.registry import check_functions, make_task, self_check
 from minirl.tasks.turns import Dialogue, dialogue_of, has_turns
 from minirl.tasks.verifier import VerifierSetup
 from minirl.train import checkpoint
@@ -83,6 +83,7 @@ def _train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: 
         check_memory(config, free)
     task = make_task(config)
     self_check(task, config.tasks.kind)
+    check_functions(config)
     changes = check_changes(config, run_dir) if resume else []
     if resume and is_finished(run_dir, config):
         print(f"all {config.train.steps} steps are done; raise train.steps to go on")

@@ -25,7 +25,7 @@ from minirl.config import ALGORITHMS, KEYS, SECTIONS, TINY, Config, get
 from minirl.errors import RecipeError, one_line
 
 MAX_RECIPE_BYTES = 2**20
-ANCHORED = ("tasks.kind", "tasks.data")
+ANCHORED = ("tasks.kind", "tasks.data", "train.objective", "train.estimator")
 """Keys that may name a file beside the recipe."""
 LOGGERS = ("tensorboard", "wandb", "trackio")
 BUILTIN_TASKS = ("arithmetic", "calculator", "code", "countdown", "gsm8k", "math")
@@ -149,7 +149,7 @@ def _anchored(key: str, value: Any, folder: Path) -> Any:
     path: the run can then be resumed from anywhere. A value that names no file stays as it is."""
     if not isinstance(value, str):
         return value
-    place, colon, name = value.rpartition(":") if key == "tasks.kind" else (value, "", "")
+    place, colon, name = value.rpartition(":") if key != "tasks.data" else (value, "", "")
     if not place or (colon and not place.endswith(".py")):
         return value
     for base in (folder, Path()):

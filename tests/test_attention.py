@@ -83,8 +83,8 @@ def test_varlen_is_called_as_this_torch_declares_it(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(varlen, "varlen_attn", record)
     query_THD, key_THD, value_THD = (x[0].transpose(0, 1) for x in random_qkv(4))
-    bounds = boundaries([3, 1])
-    _varlen(query_THD, key_THD, value_THD.bfloat16(), bounds.cu_seqlens_S1, bounds.max_seqlen, 0.3)
+    bounds = boundaries([3, 1])[1:]
+    _varlen([query_THD, key_THD, value_THD.bfloat16()], *bounds, 0.3)
     (call,) = calls
     assert {call[name].dtype for name in ("query", "key", "value")} == {torch.bfloat16}
     assert call["cu_seq_q"].tolist() == call["cu_seq_k"].tolist() == [0, 3, 4]

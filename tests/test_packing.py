@@ -51,12 +51,11 @@ def test_ranks_have_equal_counts_and_nearly_equal_costs(lengths: list[int], num_
     for batches in split:
         own = sum(map(len, batches))
         assert sum(not batch for batch in batches) == max(0, len(batches) - own)
-    assert split == split_over_ranks(lengths, num_ranks, BUDGET)
     loads = [sum(cost(lengths[index]) for index in own) for own in balanced(lengths, num_ranks)]
     assert max(loads) - min(loads) <= cost(max(lengths, default=0)) + 1e-9
 
 
 def test_few_sequences_leave_empty_micro_batches_and_a_long_one_names_the_remedy() -> None:
     assert split_over_ranks([5, 7], 3, 10) == [[[1]], [[0]], [[]]]
-    with pytest.raises(MinirlError, match=r"train\.max_tokens.*at least 101"):
+    with pytest.raises(MinirlError, match=r"train\.max_tokens.*raise it to 101"):
         micro_batches([3, 101], BUDGET)

@@ -10,7 +10,7 @@ from torch import Tensor
 from minirl.errors import MinirlError
 from minirl.train.attention import boundaries
 from minirl.train.optimizer import build_optimizer, learning_rate
-from minirl.train.policy import head_logprobs, load_policy
+from minirl.train.policy import HeadLogprobs, load_policy
 
 from transformers import (  # isort: skip  (after minirl, which hides a broken torchvision)
     AutoModelForCausalLM,
@@ -61,9 +61,7 @@ def random_tokens() -> Tensor:
 def run(
     policy: torch.nn.Module, tokens_T: Tensor, needed_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    at = boundaries(LENGTHS)
-    bounds = (at.positions_T, at.cu_seqlens_S1, at.max_seqlen)
-    return policy(tokens_T, *bounds, TEMPERATURE, needed_T, chunk=8)
+    return policy(tokens_T, *boundaries(LENGTHS), TEMPERATURE, needed_T)
 
 
 def one_by_one(model: plain_script.PreTrainedModel, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,7 +122,8 @@ def test_chunked_equals_unchunked(chunk: int) -> None:
     targets_N, grad_N = torch.randint(17, (10,)), torch.randn(10)
     all_NV = (hidden_NE @ weight_VE.T / TEMPERATURE).log_softmax(-1)
     expected_N = all_NV.gather(1, targets_N[:, None])[:, 0]
-    ours_N, entropy_N = head_logprobs(hidden_NE, weight_VE, targets_N, TEMPERATURE, chunk)
+    settings = (TEMPERATURE, chunk, torch.float32)
+    ours_N, entropy_N = HeadLogprobs.apply(hidden_NE, weight_VE, targets_N, *settings)
     torch.testing.assert_close(ours_N, expected_N)
     torch.testing.assert_close(entropy_N, -(all_NV.exp() * all_NV).sum(-1))
     for a, b in zip(
