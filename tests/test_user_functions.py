@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import CONFIG, FRESH, MIXED, RECIPES, LocalRank, are_equal, make_data
+from ranks import CONFIG, FRESH, MIXED, RECIPES, Data, LocalRank, are_equal
 
 from minirl.config import Config
 from minirl.errors import RecipeError
@@ -25,7 +25,9 @@ def with_train(**values: str) -> Config:
     return replace(CONFIG, train=replace(CONFIG.train, num_minibatches=2, **values))
 
 
-def test_the_tutorials_code_trains_as_the_built_in_ones(tied_folder: Path, tmp_path: Path) -> None:
+def test_the_tutorials_code_trains_as_the_built_in_ones(
+    data: Data, tied_folder: Path, tmp_path: Path
+) -> None:
     for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", DOCS.read_text(), re.DOTALL):
         (tmp_path / name).write_text(code)
     written = "".join(f'{key} = "{value}"\n' for key, value in KEYS.items())
@@ -33,7 +35,7 @@ def test_the_tutorials_code_trains_as_the_built_in_ones(tied_folder: Path, tmp_p
     named = load(tmp_path / "recipe.toml").config.train  # beside the recipe: whole paths
     own = with_train(objective=named.objective, estimator=named.estimator)
     check_functions(own)
-    data, found = make_data(tied_folder), []
+    found = []
     for config in (own, with_train(objective="decoupled", estimator="dr_grpo")):
         rank = LocalRank(tied_folder, config, data.ring)
         for step, recipe in enumerate((FRESH, MIXED), start=1):

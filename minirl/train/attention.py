@@ -111,15 +111,12 @@ def equal_runs(cu_seqlens_S1: Tensor) -> list[tuple[int, int]]:
 
 
 def _refuse_unsupported(layer: str, max_seqlen: int, rest: dict[str, Any]) -> None:
+    needs = [n for n in ("softcap", "s_aux", "position_bias") if rest.get(n) is not None]
     window = rest.get("sliding_window")
     if window is not None and window < max_seqlen:
-        raise MinirlError(
-            f"{layer} attends to a sliding window of {window} tokens, which packed attention does "
-            f"not support; keep sequences ({max_seqlen} tokens now) within it"
-        )
-    for name in ("softcap", "s_aux", "position_bias"):
-        if rest.get(name) is not None:
-            raise MinirlError(f"{layer} needs `{name}`, which packed attention does not support")
+        needs.append(f"a sliding window of {window} tokens for sequences of {max_seqlen}")
+    if needs:
+        raise MinirlError(f"{layer} needs {needs[0]}, which packed attention does not support")
 
 
 AttentionInterface.register(NAME, packed_attention)
