@@ -104,15 +104,8 @@ def mean_loss(policy, groups: list[list[Written]], config) -> Tensor:
     advantages = [a for group in estimate(config.train.estimator, rewards) for a in group]
     lengths = [len(answer.tokens) for answer in written]
     tokens_T, mask_T = packed(written)
-    where = boundaries(lengths)
-    logprobs_T, _ = policy(
-        tokens_T,
-        where.positions_T,
-        where.cu_seqlens_S1,
-        where.max_seqlen,
-        config.rollout.temperature,
-        mask_T,
-    )
+    temperature = config.rollout.temperature
+    logprobs_T, _ = policy(tokens_T, *boundaries(lengths), temperature, mask_T)
     index_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     # The policy that samples is the one that is trained: behaviour = proximal = current.
     behav_T = logprobs_T.detach()
