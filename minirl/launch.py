@@ -39,7 +39,7 @@ from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.tasks import Task
 from minirl.tasks.prompts import PromptStream, encode
-from minirl.tasks.registry import make_task, self_check
+from minirl.tasks.registry import check_functions, make_task, self_check
 from minirl.tasks.turns import Dialogue, dialogue_of, has_turns
 from minirl.tasks.verifier import VerifierSetup
 from minirl.train import checkpoint
@@ -104,6 +104,7 @@ def _make_job(config: Config, recipe: Path, run_dir: Path, resume: bool) -> Job:
         check_memory(config, free)
     task = make_task(config)
     self_check(task, config.tasks.kind)
+    check_functions(config)
     return Job(config, task, run_dir, recipe, kind, *devices.place(config, kind, available))
 
 

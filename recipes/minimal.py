@@ -29,7 +29,7 @@ from minirl.tasks.prompts import encode
 from minirl.tasks.registry import make_task, self_check
 from minirl.train.advantage import estimate
 from minirl.train.attention import boundaries
-from minirl.train.objective import OBJECTIVES, Sequences, Tokens, settings_of
+from minirl.train.objective import Tokens, loss_of
 from minirl.train.optimizer import build_optimizer, learning_rate
 from minirl.train.policy import load_policy
 from minirl.train.tiny import ensure_tiny_model
@@ -97,22 +97,15 @@ def packed(written: list[Written]) -> tuple[Tensor, Tensor]:
     return torch.tensor(tokens), torch.tensor(mask)
 
 
-def loss_of(policy, groups: list[list[Written]], config) -> Tensor:
+def mean_loss(policy, groups: list[list[Written]], config) -> Tensor:
     """The recipe's objective, a mean over the tokens that the model wrote."""
     written = [answer for group in groups for answer in group]
     rewards = [[answer.reward for answer in group] for group in groups]
     advantages = [a for group in estimate(config.train.estimator, rewards) for a in group]
     lengths = [len(answer.tokens) for answer in written]
     tokens_T, mask_T = packed(written)
-    where = boundaries(lengths)
-    logprobs_T, _ = policy(
-        tokens_T,
-        where.positions_T,
-        where.cu_seqlens_S1,
-        where.max_seqlen,
-        config.rollout.temperature,
-        mask_T,
-    )
+    temperature = config.rollout.temperature
+    logprobs_T, _ = policy(tokens_T, *boundaries(lengths), temperature, mask_T)
     index_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     # The policy that samples is the one that is trained: behaviour = proximal = current.
     behav_T = logprobs_T.detach()
@@ -122,15 +115,16 @@ def loss_of(policy, groups: list[list[Written]], config) -> Tensor:
         behav_T,
         torch.tensor(advantages)[index_T],
         mask_T,
-        Sequences(index_T, len(lengths)),
+        index_T,
+        len(lengths),
     )
-    return OBJECTIVES[config.train.objective](tokens, settings_of(config)).sum / mask_T.sum()
+    return loss_of(config.train.objective, tokens, config.train)[0] / mask_T.sum()
 
 
 def update(policy, optimizer, groups: list[list[Written]], config, step: int) -> float:
     """One step of training, counted from 0. Gives the loss before it."""
     train = config.train
-    loss = loss_of(policy, groups, config)
+    loss = mean_loss(policy, groups, config)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(policy.parameters(), train.grad_clip)
     for group in optimizer.param_groups:

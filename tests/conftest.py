@@ -2,8 +2,12 @@
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from ranks import Data
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,3 +42,10 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import tiny_models
 
     return tiny_models.write(tmp_path_factory.mktemp("llama"), tied=False, is_llama=True)
+
+
+@pytest.fixture(scope="session")
+def data(tied_folder: Path) -> "Data":
+    from ranks import make_data
+
+    return make_data(tied_folder)

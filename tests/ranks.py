@@ -15,7 +15,6 @@ from plain_script import Weights
 from safetensors.torch import load_file
 
 from minirl.config import BufferConfig, Config, RolloutConfig, TrainConfig
-from minirl.devices import Placement
 from minirl.model import weight_table
 from minirl.records import Batch, Group, StopReason, Trajectory
 from minirl.rollout.worker import Stop
@@ -34,9 +33,6 @@ CONFIG = Config(
     buffer=BufferConfig(max_staleness=ETA),
     train=TrainConfig(lr=1e-3, max_tokens=4096, clip_low=0.02, clip_high=0.03),
 )
-
-
-# Synthetic batches ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -126,14 +122,18 @@ def with_reward(batch: Batch, group: int, reward: float) -> Batch:
 # Ranks ----------------------------------------------------------------------------------------
 
 
+def setup_of(source: Path, config: Config, ring: TrajectoryRing, **values: Any) -> TrainerSetup:
+    """Of the only rank, unless `values` say otherwise."""
+    store = WeightStore(weight_table(source), config.model.dtype)
+    given = {"tokenizer_folder": str(source), "placement": TRAINER_PLACE, "version": FIRST_VERSION}
+    given |= {"folder": str(source), **values}
+    return TrainerSetup(config=config, ring=ring, store=store, **given)
+
+
 def read_store(store: WeightStore) -> Weights:
     """What was published last."""
     found: Weights = {}
-
-    def copy(slot: int) -> None:
-        found.update((name, view.clone()) for name, view in store.views(slot))
-
-    store.read(copy)
+    store.read(lambda slot: found.update((name, w.clone()) for name, w in store.views(slot)))
     return found
 
 
@@ -148,22 +148,10 @@ class LocalRank:
         checkpoint: Path | None = None,
         version: int = FIRST_VERSION,
     ):
-        self.store = WeightStore(weight_table(folder), config.model.dtype)
         torch.manual_seed(config.seed)
-        setup = TrainerSetup(
-            config=config,
-            folder=str(checkpoint or folder),
-            tokenizer_folder=str(folder),
-            rank=0,
-            num_ranks=1,
-            rendezvous="",
-            placement=TRAINER_PLACE,
-            ring=ring,
-            store=self.store,
-            is_resumed=checkpoint is not None,
-            version=version,
-        )
-        self.board = Board(1)
+        values = {"folder": str(checkpoint or folder), "is_resumed": checkpoint is not None}
+        setup = setup_of(folder, config, ring, version=version, **values)
+        self.store, self.board = setup.store, Board(1)
         self.trainer = Trainer(setup, self.board.writer(0))
         self.trainer.publish(version)
 
@@ -181,12 +169,8 @@ class LocalRank:
 
     def momentum(self) -> Weights:
         """Adam's running mean of the gradient, by parameter."""
-        learner = self.trainer.learner
-        return {
-            name: learner.optimizer.state[p]["exp_avg"].clone()
-            for name, p in self.trainer.policy.model.named_parameters()
-            if p.requires_grad
-        }
+        named, state = self.trainer.policy.model.named_parameters(), self.trainer.learner.optimizer
+        return {name: state.state[p]["exp_avg"].clone() for name, p in named if p.requires_grad}
 
 
 class Ranks:
@@ -195,19 +179,22 @@ class Ranks:
     def __init__(self, inbox: Inbox, workers: list[Worker], store: WeightStore):
         self.inbox, self.workers, self.store = inbox, workers, store
 
-    def train(self, batch: Batch) -> Trained:
+    def send(self, message: object) -> None:
         for worker in self.workers:
-            worker.send(Train(batch))
-        return self.inbox.take(self.workers[0], Trained)
+            worker.send(message)
 
-    def save(self, folder: Path, state: dict[str, Any]) -> None:
-        for worker in self.workers:
-            worker.send(Save(str(folder), state))
+    def train(self, batch: Batch) -> dict[str, float | None]:
+        self.send(Train(batch))
+        trained = self.inbox.take(self.workers[0], Trained)
+        assert trained.version == self.store.latest
+        return trained.values
+
+    def save(self, folder: Path, state: dict[str, Any] | None = None) -> None:
+        self.send(Save(str(folder), state or {}))
         assert self.inbox.take(self.workers[0], Saved).folder == str(folder)
 
     def stop(self) -> None:
-        for worker in self.workers:
-            worker.send(Stop())
+        self.send(Stop())
         for worker in self.workers:
             assert self.inbox.take(worker, Died).how == "ended with exit code 0"
 
@@ -217,36 +204,17 @@ class Ranks:
 
 @contextmanager
 def ranks(
-    tmp_path: Path,
-    folder: Path,
-    config: Config,
-    ring: TrajectoryRing,
-    num_ranks: int = 1,
-    resumed_at: int | None = None,
-    place: Placement = TRAINER_PLACE,
+    tmp_path: Path, folder: Path, config: Config, ring: TrajectoryRing, num: int = 1, **values: Any
 ) -> Iterator[Ranks]:
-    store = WeightStore(weight_table(folder), config.model.dtype)
-    with crew(tmp_path / "logs", num_ranks) as inbox:
-        workers = []
-        for rank in range(num_ranks):
-            setup = TrainerSetup(
-                config=config,
-                folder=str(folder),
-                tokenizer_folder=str(folder),
-                rank=rank,
-                num_ranks=num_ranks,
-                rendezvous=str(tmp_path / "rendezvous"),
-                placement=place,
-                ring=ring,
-                store=store,
-                is_resumed=resumed_at is not None,
-                version=FIRST_VERSION if resumed_at is None else resumed_at,
-            )
-            body = "minirl.train.trainer:run"
-            workers.append(inbox.workers.spawn(Role.TRAIN, rank, body, setup, place))
+    rest = {"num_ranks": num, "rendezvous": str(tmp_path / "rendezvous"), **values}
+    first = setup_of(folder, config, ring, **rest)
+    with crew(tmp_path / "logs", num) as inbox:
+        spawn, body = inbox.workers.spawn, "minirl.train.trainer:run"
+        setups = [replace(first, rank=rank) for rank in range(num)]
+        workers = [spawn(Role.TRAIN, s.rank, body, s, s.placement) for s in setups]
         for worker in workers:
             inbox.take(worker, Ready)
-        yield Ranks(inbox, workers, store)
+        yield Ranks(inbox, workers, first.store)
 
 
 def relative_error(ours: Weights, theirs: Weights, before: Weights | None = None) -> float:
@@ -258,19 +226,18 @@ def relative_error(ours: Weights, theirs: Weights, before: Weights | None = None
 
 
 def are_equal(ours: Weights, theirs: Weights) -> bool:
-    return ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name], theirs[name]) for name in ours
-    )
+    same = (torch.equal(ours[name], theirs[name]) for name in ours)
+    return ours.keys() == theirs.keys() and all(same)
 
 
 def momentum(checkpoint: Path) -> Weights:
     state = load_file(checkpoint / "trainer" / "optimizer.safetensors")
-    field = "/exp_avg"
-    return {key.removesuffix(field): state[key] for key in state if key.endswith(field)}
+    end = "/exp_avg"
+    return {key.removesuffix(end): state[key] for key in state if key.endswith(end)}
 
 
 def masters(checkpoint: Path) -> Weights:
-    """The weights that training goes on from, in float32."""
+    """The weights that training continues from, in float32."""
     path = checkpoint / "trainer" / "master.safetensors"
     weights = load_file(path if path.is_file() else checkpoint / "model.safetensors")
     assert {w.dtype for w in weights.values()} == {torch.float32}

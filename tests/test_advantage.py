@@ -53,18 +53,8 @@ def test_gae_by_hand() -> None:
     assert returns_N == pytest.approx([0.6, 0.8, 1.0], abs=1e-6)
 
 
-def test_gae_at_one_is_return_minus_value_and_at_zero_one_step() -> None:
-    rewards_N, values_N = (np.array(x, np.float32) for x in ([-0.1, 0.0, 2], [0.5, -1, 3]))
-    advantages_N, returns_N = gae(rewards_N, values_N, 1.0)
-    assert returns_N == pytest.approx([1.9, 2.0, 2.0], abs=1e-6)
-    assert advantages_N == pytest.approx([1.4, 3.0, -1.0], abs=1e-6)
-    advantages_N, _ = gae(rewards_N, values_N, 0.0)
-    assert advantages_N == pytest.approx([-0.1 - 1 - 0.5, 3 + 1, 2 - 3], abs=1e-6)
-
-
 def test_loss_weights_by_hand() -> None:
     # 6 trained tokens: 2, 4 and none. The loss is divided by 6 after.
-    assert loss_weights([2, 4, 0], "token", 10) == [1.0, 1.0, 1.0]
     # Each trajectory that trains counts 1/2, a token of it 1/2 of that or 1/4.
     assert loss_weights([2, 4, 0], "sequence", 10) == [6 / 4, 6 / 8, 0.0]
     assert loss_weights([2, 4, 0], "constant", 10) == [6 / 30] * 3

@@ -15,48 +15,30 @@ from minirl.train.attention import _varlen, boundaries, equal_runs, packed_atten
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
 
-def block_mask(lengths: list[int]) -> Tensor:
-    return torch.block_diag(*(torch.ones(n, n).tril() for n in lengths)).bool()
-
-
-QKV = tuple[Tensor, Tensor, Tensor]
-
-
-def random_qkv(num_tokens: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> QKV:
+def random_qkv(
+    num_tokens: int, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     torch.manual_seed(0)
     shapes = [(1, heads, num_tokens, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    q, k, v = (torch.randn(s, device=device, dtype=dtype, requires_grad=True) for s in shapes)
-    return q, k, v
+    return [torch.randn(s, device=device, dtype=dtype, requires_grad=True) for s in shapes]
 
 
-def packed(qkv: QKV, lengths: list[int], **rest: Any) -> Tensor:
-    bounds = boundaries(lengths, qkv[0].device)
-    out_1THD, weights = packed_attention(
-        nn.Identity(),
-        *qkv,
-        None,
-        cu_seqlens=bounds.cu_seqlens_S1,
-        max_seqlen=bounds.max_seqlen,
-        scaling=0.3,
-        dropout=0.0,
-        **rest,
-    )
-    assert weights is None
-    return out_1THD
+def packed(qkv: list[Tensor], lengths: list[int], **rest: Any) -> Tensor:
+    _, cu_seqlens, longest = boundaries(lengths, qkv[0].device)
+    bounds: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": longest}
+    return packed_attention(nn.Identity(), *qkv, None, scaling=0.3, dropout=0.0, **bounds, **rest)[
+        0
+    ]
 
 
-def assert_equals_block_mask(qkv: QKV, lengths: list[int], tolerance: float) -> None:
-    mask_TT = block_mask(lengths).to(qkv[0].device)
+def assert_equals_block_mask(qkv: list[Tensor], lengths: list[int], tolerance: float) -> None:
+    mask_TT = torch.block_diag(*(torch.ones(n, n).tril() for n in lengths)).bool()
     expected_1HTD = F.scaled_dot_product_attention(
-        *qkv, attn_mask=mask_TT, scale=0.3, enable_gqa=True
+        *qkv, attn_mask=mask_TT.to(qkv[0].device), scale=0.3, enable_gqa=True
     )
-    out_1THD = packed(qkv, lengths)
-    torch.testing.assert_close(
-        out_1THD, expected_1HTD.transpose(1, 2), atol=tolerance, rtol=tolerance
-    )
-    weight_1THD = torch.randn_like(out_1THD)
-    ours = torch.autograd.grad((out_1THD * weight_1THD).sum(), qkv)
-    theirs = torch.autograd.grad((expected_1HTD.transpose(1, 2) * weight_1THD).sum(), qkv)
+    outs = (packed(qkv, lengths), expected_1HTD.transpose(1, 2))
+    weight_1THD = torch.randn_like(outs[0])
+    ours, theirs = ([out, *torch.autograd.grad((out * weight_1THD).sum(), qkv)] for out in outs)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
 
@@ -83,8 +65,8 @@ def test_varlen_is_called_as_this_torch_declares_it(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(varlen, "varlen_attn", record)
     query_THD, key_THD, value_THD = (x[0].transpose(0, 1) for x in random_qkv(4))
-    bounds = boundaries([3, 1])
-    _varlen(query_THD, key_THD, value_THD.bfloat16(), bounds.cu_seqlens_S1, bounds.max_seqlen, 0.3)
+    bounds = boundaries([3, 1])[1:]
+    _varlen([query_THD, key_THD, value_THD.bfloat16()], *bounds, 0.3)
     (call,) = calls
     assert {call[name].dtype for name in ("query", "key", "value")} == {torch.bfloat16}
     assert call["cu_seq_q"].tolist() == call["cu_seq_k"].tolist() == [0, 3, 4]
@@ -107,5 +89,5 @@ def test_a_sliding_window_is_refused_only_where_it_would_matter() -> None:
     torch.testing.assert_close(packed(qkv, [5, 3], sliding_window=5), packed(qkv, [5, 3]))
     with pytest.raises(MinirlError, match="sliding window of 4 tokens"):
         packed(qkv, [5, 3], sliding_window=4)
-    with pytest.raises(MinirlError, match="softcap"):
+    with pytest.raises(MinirlError, match="needs softcap"):
         packed(qkv, [5, 3], softcap=30.0)

@@ -2,29 +2,25 @@
 
 from dataclasses import replace
 from math import log, sqrt
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from minirl.train.objective import (
-    OBJECTIVES,
-    Sequences,
-    Settings,
-    Tokens,
-    cispo,
-    decoupled,
-    gspo,
-    kl_estimate,
-    loglinear_prox,
-    naive,
-)
+from minirl.config import TrainConfig
+from minirl.train.objective import OBJECTIVES, Sums, Tokens, kl_estimate, loglinear_prox, loss_of
 
-SETTINGS = Settings(clip_low=0.2, clip_high=0.3, behav_cap=5.0)
+TRAIN = TrainConfig(clip_low=0.2, clip_high=0.3, behav_cap=5.0)
+NAN = float("nan")
 
 
 def tokens_of(
-    u: list[float], w: list[float], advantages: list[float], mask: list[bool] | None = None
+    u: list[float],
+    w: list[float],
+    advantages: list[float],
+    mask: list[bool] | None = None,
+    sequences: list[int] | None = None,
 ) -> Tokens:
     """Tokens with π_prox = 0.1, so that u = π_θ/π_prox and w = π_prox/π_behav are as given."""
     prox_T = torch.full((len(u),), log(0.1))
@@ -34,12 +30,22 @@ def tokens_of(
         behav_T=prox_T - torch.tensor(w).log(),
         advantages_T=torch.tensor(advantages),
         mask_T=torch.tensor(mask or [True] * len(u)),
+        sequence_T=torch.tensor(sequences or [0] * len(u)),
+        num_sequences=max(sequences or [0]) + 1,
     )
 
 
 def grad(loss: Tensor, of: Tensor) -> list[float]:
     (grad_T,) = torch.autograd.grad(loss, of)
     return grad_T.tolist()
+
+
+def check(name: str, tokens: Tokens, objective: float, gradient: list[float], **train: Any) -> Sums:
+    """The objective's value, and its gradient by logprob."""
+    loss, sums = loss_of(name, tokens, replace(TRAIN, **train))
+    assert loss.item() == pytest.approx(-objective, abs=1e-4)
+    assert grad(loss, tokens.logprobs_T) == pytest.approx([-g for g in gradient], abs=1e-4)
+    return sums
 
 
 def test_decoupled_by_hand() -> None:
@@ -57,102 +63,18 @@ def test_decoupled_by_hand() -> None:
         advantages=[2.0, 1.0, -1.0, -2.0, 1.0, 1.0, 9.0],
         mask=[True] * 6 + [False],
     )
-    loss = decoupled(tokens, SETTINGS)
-    assert loss.sum.item() == pytest.approx(-(1.1 + 2.6 - 1.5 - 1.6 + 2.0), abs=1e-5)
-    assert grad(loss.sum, tokens.logprobs_T) == pytest.approx(
-        [-1.1, 0.0, 1.5, 0.0, -2.0, 0.0, 0.0], abs=1e-5
-    )
-    assert loss.metrics.num_tokens == 6
-    assert loss.metrics.num_clipped == 2
-    assert loss.metrics.num_capped == 1
-    assert loss.metrics.behav_ratio.item() == pytest.approx(14.5, abs=1e-4)
+    gradient = [1.1, 0.0, -1.5, 0.0, 2.0, 0.0, 0.0]
+    sums = check("decoupled", tokens, 1.1 + 2.6 - 1.5 - 1.6 + 2.0, gradient)
+    assert (sums["tokens"], sums["clipped"], sums["capped"]) == (6, 2, 1)
+    assert sums["behav_ratio"].item() == pytest.approx(14.5, abs=1e-4)
 
 
 def test_naive_by_hand() -> None:
     # π_θ/π_behav = u·w: 1.1, 3, 0.4. min(1.1·2, …) = 2.2; min(3, 1.3) = 1.3; min(-0.4, -0.8) = -0.8
     tokens = tokens_of(u=[1.1, 1.5, 0.8], w=[1.0, 2.0, 0.5], advantages=[2.0, 1.0, -1.0])
-    loss = naive(tokens, SETTINGS)
-    assert loss.sum.item() == pytest.approx(-2.7, abs=1e-5)
-    assert grad(loss.sum, tokens.logprobs_T) == pytest.approx([-2.2, 0.0, 0.0], abs=1e-5)
-    assert loss.metrics.num_clipped == 2
-    assert loss.metrics.num_capped == 0
-    assert loss.metrics.behav_ratio.item() == pytest.approx(4.5, abs=1e-4)
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_on_policy_is_reinforce(name: str) -> None:
-    torch.manual_seed(0)
-    logits_TV = torch.randn(7, 5, requires_grad=True)
-    chosen_T, advantages_T = torch.randint(5, (7,)), torch.randn(7)
-    logprobs_T = logits_TV.log_softmax(-1).gather(1, chosen_T[:, None])[:, 0]
-    (reinforce_TV,) = torch.autograd.grad(
-        -(logprobs_T * advantages_T).sum(), logits_TV, retain_graph=True
-    )
-    same_T = logprobs_T.detach()
-    mask_T = torch.ones(7, dtype=torch.bool)
-    tokens = Tokens(logprobs_T, same_T, same_T, advantages_T, mask_T, ref_T=same_T)
-    loss = OBJECTIVES[name](tokens, replace(SETTINGS, kl_coef=1.0))
-    (grad_TV,) = torch.autograd.grad(loss.sum, logits_TV)
-    torch.testing.assert_close(grad_TV, reinforce_TV, atol=1e-6, rtol=1e-6)
-    assert loss.metrics.num_clipped == 0 and loss.metrics.kl.item() == 0.0
-    assert loss.metrics.behav_ratio.item() == 7.0
-
-
-def test_w_is_a_constant_in_the_gradient() -> None:
-    # With prox = logprobs of the same graph, a w that were not constant would add w·A once more.
-    tokens = tokens_of(u=[1.0, 1.0], w=[2.0, 0.5], advantages=[1.0, -3.0])
-    same_graph = replace(tokens, prox_T=tokens.logprobs_T * 1.0)
-    loss = decoupled(same_graph, SETTINGS)
-    assert grad(loss.sum, tokens.logprobs_T) == pytest.approx([-2.0, 1.5], abs=1e-5)
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_garbage_in_masked_tokens_goes_nowhere(name: str) -> None:
-    nan = float("nan")
-    logprobs_T = torch.tensor([-1.0, nan, -1.0], requires_grad=True)
-    tokens = Tokens(
-        logprobs_T,
-        torch.tensor([-1.0, nan, -1.0]),
-        torch.tensor([-1.0, nan, -float("inf")]),
-        torch.tensor([1.0, nan, nan]),
-        torch.tensor([True, False, False]),
-    )
-    loss = OBJECTIVES[name](tokens, SETTINGS)
-    assert loss.sum.item() == (1.0 if name == "cispo" else -1.0)  # A·log π, not A·u
-    assert grad(loss.sum, logprobs_T) == [-1.0, 0.0, 0.0]
-    assert all(torch.isfinite(value) for value in vars(loss.metrics).values())
-    nothing = OBJECTIVES[name](replace(tokens, mask_T=torch.zeros(3).bool()), SETTINGS)
-    assert nothing.sum.item() == 0.0 and grad(nothing.sum, logprobs_T) == [0.0] * 3
-    assert not any(vars(nothing.metrics).values())
-
-
-def test_w_above_the_cap_is_left_out_also_if_it_overflows_or_clamped() -> None:
-    overflowed = tokens_of(u=[1.0, 1.0], w=[1.0, float("inf")], advantages=[1.0, 1.0])
-    loss = decoupled(overflowed, SETTINGS)
-    assert loss.sum.item() == pytest.approx(-1.0) and loss.metrics.num_capped == 1
-    # The token with w = 6 counts 5 times: 5 · 1.1 · 1; the other 0.5 · 1 · 2.
-    tokens = tokens_of(u=[1.1, 1.0], w=[6.0, 0.5], advantages=[1.0, 2.0])
-    loss = decoupled(tokens, replace(SETTINGS, behav_above="clamp"))
-    assert loss.sum.item() == pytest.approx(-6.5, abs=1e-5)
-    assert grad(loss.sum, tokens.logprobs_T) == pytest.approx([-5.5, -1.0], abs=1e-5)
-    assert loss.metrics.num_capped == 1
-    assert loss.metrics.behav_ratio.item() == pytest.approx(6.5, abs=1e-5)  # before the clamp
-
-
-def test_w_of_a_sequence_is_the_geometric_mean_of_its_trained_tokens() -> None:
-    # First sequence: √(2 · 8) = 4, though one token alone is above 5; the third is masked out.
-    # Second: √(30 · 1) = 5.48 is above 5, and all of it is left out.
-    tokens = tokens_of(
-        u=[1.0] * 5,
-        w=[2.0, 8.0, 100.0, 30.0, 1.0],
-        advantages=[1.0] * 5,
-        mask=[True, True, False, True, True],
-    )
-    tokens = replace(tokens, sequences=Sequences(torch.tensor([0, 0, 0, 1, 1]), 2))
-    loss = gspo(tokens, SETTINGS)
-    assert grad(loss.sum, tokens.logprobs_T) == pytest.approx([-4.0, -4.0, 0.0, 0.0, 0.0], abs=1e-4)
-    assert loss.metrics.num_capped == 2
-    assert loss.metrics.behav_ratio.item() == pytest.approx(8 + 2 * sqrt(30), abs=1e-3)
+    sums = check("naive", tokens, 2.7, [2.2, 0.0, 0.0])
+    assert (sums["clipped"], sums["capped"]) == (2, 0)
+    assert sums["behav_ratio"].item() == pytest.approx(4.5, abs=1e-4)
 
 
 def test_gspo_by_hand() -> None:
@@ -164,25 +86,77 @@ def test_gspo_by_hand() -> None:
         w=[1.0, 0.25, 1.0, 1.0, 1.0, 1.0],
         advantages=[2.0, 2.0, 1.0, 1.0, -1.0, -1.0],
         mask=[True] * 5 + [False],
+        sequences=[0, 0, 1, 1, 2, 2],
     )
-    tokens = replace(tokens, sequences=Sequences(torch.tensor([0, 0, 1, 1, 2, 2]), 3))
-    loss = gspo(tokens, SETTINGS)
-    assert loss.sum.item() == pytest.approx(-(0.5 * 2.2 + 0.5 * 2.2 + 1.3 + 1.3 - 0.8), abs=1e-5)
-    assert grad(loss.sum, tokens.logprobs_T) == pytest.approx(
-        [-1.1, -1.1, 0.0, 0.0, 0.0, 0.0], abs=1e-5
-    )
-    assert loss.metrics.num_clipped == 3
+    sums = check("gspo", tokens, 1.1 + 1.1 + 1.3 + 1.3 - 0.8, [1.1, 1.1, 0.0, 0.0, 0.0, 0.0])
+    assert sums["clipped"] == 3
+
+
+def test_gspos_w_is_the_geometric_mean_of_a_sequences_trained_tokens() -> None:
+    # First sequence: √(2 · 8) = 4, though one token alone is above 5; the third is masked out.
+    # Second: √(30 · 1) = 5.48 is above 5, and all of it is left out.
+    w, mask = [2.0, 8.0, 100.0, 30.0, 1.0], [True, True, False, True, True]
+    tokens = tokens_of([1.0] * 5, w, [1.0] * 5, mask, sequences=[0, 0, 0, 1, 1])
+    sums = check("gspo", tokens, 8.0, [4.0, 4.0, 0.0, 0.0, 0.0])
+    assert sums["capped"] == 2
+    assert sums["behav_ratio"].item() == pytest.approx(8 + 2 * sqrt(30), abs=1e-3)
 
 
 def test_cispo_by_hand() -> None:
     # The weight is clipped and constant: the gradient is w · clip(u) · A at every token, also at
     # those that PPO would cut (the second and third).
     tokens = tokens_of(u=[1.1, 3.0, 0.1], w=[2.0, 1.0, 1.0], advantages=[1.0, 1.0, -1.0])
-    loss = cispo(tokens, replace(SETTINGS, clip_low=1.0, clip_high=1.0))
-    assert grad(loss.sum, tokens.logprobs_T) == pytest.approx([-2.2, -2.0, 0.1], abs=1e-5)
     value = 2.2 * log(0.11) + 2.0 * log(0.3) - 0.1 * log(0.01)
-    assert loss.sum.item() == pytest.approx(-value, abs=1e-4)
-    assert loss.metrics.num_clipped == 1
+    sums = check("cispo", tokens, value, [2.2, 2.0, -0.1], clip_low=1.0, clip_high=1.0)
+    assert sums["clipped"] == 1
+
+
+def test_w_above_the_cap_is_left_out_also_if_it_overflows_or_clamped() -> None:
+    overflowed = tokens_of(u=[1.0, 1.0], w=[1.0, float("inf")], advantages=[1.0, 1.0])
+    assert check("decoupled", overflowed, 1.0, [1.0, 0.0])["capped"] == 1
+    # The token with w = 6 counts 5 times: 5 · 1.1 · 1; the other 0.5 · 1 · 2.
+    tokens = tokens_of(u=[1.1, 1.0], w=[6.0, 0.5], advantages=[1.0, 2.0])
+    sums = check("decoupled", tokens, 6.5, [5.5, 1.0], behav_above="clamp")
+    assert sums["capped"] == 1
+    assert sums["behav_ratio"].item() == pytest.approx(6.5, abs=1e-5)  # before the clamp
+
+
+def test_w_is_a_constant_in_the_gradient() -> None:
+    # With prox = logprobs of the same graph, a w that were not constant would add w·A once more.
+    tokens = tokens_of(u=[1.0, 1.0], w=[2.0, 0.5], advantages=[1.0, -3.0])
+    check("decoupled", replace(tokens, prox_T=tokens.logprobs_T * 1.0), 0.5, [2.0, -1.5])
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_garbage_in_masked_tokens_goes_nowhere(name: str) -> None:
+    tokens = replace(
+        tokens_of([1.0] * 3, [1.0] * 3, [1.0, NAN, NAN], [True, False, False]),
+        logprobs_T=torch.tensor([-1.0, NAN, -1.0], requires_grad=True),
+        prox_T=torch.tensor([-1.0, NAN, -1.0]),
+        behav_T=torch.tensor([-1.0, NAN, -float("inf")]),
+    )
+    sums = check(name, tokens, -1.0 if name == "cispo" else 1.0, [1.0, 0.0, 0.0])  # A·log π, or A·u
+    assert all(torch.isfinite(value) for value in sums.values())
+    sums = check(name, replace(tokens, mask_T=torch.zeros(3).bool()), 0.0, [0.0] * 3)
+    assert not any(sums.values())
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_kl_is_added_to_the_loss_where_tokens_train(name: str) -> None:
+    tokens = tokens_of(u=[1.0, 1.0], w=[9.0, 1.0], advantages=[0.0, 0.0], mask=[True, False])
+    tokens = replace(tokens, ref_T=torch.tensor([log(0.05), NAN]))
+    k3 = 0.5 + log(2) - 1  # d = log 0.05 - log 0.1; also where w is above its cap
+    sums = check(name, tokens, -0.5 * k3, [-0.5 * (1 - 0.5), 0.0], kl_coef=0.5)
+    assert sums["kl"].item() == pytest.approx(k3, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_weights_scale_each_token(name: str) -> None:
+    tokens = tokens_of(u=[1.1, 0.9], w=[1.0, 2.0], advantages=[1.0, -2.0])
+    plain = grad(loss_of(name, tokens, TRAIN)[0], tokens.logprobs_T)
+    tokens = replace(tokens, weights_T=torch.tensor([3.0, 0.5]))
+    weighted = grad(loss_of(name, tokens, TRAIN)[0], tokens.logprobs_T)
+    assert weighted == pytest.approx([3 * plain[0], plain[1] / 2], abs=1e-5)
 
 
 def test_loglinear_prox_by_hand() -> None:
@@ -198,23 +172,3 @@ def test_the_kl_estimate_has_the_mean_of_the_exact_kl() -> None:
     p_V, q_V = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
     exact = (p_V * (p_V / q_V).log()).sum().item()
     assert (p_V * kl_estimate(p_V.log(), q_V.log())).sum().item() == pytest.approx(exact, abs=1e-6)
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_kl_is_added_to_the_loss_where_tokens_train(name: str) -> None:
-    tokens = tokens_of(u=[1.0, 1.0], w=[9.0, 1.0], advantages=[0.0, 0.0], mask=[True, False])
-    tokens = replace(tokens, ref_T=torch.tensor([log(0.05), float("nan")]))
-    loss = OBJECTIVES[name](tokens, replace(SETTINGS, kl_coef=0.5))
-    k3 = 0.5 + log(2) - 1  # d = log 0.05 - log 0.1; also where w is above its cap
-    assert loss.sum.item() == pytest.approx(0.5 * k3, abs=1e-6)
-    assert grad(loss.sum, tokens.logprobs_T) == pytest.approx([0.5 * (1 - 0.5), 0.0], abs=1e-6)
-    assert loss.metrics.kl.item() == pytest.approx(k3, abs=1e-6)
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_weights_scale_each_token(name: str) -> None:
-    tokens = tokens_of(u=[1.1, 0.9], w=[1.0, 2.0], advantages=[1.0, -2.0])
-    plain = grad(OBJECTIVES[name](tokens, SETTINGS).sum, tokens.logprobs_T)
-    tokens = replace(tokens, weights_T=torch.tensor([3.0, 0.5]))
-    weighted = grad(OBJECTIVES[name](tokens, SETTINGS).sum, tokens.logprobs_T)
-    assert weighted == pytest.approx([3 * plain[0], plain[1] / 2], abs=1e-5)

@@ -2,7 +2,7 @@
 nothing; a checkpoint is an ordinary folder, and training that resumes from it changes no bit.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,34 +25,18 @@ from ranks import (
     Ranks,
     Recipe,
     are_equal,
-    make_data,
     masters,
     momentum,
     ranks,
     relative_error,
 )
 
-from minirl.config import Config, ModelConfig
+from minirl.config import ModelConfig
 from minirl.records import Batch
 from minirl.shm.ring import TrajectoryRing
 from minirl.train.checkpoint import read_state
-from minirl.train.messages import Trained
 
 from transformers import AutoModelForCausalLM, AutoTokenizer  # isort: skip
-
-
-@pytest.fixture(scope="module")
-def data(tied_folder: Path) -> Data:
-    return make_data(tied_folder)
-
-
-def trainer_of(
-    num_ranks: int, tmp_path: Path, folder: Path, config: Config, ring: TrajectoryRing
-) -> AbstractContextManager[LocalRank | Ranks]:
-    """One rank in this process, several in processes of their own."""
-    if num_ranks == 1:
-        return nullcontext(LocalRank(folder, config, ring))
-    return ranks(tmp_path, folder, config, ring, num_ranks)
 
 
 @pytest.mark.parametrize(
@@ -67,18 +51,21 @@ def test_the_update_is_a_plain_scripts_however_it_is_split(
     tied_folder: Path,
     tmp_path: Path,
 ) -> None:
+    """One rank in this process, several in processes of their own."""
     train = replace(CONFIG.train, max_tokens=max_tokens, num_minibatches=num_minibatches)
     config = replace(CONFIG, train=train)
+    started = ranks(tmp_path, tied_folder, config, data.ring, num_ranks)
+    if num_ranks == 1:
+        started = nullcontext(LocalRank(tied_folder, config, data.ring))
     plain = PlainScript(tied_folder, config)
     initial = plain.weights()
     checkpoints = tmp_path / "run" / "checkpoints"
-    with trainer_of(num_ranks, tmp_path, tied_folder, config, data.ring) as trainer:
+    with started as trainer:
         assert trainer.store.latest == FIRST_VERSION
         assert are_equal(trainer.weights(), initial)
         for recipe, batch in zip(RECIPES, data.batches, strict=True):
             before = plain.weights()
-            trained = trainer.train(batch)
-            values = trained.values if isinstance(trained, Trained) else trained
+            values = trainer.train(batch)
             assert trainer.store.latest == batch.version + 1
             for name, value in plain.train(batch, data.ring).items():
                 assert values[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
@@ -88,7 +75,7 @@ def test_the_update_is_a_plain_scripts_however_it_is_split(
                 assert are_equal(trainer.weights(), initial)
                 continue
             folder = checkpoints / f"step-{batch.step:06d}"
-            trainer.save(folder, {})
+            trainer.save(folder)
             assert relative_error(momentum(folder), plain.momentum()) < 1e-4
             # Looser: Adam turns a rounding error of a gradient near 0 into a part of the step.
             assert relative_error(trainer.weights(), plain.weights(), before) < 1e-3
@@ -105,9 +92,9 @@ def check_staleness(
     recipe: Recipe, batch: Batch, values: dict[str, float | None], ring: TrajectoryRing
 ) -> None:
     views = [ring.read(t.cell, g.id) for g in batch.groups for t in g.trajectories]
-    ages = batch.version - np.concatenate([view.versions[view.mask == 1] for view in views])
-    assert values["buffer/masked_frac"] == pytest.approx((ages > ETA).mean())
-    assert values["buffer/staleness_max"] == max(ages[ages <= ETA], default=0)
+    stale = batch.version - np.concatenate([view.versions[view.mask == 1] for view in views])
+    assert values["buffer/masked_frac"] == pytest.approx((stale > ETA).mean())
+    assert values["buffer/staleness_max"] == max(stale[stale <= ETA], default=0)
     assert values["buffer/versions_per_trajectory"] == len(recipe.versions)
 
 
@@ -165,21 +152,19 @@ def test_a_rank_on_cuda_learns_the_same_and_resumes_from_its_checkpoint(
     config = replace(CONFIG, model=ModelConfig(dtype=dtype))
     first, second = (replace(data.batches[i], step=i - 1) for i in (2, 3))
     folders = [tmp_path / "one" / "checkpoints" / f"step-00000{i}" for i in (1, 2)]
-    plain, place = PlainScript(tied_folder, config), CUDA_TRAINER_PLACE
-    with ranks(tmp_path / "one", tied_folder, config, data.ring, place=place) as one:
-        trained, expected = one.train(first), plain.train(first, data.ring)
+    plain, place = PlainScript(tied_folder, config), {"placement": CUDA_TRAINER_PLACE}
+    with ranks(tmp_path / "one", tied_folder, config, data.ring, **place) as one:
+        values, expected = one.train(first), plain.train(first, data.ring)
         for name in ("train/grad_norm", "train/entropy"):
-            assert trained.values[name] == pytest.approx(expected[name], rel=bound), name
-        one.save(folders[0], {})
+            assert values[name] == pytest.approx(expected[name], rel=bound), name
+        one.save(folders[0])
         assert relative_error(momentum(folders[0]), plain.momentum()) < bound
         one.train(second)
-        one.save(folders[1], {})
+        one.save(folders[1])
     again = tmp_path / "two" / "checkpoints" / "step-000002"
-    version = second.version
-    with ranks(
-        tmp_path / "two", folders[0], config, data.ring, resumed_at=version, place=place
-    ) as two:
+    resumed = {"is_resumed": True, "version": second.version, **place}
+    with ranks(tmp_path / "two", folders[0], config, data.ring, **resumed) as two:
         two.train(second)
-        two.save(again, {})
+        two.save(again)
     assert relative_error(momentum(again), momentum(folders[1])) < 1e-3
     assert relative_error(masters(again), masters(folders[1]), masters(folders[0])) < 1e-2

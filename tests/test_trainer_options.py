@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import plain_script
 import pytest
 import torch
@@ -21,7 +20,6 @@ from ranks import (
     Data,
     LocalRank,
     are_equal,
-    make_data,
     momentum,
     ranks,
     relative_error,
@@ -33,11 +31,6 @@ from minirl.records import Batch
 from minirl.train.objective import OBJECTIVES
 
 from transformers import AutoModelForCausalLM  # isort: skip
-
-
-@pytest.fixture(scope="module")
-def data(tied_folder: Path) -> Data:
-    return make_data(tied_folder)
 
 
 def batch_of(data: Data, recipe: object, step: int = 1) -> Batch:
@@ -110,11 +103,10 @@ def test_two_ranks_give_the_update_of_one_and_leave_one_out_together(
     with ranks(tmp_path, tied_folder, config, data.ring, 2) as two:
         before = two.weights()
         skipped = two.train(with_reward(batch_of(data, FRESH), 0, float("inf")))
-        assert skipped.values["train/skipped_updates"] == 2  # GAE is normalised over the batch
-        assert skipped.version == two.store.latest  # published all the same
+        assert skipped["train/skipped_updates"] == 2  # GAE is normalised over the batch
         assert are_equal(two.weights(), before)
-        found = two.train(batch_of(data, MIXED)).values
-        two.save(folder, {})
+        found = two.train(batch_of(data, MIXED))
+        two.save(folder)
         weights = two.weights()
     for key in ("train/loss", "train/grad_norm", "train/value_loss", "train/kl"):
         assert found[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), key
@@ -133,11 +125,11 @@ def test_a_sharded_optimizer_trains_as_a_whole_one_and_resumes_to_the_bit(
     folder = tmp_path / "one" / "checkpoints" / "step-000001"
     with ranks(tmp_path / "one", tied_folder, config, data.ring, 2) as one:
         one.train(first)
-        one.save(folder, {})
+        one.save(folder)
         one.train(second)
         uninterrupted = one.weights()
-    version = second.version
-    with ranks(tmp_path / "two", folder, config, data.ring, 2, resumed_at=version) as two:
+    resumed = {"is_resumed": True, "version": second.version}
+    with ranks(tmp_path / "two", folder, config, data.ring, 2, **resumed) as two:
         two.train(second)
         assert are_equal(two.weights(), uninterrupted)
     alone = LocalRank(tied_folder, with_train(**options), data.ring)
@@ -166,22 +158,6 @@ def test_a_critic_and_adapters_resume_to_the_bit(
     assert are_equal(again.momentum(), rank.momentum())
     for ours, theirs in zip(rank.trainer.replicas, again.trainer.replicas, strict=True):
         assert are_equal(*(dict(r.module.named_parameters()) for r in (ours, theirs)))
-
-
-def test_a_fresh_critic_gives_the_rewards_of_the_batch_normalised(
-    data: Data, tied_folder: Path
-) -> None:
-    """Its values are 0, so with γ = λ = 1 every token's advantage is its trajectory's reward."""
-    rank = LocalRank(tied_folder, of_algorithm("ppo"), data.ring)
-    prepared = rank.trainer.preparer.prepare(batch_of(data, FRESH))
-    rewards = np.concatenate([np.full(i.trainable.sum(), i.reward) for i in prepared.items])
-    for minibatch in prepared.minibatches:
-        for micro in minibatch.micro_batches:
-            trains_T = micro.trainable_T
-            expected_T = (micro.returns_T - rewards.mean()) / (rewards.std() + 1e-4)
-            torch.testing.assert_close(
-                micro.advantages_T[trains_T], expected_T[trains_T].float(), atol=1e-5, rtol=1e-5
-            )
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])

@@ -10,18 +10,14 @@ from minirl.devices import hide_broken_torchvision
 hide_broken_torchvision()
 
 from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
     GenerationConfig,
     LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 PAD, EOS, VOCAB, POSITIONS = 0, 1, 384, 512
-
-
 COMMON = dict(
     vocab_size=VOCAB,
     hidden_size=128,
@@ -39,11 +35,10 @@ COMMON = dict(
 
 def write(folder: Path, tied: bool = True, seed: int = 0, is_llama: bool = False) -> Path:
     torch.manual_seed(seed)
-    if is_llama:
-        llama = LlamaConfig(**COMMON, bos_token_id=None, tie_word_embeddings=tied)
-        model: PreTrainedModel = LlamaForCausalLM(llama)
-    else:
-        model = Qwen3ForCausalLM(Qwen3Config(**COMMON, tie_word_embeddings=tied))
+    kind = LlamaConfig if is_llama else Qwen3Config
+    model = AutoModelForCausalLM.from_config(
+        kind(**COMMON, bos_token_id=None, tie_word_embeddings=tied)
+    )
     model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
     model.save_pretrained(folder)
     tokenizer(POSITIONS).save_pretrained(folder)

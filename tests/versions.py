@@ -41,10 +41,9 @@ class Versions:
 
     def publish(self, version: int, canary: np.ndarray | None = None) -> None:
         model = self.load(version)
-        weights = model.state_dict()
-        right = plain_script.canary(model)
-        in_order = [weights[spec.name] for spec in self.store.table]
-        publish(self.store, version, in_order, right if canary is None else canary)
+        in_order = [model.state_dict()[spec.name] for spec in self.store.table]
+        right = plain_script.canary(model) if canary is None else canary
+        publish(self.store, version, in_order, right)
 
     def publish_next(self, end_scale: float = 1.0) -> int:
         version = self.store.latest + 1

@@ -1,16 +1,19 @@
-"""From `tasks.kind` to a task that has proved itself. Takes the recipe, gives an instance; classes
-are imported late, so that a task's own dependencies are needed only where it is used.
+"""From `tasks.kind` to a task, from `train.objective` and `train.estimator` to a user's function.
+Code is imported late, so that its own dependencies are needed only where it is used.
 """
 
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from minirl.config import Config
+from minirl.config import Config, get
 from minirl.errors import MinirlError, RecipeError, one_line
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Task
@@ -23,31 +26,57 @@ BUILT_IN = {
     "math": "minirl.tasks.math:Mathematics",
     "code": "minirl.tasks.code:Code",
 }
+FUNCTIONS = {"train.objective": ("tokens", "train"), "train.estimator": ("groups",)}
+"""Keys that may name a user's function, and what it must take."""
 
 
 @contextmanager
-def _as_recipe_error(kind: str, what: str, remedy: str) -> Iterator[None]:
+def _as_recipe_error(key: str, value: str, what: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except MinirlError:  # it says what is wrong itself
         raise
     except Exception as error:  # the user's code may raise anything
         why = one_line(f"{type(error).__name__}: {error}")
-        raise RecipeError("tasks.kind", kind, f"{what} ({why})", remedy) from None
+        raise RecipeError(key, value, f"{what} ({why})", remedy) from None
 
 
 def make_task(config: Config) -> Task:
     """A task class is called with the recipe's [tasks] section and the seed."""
     kind = config.tasks.kind
-    place, _, name = BUILT_IN.get(kind, kind).rpartition(":")
-    with _as_recipe_error(kind, "cannot be loaded", "check file and class"):
-        is_file = place.endswith(".py")
-        module = _from_file(Path(place)) if is_file else importlib.import_module(place)
-        return getattr(module, name)(config.tasks, config.seed)
+    with _as_recipe_error("tasks.kind", kind, "cannot be loaded", "check file and class"):
+        return _load(BUILT_IN.get(kind, kind))(config.tasks, config.seed)
+
+
+@cache
+def load_function(key: str, value: str) -> Callable[..., Any]:
+    """A user's function, once its signature is known to fit."""
+    with _as_recipe_error(key, value, "cannot be loaded", "check file and function"):
+        found = _load(value)
+    with suppress(TypeError, ValueError):  # it is not callable, or has no signature
+        inspect.signature(found).bind(*FUNCTIONS[key])
+        return found
+    wanted = f"({', '.join(FUNCTIONS[key])})"
+    remedy = f"write def {value.rpartition(':')[2]}{wanted}, as docs/algorithms.md shows"
+    raise RecipeError(key, value, f"must be a function that takes {wanted}", remedy)
+
+
+def check_functions(config: Config) -> None:
+    """At start, so that a trainer rank finds them right."""
+    for key in FUNCTIONS:
+        if ":" in (value := get(config, key)):
+            load_function(key, value)
+
+
+def _load(name: str) -> Any:
+    """What "file.py:name" or "package.module:name" says."""
+    place, _, inside = name.rpartition(":")
+    module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    return getattr(module, inside)
 
 
 def _from_file(path: Path) -> object:
-    spec = importlib.util.spec_from_file_location(f"minirl_task_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"minirl_user_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # as the import system does: dataclasses look themselves up
@@ -59,7 +88,8 @@ def self_check(task: Task, kind: str) -> str:
     """At start (rule 7): references score 1, other examples' references less; says how many. Two
     references may be one answer in two spellings (0.5 and 1/2): then each is right for the other,
     which is fine unless it is the rule."""
-    with _as_recipe_error(kind, "its self-check failed", "look at its load, example and reward"):
+    remedy = "look at its load, example and reward"
+    with _as_recipe_error("tasks.kind", kind, "its self-check failed", remedy):
         examples = [task.train(i) for i in range(min(32, task.num_train))]
         for example in [*examples, *task.heldout(8)]:
             if (right := _score(task, example, example)) != 1.0:

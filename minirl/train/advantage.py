@@ -1,13 +1,11 @@
 """Stage 6, advantage: from rewards to how much better a trajectory, or a token, was than expected.
 
-Takes the rewards of a whole batch, by group; gives a number a trajectory. `gae` alone gives one a
-token, and needs a critic. Pure Python and numpy; every rank computes all of it.
-
-A group whose rewards are all equal teaches nothing: its advantages are exactly 0 (`estimate` sees
-to it), whatever is normalised after, and not the rounding error of a mean divided by epsilon.
+Takes the rewards of a whole batch, by group; gives one number per trajectory. Every estimator has
+this form, a user's too (`train.estimator = "my_adv.py:my_advantage"`); `gae` alone gives one number
+per token, and needs a critic. Python and numpy only; every rank computes all of it.
 docs/algorithms.md has every formula and its paper.
 
-Axes: G trajectories of a group, N written tokens of a trajectory.
+Axes: N written tokens of a trajectory.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,83 +14,81 @@ from math import fsum, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
+from minirl.errors import RecipeError
+from minirl.tasks.registry import load_function
+
 EPSILON = 1e-4  # keeps a nearly constant group from being blown up
-PLAIN_SCALE = 5.0  # the paper's rewards: 5 for right, -5 for wrong
+PLAIN_SCALE = 5.0  # the AReaL paper's rewards: 5 for right, -5 for wrong
 
 Groups = Sequence[Sequence[float]]
 Estimator = Callable[[Groups], list[list[float]]]
 
 
-def group_normalised(rewards_G: Sequence[float]) -> list[float]:
-    """GRPO: (r - mean) / (std + 1e-4), population std."""
-    if is_flat(rewards_G):
-        return [0.0] * len(rewards_G)
-    mean, std = mean_and_std(rewards_G)
-    return [(r - mean) / (std + EPSILON) for r in rewards_G]
+def grpo(groups: Groups) -> list[list[float]]:
+    """(r - mean) / (std + 1e-4) within a group."""
+    return [normalised(group) for group in groups]
 
 
-def group_centred(rewards_G: Sequence[float]) -> list[float]:
-    """Dr. GRPO: r - mean. Without the std, which makes easy and hard questions weigh more."""
-    mean, _ = mean_and_std(rewards_G)
-    return [r - mean for r in rewards_G]
+def dr_grpo(groups: Groups) -> list[list[float]]:
+    """r - mean: without the std, which makes easy and hard questions weigh more."""
+    return [[r - fsum(group) / len(group) for r in group] for group in groups]
 
 
-def leave_one_out(rewards_G: Sequence[float]) -> list[float]:
-    """RLOO: r - mean of the group's other rewards."""
-    total, others = fsum(rewards_G), len(rewards_G) - 1
-    return [r - (total - r) / others for r in rewards_G]
+def rloo(groups: Groups) -> list[list[float]]:
+    """r - mean of the group's other rewards."""
+    return [[r - (fsum(group) - r) / (len(group) - 1) for r in group] for group in groups]
 
 
-def plain(rewards_G: Sequence[float]) -> list[float]:
-    """The paper's: rewards of 0 … 1 as -5 … 5, no baseline but the batch's mean."""
-    return [PLAIN_SCALE * (2 * r - 1) for r in rewards_G]
+def reinforce_pp(groups: Groups) -> list[list[float]]:
+    """REINFORCE++ with a group baseline."""
+    return over_batch(dr_grpo(groups))
 
 
-def batch_normalised(groups: Groups) -> list[list[float]]:
-    """(a - mean) / (std + 1e-4) over all trajectories of the batch."""
-    mean, std = mean_and_std([a for group in groups for a in group])
-    return [[(a - mean) / (std + EPSILON) for a in group] for group in groups]
-
-
-def each(of_group: Callable[[Sequence[float]], list[float]]) -> Estimator:
-    return lambda groups: [of_group(group) for group in groups]
+def batch(groups: Groups) -> list[list[float]]:
+    """The AReaL paper's: rewards of 0 … 1 as -5 … 5, no baseline but the batch's mean."""
+    return over_batch([[PLAIN_SCALE * (2 * r - 1) for r in group] for group in groups])
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    "grpo": each(group_normalised),
-    "dr_grpo": each(group_centred),
-    "rloo": each(leave_one_out),
-    "reinforce++": lambda groups: batch_normalised(each(group_centred)(groups)),
-    "batch": lambda groups: batch_normalised(each(plain)(groups)),
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce++": reinforce_pp,
+    "batch": batch,
 }
 
 
+def normalised(values: Sequence[float]) -> list[float]:
+    """By mean and population std."""
+    mean = fsum(values) / len(values)
+    std = sqrt(fsum((v - mean) ** 2 for v in values) / len(values))
+    return [(v - mean) / (std + EPSILON) for v in values]
+
+
+def over_batch(groups: Groups) -> list[list[float]]:
+    """Normalised over all trajectories of the batch."""
+    flat = iter(normalised([value for group in groups for value in group]))
+    return [[next(flat) for _ in group] for group in groups]
+
+
 def estimate(name: str, rewards: Groups, penalties: Groups | None = None) -> list[list[float]]:
-    """Advantages by group. `penalties` (a KL in the reward) are taken off the rewards before."""
+    """Advantages by group. `penalties` (a KL in the reward) are taken off the rewards before.
+
+    A group whose rewards are all equal teaches nothing: its advantages are exactly 0. This goes by
+    the task's own rewards: a penalty that varies must not be blown up to a whole signal."""
+    estimator = ESTIMATORS.get(name) or load_function("train.estimator", name)
     shaped = rewards
     if penalties is not None:
-        shaped = [
-            [r - p for r, p in zip(*pair, strict=True)]
-            for pair in zip(rewards, penalties, strict=True)
-        ]
-    advantages = ESTIMATORS[name](shaped)
-    # By the task's own rewards: a penalty that varies must not be blown up to a whole signal.
+        pairs = zip(rewards, penalties, strict=True)
+        shaped = [[r - p for r, p in zip(*pair, strict=True)] for pair in pairs]
+    found = estimator(shaped)
+    if [*map(len, found)] != [*map(len, rewards)]:
+        remedy = "return a list per group, with a number per reward"
+        raise RecipeError("train.estimator", name, "gave not one advantage per reward", remedy)
+    is_flat = [min(group) == max(group) for group in rewards]
     return [
-        [0.0] * len(group) if is_flat(group) else found
-        for group, found in zip(rewards, advantages, strict=True)
+        [0.0] * len(group) if flat else group for group, flat in zip(found, is_flat, strict=True)
     ]
-
-
-def is_flat(rewards_G: Sequence[float]) -> bool:
-    return not rewards_G or min(rewards_G) == max(rewards_G)
-
-
-def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
-    """Population std."""
-    if not values:
-        return 0.0, 0.0
-    mean = fsum(values) / len(values)
-    return mean, sqrt(fsum((v - mean) ** 2 for v in values) / len(values))
 
 
 def gae(
@@ -102,11 +98,10 @@ def gae(
 
     δ_t = r_t + V_{t+1} - V_t;  A_t = δ_t + λ·A_{t+1};  return_t = A_t + V_t.
     """
-    advantages_N = np.zeros_like(values_N, dtype=np.float64)
+    advantages_N = np.zeros_like(values_N)
     value_after, after = 0.0, 0.0
-    for t in range(len(values_N) - 1, -1, -1):
-        delta = float(rewards_N[t]) + value_after - float(values_N[t])
-        after = delta + lam * after
-        advantages_N[t], value_after = after, float(values_N[t])
-    found_N = advantages_N.astype(np.float32)
-    return found_N, found_N + values_N
+    for t in reversed(range(len(values_N))):
+        value = float(values_N[t])
+        after = float(rewards_N[t]) + value_after - value + lam * after
+        advantages_N[t], value_after = after, value
+    return advantages_N, advantages_N + values_N

@@ -76,6 +76,11 @@ class MicroBatch:
     returns_T: Tensor | None = None
 
     @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Of a policy or a critic."""
+        return self.tokens_T, self.positions_T, self.cu_seqlens_S1, self.max_seqlen
+
+    @property
     def num_sequences(self) -> int:
         return len(self.cu_seqlens_S1) - 1
 
@@ -85,14 +90,12 @@ def items_of(batch: Batch, ring: TrajectoryRing, max_staleness: int) -> list[lis
     groups, start = [], 0
     for group in batch.groups:
         items = []
-        for place, (trajectory, reward) in enumerate(
-            zip(group.trajectories, group.rewards, strict=True)
-        ):
+        for place, trajectory in enumerate(group.trajectories):
             view = ring.read(trajectory.cell, group.id)
             written = view.mask == 1
             staleness = np.where(written, batch.version - view.versions, 0).astype(np.int32)
             trainable = written & (staleness <= max_staleness) & (place not in group.masked)
-            items.append(Item(view, reward, start, written, staleness, trainable))
+            items.append(Item(view, group.rewards[place], start, written, staleness, trainable))
             start += len(view.tokens)
         groups.append(items)
     return groups
@@ -101,10 +104,8 @@ def items_of(batch: Batch, ring: TrajectoryRing, max_staleness: int) -> list[lis
 def minibatches(groups: list[list[Item]], count: int) -> list[list[Item]]:
     """The batch in `count` parts of equally many whole groups."""
     size = len(groups) // count
-    return [
-        [item for group in groups[i * size : (i + 1) * size] for item in group]
-        for i in range(count)
-    ]
+    parts = [groups[i * size : (i + 1) * size] for i in range(count)]
+    return [[item for group in part for item in group] for part in parts]
 
 
 def loss_weights(counts: Sequence[int], kind: str, max_new_tokens: int) -> list[float]:
@@ -115,29 +116,24 @@ def loss_weights(counts: Sequence[int], kind: str, max_new_tokens: int) -> list[
     1/(trajectories · max_new_tokens) to a token.
     """
     total = sum(counts)
-    if kind == "sequence":
-        num_training = sum(count > 0 for count in counts)
-        return [total / (count * num_training) if count else 0.0 for count in counts]
     if kind == "constant":
         return [total / (len(counts) * max_new_tokens)] * len(counts)
-    return [1.0] * len(counts)
+    num_training = sum(count > 0 for count in counts)
+    return [total / (count * num_training) if count else 0.0 for count in counts]
 
 
 def pack(items: Sequence[Item], device: str) -> MicroBatch:
     """Without padding. No items: a dummy of one token that trains nothing, which DDP needs."""
     if not items:
-        return _dummy(device)
+        return replace(pack([_nothing()], device), is_dummy=True)
     lengths = [item.length for item in items]
-    bounds = attention.boundaries(lengths, torch.device(device))
 
     def column(arrays: list[NDArray], dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.concatenate(arrays)).to(device, dtype)
 
     return MicroBatch(
-        tokens_T=column([item.view.tokens for item in items], torch.int64),
-        positions_T=bounds.positions_T,
-        cu_seqlens_S1=bounds.cu_seqlens_S1,
-        max_seqlen=bounds.max_seqlen,
+        column([item.view.tokens for item in items], torch.int64),
+        *attention.boundaries(lengths, device),
         index_T=column([np.arange(i.start, i.start + i.length) for i in items], torch.int64),
         sequence_T=column([np.repeat(np.arange(len(items)), lengths)], torch.int64),
         behav_T=column([item.view.logprobs for item in items], torch.float32),
@@ -148,25 +144,26 @@ def pack(items: Sequence[Item], device: str) -> MicroBatch:
     )
 
 
-def _dummy(device: str) -> MicroBatch:
-    zero = np.zeros(1, np.int32)
-    view = TrajectoryView(zero, zero.astype(np.uint8), zero.astype(np.float32), zero)
-    item = Item(view, 0.0, 0, zero.astype(np.bool_), zero, zero.astype(np.bool_))
-    return replace(pack([item], device), is_dummy=True)
+def _nothing() -> Item:
+    zero, no = np.zeros(1, np.int32), np.zeros(1, np.bool_)
+    view = TrajectoryView(zero, no.astype(np.uint8), zero.astype(np.float32), zero)
+    return Item(view, 0.0, 0, no, zero, no)
 
 
-def ages_of(items: Sequence[Item]) -> NDArray[np.int32]:
-    """The staleness of every trained token."""
+def trained_staleness(items: Sequence[Item]) -> NDArray[np.int32]:
+    """Of every trained token."""
     return np.concatenate([item.staleness[item.trainable] for item in items])
 
 
-def staleness(items: Sequence[Item], ages: NDArray[np.int32]) -> dict[str, float | None]:
+def staleness_metrics(items: Sequence[Item]) -> dict[str, float | None]:
     """The buffer's metrics that need every token's version."""
-    num_written = sum(int(item.view.mask.sum()) for item in items)
-    num_versions = [len(np.unique(item.view.versions[item.view.mask == 1])) for item in items]
+    trained = trained_staleness(items)
+    num_written = sum(int(item.written.sum()) for item in items)
     return {
-        "buffer/staleness_mean": float(ages.mean()) if len(ages) else 0.0,
-        "buffer/staleness_max": float(ages.max()) if len(ages) else 0.0,
-        "buffer/masked_frac": 1.0 - len(ages) / max(1, num_written),
-        "buffer/versions_per_trajectory": fmean(num_versions),
+        "buffer/staleness_mean": float(trained.mean()) if len(trained) else 0.0,
+        "buffer/staleness_max": float(max(trained, default=0)),
+        "buffer/masked_frac": 1.0 - len(trained) / max(1, num_written),
+        "buffer/versions_per_trajectory": fmean(
+            len(np.unique(item.view.versions[item.written])) for item in items
+        ),
     }

@@ -2,13 +2,9 @@
 
 Takes tokens packed end to end with their boundaries (`attention.boundaries`), gives for each needed
 token its logprob under the prefix, with gradient, and the entropy of the distribution it came from,
-without. The vocabulary is never materialised for all tokens at once: `HeadLogprobs` goes through
-the head in chunks and computes each chunk's logits again in backward.
-
-Weights are float32 masters; with "bfloat16" the forward runs under autocast, on CUDA only (on a
-CPU it is slower than float32).
-Leaves out heads that do more than a product (bias, soft cap, scaling): `load_policy` finds these
-by comparing one small forward with the model's own, and refuses them.
+without. `HeadLogprobs` goes through the vocabulary in chunks. Weights are float32 masters; with
+"bfloat16" the forward runs under autocast, on CUDA only (on a CPU it is slower than float32).
+Leaves out heads that do more than a product (bias, soft cap, scaling): `load_policy` refuses them.
 
 Axes: T tokens of all sequences, N tokens whose logprob is needed, C of them in one chunk,
 V vocabulary, E width of the model, S1 sequences + 1.
@@ -36,8 +32,7 @@ class Policy(nn.Module):
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32):
         super().__init__()
-        self.model = model
-        self.dtype = dtype
+        self.model, self.dtype = model, dtype
         self.autocast_on = {"cuda"}
 
     def forward(
@@ -48,7 +43,6 @@ class Policy(nn.Module):
         max_seqlen: int,
         temperature: float = 1.0,
         needed_T: Tensor | None = None,
-        chunk: int = CHUNK,
     ) -> tuple[Tensor, Tensor]:
         """(logprobs_T, entropy_T) of the tokens that `needed_T` marks (default: all).
 
@@ -66,43 +60,24 @@ class Policy(nn.Module):
                 max_seqlen=max_seqlen,
                 use_cache=False,
             ).last_hidden_state[0]
-        at_N = needed_indices(positions_T, needed_T)
-        logprobs_N, entropy_N = head_logprobs(
+        predicted_T = positions_T > 0 if needed_T is None else (positions_T > 0) & needed_T
+        at_N = predicted_T.nonzero()[:, 0]
+        logprobs_N, entropy_N = HeadLogprobs.apply(
             hidden_TE.index_select(0, at_N - 1),
             self.model.get_output_embeddings().weight,
             tokens_T[at_N],
             temperature,
-            chunk,
+            CHUNK,
             torch.bfloat16 if use_bf16 else hidden_TE.dtype,
         )
         zeros_T = logprobs_N.new_zeros(len(tokens_T))
         return zeros_T.index_put((at_N,), logprobs_N), zeros_T.index_put((at_N,), entropy_N)
 
 
-def needed_indices(positions_T: Tensor, needed_T: Tensor | None) -> Tensor:
-    """Where a logprob is both needed and defined."""
-    predicted_T = positions_T > 0
-    if needed_T is not None:
-        predicted_T = predicted_T & needed_T.bool()
-    return predicted_T.nonzero()[:, 0]
-
-
-def head_logprobs(
-    hidden_NE: Tensor,
-    weight_VE: Tensor,
-    targets_N: Tensor,
-    temperature: float = 1.0,
-    chunk: int = CHUNK,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor]:
-    """(logprobs_N with gradient, entropy_N without) of softmax(hidden · weight / temperature).
-    Products are computed in `dtype`, everything else in float32."""
-    return HeadLogprobs.apply(hidden_NE, weight_VE, targets_N, temperature, chunk, dtype)
-
-
 class HeadLogprobs(torch.autograd.Function):
-    """`head_logprobs` with its gradient by hand: d logprob / d logits = onehot(target) - softmax.
-    60 ms against 97 ms for torch.utils.checkpoint over the same chunks (16 k tokens, V 384)."""
+    """(logprobs_N with gradient, entropy_N without) of softmax(hidden · weight / temperature), in
+    chunks whose logits are computed again in backward: d logprob / d logits = onehot(target) -
+    softmax. Products are computed in `dtype`, everything else in float32."""
 
     @staticmethod
     def forward(
@@ -115,10 +90,9 @@ class HeadLogprobs(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         product_VE = weight_VE.to(dtype)
-        logprobs_N, entropy_N, lse_N = hidden_NE.new_empty(
-            3, len(hidden_NE), dtype=torch.float32
-        ).unbind()
-        for at in _chunks(len(hidden_NE), chunk):
+        num = len(hidden_NE)
+        logprobs_N, entropy_N, lse_N = hidden_NE.new_empty(3, num, dtype=torch.float32).unbind()
+        for at in _chunks(num, chunk):
             logits_CV = _logits(hidden_NE[at].to(dtype), product_VE, temperature)
             lse_N[at] = logits_CV.logsumexp(-1)
             target_C = logits_CV.gather(1, targets_N[at, None])[:, 0]
@@ -133,12 +107,11 @@ class HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NE, weight_VE, targets_N, lse_N = ctx.saved_tensors
-        grad_N = grads[0]
+        (hidden_NE, weight_VE, targets_N, lse_N), grad_N = ctx.saved_tensors, grads[0]
         product_VE = weight_VE.to(ctx.dtype)
         d_hidden_NE = torch.empty_like(hidden_NE)
-        is_weight_trained = ctx.needs_input_grad[1]  # not under LoRA
-        d_weight_VE = torch.zeros_like(weight_VE) if is_weight_trained else None
+        # Under LoRA the weight is not trained.
+        d_weight_VE = torch.zeros_like(weight_VE) if ctx.needs_input_grad[1] else None
         for at in _chunks(len(hidden_NE), ctx.chunk):
             hidden_CE = hidden_NE[at].to(ctx.dtype)
             logits_CV = _logits(hidden_CE, product_VE, ctx.temperature)
@@ -183,9 +156,8 @@ def load_policy(
 ) -> Policy:
     """From a Hugging Face folder or hub name. Weights are float32 whatever the file holds;
     `dtype_str` is what the forward computes in on CUDA ("float32" or "bfloat16")."""
-    model, info = load_weights(
-        AutoModelForCausalLM, folder, gradient_checkpointing, trust_remote_code
-    )
+    kind = AutoModelForCausalLM
+    model, info = load_weights(kind, folder, gradient_checkpointing, trust_remote_code)
     check_loaded(folder, info)
     policy = Policy(model, getattr(torch, dtype_str))
     check_head(policy)
@@ -207,8 +179,7 @@ def load_weights(
     )
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    # The policy that is trained must be the one that sampled, also in training mode, which
-    # gradient checkpointing needs.
+    # The policy that is trained must be the one that sampled, also in training mode.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -218,8 +189,7 @@ def load_weights(
 def check_loaded(folder: str, info: dict[str, Any]) -> None:
     """transformers fills what it does not find with random numbers, and only says so in a log."""
     remedy = "its weights are not those of its config.json: fetch the model again"
-    for tensor in sorted(info["mismatched_keys"], key=str):
-        name, found, wanted = tensor
+    for name, found, wanted in sorted(info["mismatched_keys"], key=str):
         rule = f"{name} is {list(found)}, and config.json makes it {list(wanted)}"
         raise RecipeError("model.path", folder, rule, remedy)
     for kind, rule in (("missing_keys", "lacks"), ("unexpected_keys", "has, for no layer,")):
@@ -240,7 +210,7 @@ def check_head(policy: Policy) -> None:
         use_cache=False,
     ).logits[0]
     own_T = logits_TV[:-1].float().log_softmax(-1).gather(1, tokens_T[1:, None])[:, 0]
-    ours_T, _ = policy(tokens_T, bounds.positions_T, bounds.cu_seqlens_S1, bounds.max_seqlen)
+    ours_T, _ = policy(tokens_T, *bounds)
     gap = (ours_T[1:] - own_T).abs().max().item()
     if not gap < 1e-3:
         raise MinirlError(

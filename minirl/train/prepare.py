@@ -10,7 +10,7 @@ Axes: T tokens of a micro-batch, A tokens of the whole batch, N written tokens o
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from minirl.config import Config
 from minirl.records import Batch
-from minirl.shm.ring import TrajectoryRing
 from minirl.train.advantage import EPSILON, estimate, gae
 from minirl.train.batch import Item, MicroBatch, items_of, loss_weights, minibatches, pack
-from minirl.train.objective import forward, logprobs_of
+from minirl.train.messages import TrainerSetup
+from minirl.train.objective import forward
 from minirl.train.packing import split_over_ranks
 
 Column = NDArray[np.float32]
@@ -44,71 +44,71 @@ class Prepared:
     minibatches: list[Minibatch]
     items: list[Item]  # of the whole batch
     advantages: Column  # of all its tokens
-    values: dict[str, float | None] = field(default_factory=dict)  # metrics
+    values: dict[str, float | None]  # metrics
 
 
 @dataclass
 class Preparer:
     """What does not change from step to step. `policy` and `critic` are those being trained."""
 
-    config: Config
-    ring: TrajectoryRing
-    device: str
-    rank: int
-    num_ranks: int
+    setup: TrainerSetup
     policy: nn.Module
     reference: nn.Module | None
     critic: nn.Module | None
-    beat: Callable[[str], None]  # a sign of life, and what is being done
+    heartbeat: Callable[[str], None]  # with what is being done
+
+    @property
+    def config(self) -> Config:
+        return self.setup.config
+
+    @property
+    def device(self) -> str:
+        return self.setup.placement.torch_device
 
     def prepare(self, batch: Batch) -> Prepared:
         train = self.config.train
-        groups = items_of(batch, self.ring, self.config.buffer.max_staleness)
+        groups = items_of(batch, self.setup.ring, self.config.buffer.max_staleness)
         items = [item for group in groups for item in group]
         parts = minibatches(groups, train.num_minibatches)
         mine = [[self.with_forwards(m) for m in self.micro_batches(part)] for part in parts]
         flat = [micro for micro_batches in mine for micro in micro_batches]
         penalties_A, values = self.penalties(items, flat)
+        columns: dict[str, Column] = {}
         if self.critic is None:
-            advantages_A, returns_A = self.by_trajectory(groups, penalties_A), None
+            columns["advantages_T"] = self.by_trajectory(groups, penalties_A)
         else:
-            advantages_A, returns_A = self.by_token(items, flat, penalties_A)
-        columns = {
-            "advantages_T": advantages_A,
-            "returns_T": returns_A,
-            "weights_T": self.weights(parts, len(advantages_A)),
-        }
+            columns["advantages_T"], columns["returns_T"] = self.by_token(items, flat, penalties_A)
+        if train.loss_norm != "token":  # else every token counts the same
+            columns["weights_T"] = self.weights(parts, len(penalties_A))
         finished = []
         for i, (part, micro_batches) in enumerate(zip(parts, mine, strict=True)):
-            num_trainable = sum(int(item.trainable.sum()) for item in part)
             whole = [with_columns(micro, columns) for micro in micro_batches]
-            finished.append(Minibatch(whole, max(1, num_trainable), i / len(parts)))
-        return Prepared(finished, items, advantages_A, values)
+            finished.append(Minibatch(whole, max(1, num_trainable(part)), i / len(parts)))
+        return Prepared(finished, items, columns["advantages_T"], values)
 
     def micro_batches(self, items: list[Item]) -> list[MicroBatch]:
         """Every rank computes the same split and takes its own part."""
-        lengths = [item.length for item in items]
-        split = split_over_ranks(lengths, self.num_ranks, self.config.train.max_tokens)
-        return [
-            pack([items[place] for place in places], self.device) for places in split[self.rank]
-        ]
+        lengths, max_tokens = [item.length for item in items], self.config.train.max_tokens
+        own = split_over_ranks(lengths, self.setup.num_ranks, max_tokens)[self.setup.rank]
+        return [pack([items[place] for place in places], self.device) for places in own]
 
+    @torch.no_grad()
     def with_forwards(self, micro: MicroBatch) -> MicroBatch:
         """π_prox and the reference. One minibatch needs no forward for π_prox: it is the detached
         π_θ of the step's own."""
         train = self.config.train
         if train.num_minibatches > 1 and train.objective != "naive" and train.proximal == "forward":
-            self.beat("prox forward")
-            micro = replace(micro, prox_T=logprobs_of(self.policy, micro, self.config))
+            self.heartbeat("prox forward")
+            micro = replace(micro, prox_T=forward(self.policy, micro, self.config)[0])
         if self.reference is not None:
-            self.beat("reference forward")
-            with torch.no_grad():
-                ref_T, _ = forward(self.reference, micro, self.config, micro.trainable_T)
+            self.heartbeat("reference forward")
+            ref_T, _ = forward(self.reference, micro, self.config, micro.trainable_T)
             micro = replace(micro, ref_T=ref_T)
         return micro
 
     # -- columns of the whole batch
 
+    @torch.no_grad()
     def gather(
         self, flat: list[MicroBatch], num_tokens: int, of: Callable[[MicroBatch], Tensor]
     ) -> Column:
@@ -117,7 +117,7 @@ class Preparer:
         for micro in flat:
             if not micro.is_dummy:
                 column_A[micro.index_T] = of(micro)
-        if self.num_ranks > 1:
+        if self.setup.num_ranks > 1:
             dist.all_reduce(column_A)
         return column_A.cpu().numpy()
 
@@ -135,23 +135,27 @@ class Preparer:
             return torch.where(micro.trainable_T, micro.behav_T - micro.ref_T, 0.0)
 
         kl_A = self.gather(flat, num_tokens, kl)
-        num_trainable = sum(int(item.trainable.sum()) for item in items)
-        return train.kl_coef * kl_A, {"train/kl": float(kl_A.sum() / max(1, num_trainable))}
+        mean = float(kl_A.sum() / max(1, num_trainable(items)))
+        return train.kl_coef * kl_A, {"train/kl": mean}
 
     def by_trajectory(self, groups: list[list[Item]], penalties_A: Column) -> Column:
         rewards = [[item.reward for item in group] for group in groups]
         penalties = [[float(penalties_A[i.place].sum()) for i in group] for group in groups]
         advantages = estimate(self.config.train.estimator, rewards, penalties)
-        values = [value for group in advantages for value in group]
         lengths = [item.length for group in groups for item in group]
-        return np.repeat(np.asarray(values, np.float32), lengths)
+        return np.repeat(np.concatenate(advantages).astype(np.float32), lengths)
 
     def by_token(
         self, items: list[Item], flat: list[MicroBatch], penalties_A: Column
     ) -> tuple[Column, Column]:
         """GAE over the written tokens, advantages normalised over the batch's trained tokens."""
-        assert self.critic is not None
-        values_A = self.gather(flat, len(penalties_A), self.critic_values)
+
+        def values(micro: MicroBatch) -> Tensor:
+            assert self.critic is not None
+            self.heartbeat("critic forward")
+            return self.critic(*micro.inputs).float()
+
+        values_A = self.gather(flat, len(penalties_A), values)
         advantages_A, returns_A = np.zeros_like(values_A), np.zeros_like(values_A)
         for item in items:
             at = np.flatnonzero(item.written) + item.start
@@ -166,33 +170,23 @@ class Preparer:
             advantages_A = (advantages_A - trained.mean()) / (trained.std() + EPSILON)
         return advantages_A, returns_A
 
-    @torch.no_grad()
-    def critic_values(self, micro: MicroBatch) -> Tensor:
-        assert self.critic is not None
-        self.beat("critic forward")
-        return self.critic(
-            micro.tokens_T, micro.positions_T, micro.cu_seqlens_S1, micro.max_seqlen
-        ).float()
-
-    def weights(self, parts: list[list[Item]], num_tokens: int) -> Column | None:
-        """None where every token counts the same."""
-        kind = self.config.train.loss_norm
-        if kind == "token":
-            return None
+    def weights(self, parts: list[list[Item]], num_tokens: int) -> Column:
         weights_A = np.zeros(num_tokens, np.float32)
+        kind, longest = self.config.train.loss_norm, self.config.rollout.max_new_tokens
         for part in parts:
-            counts = [int(item.trainable.sum()) for item in part]
-            found = loss_weights(counts, kind, self.config.rollout.max_new_tokens)
+            found = loss_weights([num_trainable([item]) for item in part], kind, longest)
             for item, weight in zip(part, found, strict=True):
                 weights_A[item.place] = weight
         return weights_A
 
 
-def with_columns(micro: MicroBatch, columns: dict[str, Column | None]) -> MicroBatch:
-    index = micro.index_T.cpu().numpy()
+def num_trainable(items: list[Item]) -> int:
+    return sum(int(item.trainable.sum()) for item in items)
+
+
+def with_columns(micro: MicroBatch, columns: dict[str, Column]) -> MicroBatch:
+    index, device = micro.index_T.cpu().numpy(), micro.tokens_T.device
     own: dict[str, Any] = {
-        name: torch.from_numpy(column_A[index]).to(micro.tokens_T.device)
-        for name, column_A in columns.items()
-        if column_A is not None
+        name: torch.from_numpy(column_A[index]).to(device) for name, column_A in columns.items()
     }
     return replace(micro, **own)

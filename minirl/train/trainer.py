@@ -17,7 +17,6 @@ import time
 from collections import defaultdict
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,17 +30,16 @@ from minirl.records import Batch
 from minirl.shm.board import BEAT_S, BoardWriter, State
 from minirl.shm.weights import CANARY_TOKENS, canary_tokens
 from minirl.train import attention, checkpoint, lora
-from minirl.train.batch import MicroBatch, ages_of, staleness
+from minirl.train.batch import MicroBatch, staleness_metrics, trained_staleness
 from minirl.train.critic import build_critic, value_loss
 from minirl.train.messages import AnswerTokens, Ready, Save, Saved, Train, Trained, TrainerSetup
-from minirl.train.objective import MicroLoss, micro_loss
+from minirl.train.objective import Sums, micro_loss
 from minirl.train.optimizer import Replica, join_ranks
 from minirl.train.policy import build_policy, load_policy
 from minirl.train.prepare import Minibatch, Prepared, Preparer
 
 MAX_SHOWN_TOKENS = 512  # of an answer: a few dozen kB per step at most
 BAD_WEIGHTS = "continue with --resume; if it comes again, start anew with a lower train.lr"
-Sums = dict[str, Tensor]  # over this rank's tokens, on the device: no micro-batch waits for it
 
 
 class Trainer:
@@ -55,8 +53,8 @@ class Trainer:
         self.prepared: Prepared | None = None
         self.samples: tuple[AnswerTokens, ...] = ()
         self.ages: tuple[int, ...] = ()  # trained tokens by staleness
-        self._tokenizer: Any = None
-        train, is_sharded = self.config.train, self.config.train.shard_optimizer
+        train, model = self.config.train, self.config.model
+        is_sharded = train.shard_optimizer
         # A checkpoint's weights are merged: LoRA resumes from the first model and the adapter.
         folder = setup.tokenizer_folder if train.lora_rank else setup.folder
         self.policy = build_policy(self.config, folder).to(self.device)
@@ -73,20 +71,14 @@ class Trainer:
         self.publisher = devices.Publisher(setup.placement.kind, setup.store.memory)
         reference = None  # the model that the run began with, frozen
         if train.kl_coef:
-            source, trusts = setup.tokenizer_folder, self.config.model.trust_remote_code
-            reference = load_policy(source, self.config.model.dtype, trust_remote_code=trusts)
+            source, trusts = setup.tokenizer_folder, model.trust_remote_code
+            reference = load_policy(source, model.dtype, trust_remote_code=trusts)
             reference = reference.requires_grad_(False).to(self.device)
-        self.preparer = Preparer(
-            config=self.config,
-            ring=setup.ring,
-            device=self.device,
-            rank=setup.rank,
-            num_ranks=setup.num_ranks,
-            policy=self.policy,
-            reference=reference,
-            critic=self.critic.module if self.critic else None,
-            beat=lambda phase: board.enter(State.TRAINING, phase=phase),
-        )
+        critic_module = self.critic.module if self.critic else None
+        self.preparer = Preparer(setup, self.policy, reference, critic_module, self.heartbeat)
+
+    def heartbeat(self, phase: str) -> None:
+        self.board.enter(State.TRAINING, phase=phase)
 
     # -- a step
 
@@ -104,15 +96,14 @@ class Trainer:
             line = f"step {batch.step}: {bad} is not finite after the update; {BAD_WEIGHTS}"
             raise MinirlError(line)
         taken = [norm for norm in norms if norm is not None]
-        values = self.summary(self.over_ranks(sums))
+        values = self.summary(sums)
         seconds = time.perf_counter() - started
         self.samples = self.shown_answers(batch, prepared)
-        ages = ages_of(prepared.items)
-        self.ages = tuple(np.bincount(ages).tolist())
+        self.ages = tuple(np.bincount(trained_staleness(prepared.items)).tolist())
         return {
             **values,
             **prepared.values,
-            **staleness(prepared.items, ages),
+            **staleness_metrics(prepared.items),
             "train/grad_norm": float(np.mean(taken)) if taken else None,
             "train/skipped_updates": len(norms) - len(taken),
             "train/lr": lr,
@@ -125,27 +116,27 @@ class Trainer:
         for replica in self.replicas:
             replica.zero_grad()
         total, logprobs, behav = torch.zeros(3, device=self.device).unbind()
-        last = len(minibatch.micro_batches) - 1
         # DDP averages over ranks; the loss is a sum over all of them.
         scale = self.setup.num_ranks / minibatch.num_trainable
-        for i, micro in enumerate(minibatch.micro_batches):
-            self.board.enter(State.TRAINING, phase="forward and backward")
-            with self.learner.syncing(i == last):
+        for micro in minibatch.micro_batches:
+            self.heartbeat("forward and backward")
+            is_last = micro is minibatch.micro_batches[-1]
+            with self.learner.syncing(is_last):
                 found = micro_loss(self.learner.parallel, micro, self.config, minibatch.progress)
-                (found.loss.sum * scale).backward()
-            total += found.loss.sum.detach()
-            # Apart from the loss: a cap or a clip may hide an infinite one from it.
-            logprobs += torch.where(micro.trainable_T, found.logprobs_T.detach(), 0.0).sum()
-            behav += torch.where(micro.trainable_T, micro.behav_T, 0.0).sum()
-            add_metrics(sums, micro, found, minibatch.progress)
-            self.keep_logprobs(micro, found)
+                (found.loss * scale).backward()
             if self.critic is not None:
-                with self.critic.syncing(i == last):
+                with self.critic.syncing(is_last):
                     error = value_loss(self.critic.parallel, micro)
                     (error * scale).backward()
-                total += error.detach()
-                sums["value_loss"] += error.detach()
-        self.board.enter(State.TRAINING, phase="optimizer step")
+                found.sums["value_loss"] = error.detach()
+            for name, value in found.sums.items():
+                sums[name] += value
+            total += found.sums["loss"] + found.sums.get("value_loss", 0.0)
+            # Apart from the loss: a cap or a clip may hide an infinite one from it.
+            logprobs += torch.where(micro.trainable_T, found.logprobs_T, 0.0).sum()
+            behav += torch.where(micro.trainable_T, micro.behav_T, 0.0).sum()
+            self.keep_logprobs(micro, found.logprobs_T)
+        self.heartbeat("optimizer step")
         norms = [replica.clip() for replica in self.replicas]
         # In the order in which one spoils the next.
         seen = {
@@ -166,7 +157,7 @@ class Trainer:
 
     def is_finite(self, *values: Tensor) -> bool:
         """On every rank: they must all step, or none."""
-        finite = torch.stack([value.detach().float() for value in values]).isfinite().all().float()
+        finite = torch.stack(values).isfinite().all().float()
         if self.setup.num_ranks > 1:
             dist.all_reduce(finite, dist.ReduceOp.MIN)
         return bool(finite)
@@ -175,12 +166,33 @@ class Trainer:
         """The first parameter that is not finite, or ""."""
         return next((bad for replica in self.replicas if (bad := replica.bad_weight())), "")
 
+    def summary(self, sums: Sums) -> dict[str, float | None]:
+        """Metrics, over all ranks."""
+        totals = torch.stack(list(sums.values()))
+        if self.setup.num_ranks > 1:
+            dist.all_reduce(totals)
+        of = dict(zip(sums, totals.tolist(), strict=True))
+        means = ["loss", "entropy"] + (["value_loss"] if self.critic else [])
+        if self.preparer.reference is not None and self.config.train.kl_in == "loss":
+            means.append("kl")
+        named = {f"train/{name}": name for name in means} | {
+            "train/clip_frac": "clipped",
+            "train/behav_ratio_mean": "behav_ratio",
+            "train/capped_frac": "capped",
+        }
+        equal, spliced, tokens = of["compared"], of["spliced_compared"], of["tokens"]
+        return {metric: of[name] / max(1, tokens) for metric, name in named.items()} | {
+            "train/tokens": tokens,
+            "train/logprob_gap": of["gap"] / equal if equal else None,
+            "train/spliced_gap": of["spliced_gap"] / spliced if spliced else None,
+        }
+
     # -- what readable answers show of their tokens
 
-    def keep_logprobs(self, micro: MicroBatch, found: MicroLoss) -> None:
+    def keep_logprobs(self, micro: MicroBatch, logprobs_T: Tensor) -> None:
         """No value leaves the device here, so that no micro-batch is waited for."""
         if not micro.is_dummy:
-            logprobs_T = found.logprobs_T.detach() if micro.prox_T is None else micro.prox_T
+            logprobs_T = logprobs_T if micro.prox_T is None else micro.prox_T
             is_known_T = micro.trainable_T | micro.at_equal_version_T
             self._logprobs_A[micro.index_T] = torch.where(is_known_T, logprobs_T.float(), torch.nan)
 
@@ -200,10 +212,9 @@ class Trainer:
             item = prepared.items[place]
             place += len(group.trajectories)
             at = np.flatnonzero(item.written)[:MAX_SHOWN_TOKENS]
-            gaps = np.abs(self.logprobs[item.place][at] - item.view.logprobs[at])
-            if number >= num_first and not has_prox:
-                gaps = np.full(len(at), np.nan)
-            shown = [float(f"{gap:.3g}") if math.isfinite(gap) else None for gap in gaps.tolist()]
+            gaps = np.abs(self.logprobs[item.place][at] - item.view.logprobs[at]).tolist()
+            is_known = number < num_first or has_prox
+            shown = [float(f"{g:.3g}") if is_known and math.isfinite(g) else None for g in gaps]
             texts = self.texts_of(item.view.tokens[at].tolist())
             found.append(AnswerTokens(texts, item.view.versions[at].tolist(), shown))
         return tuple(found)
@@ -211,38 +222,13 @@ class Trainer:
     def texts_of(self, ids: list[int]) -> list[str]:
         """Each token as text, where the model's folder says how."""
         path = Path(self.setup.tokenizer_folder) / "tokenizer.json"
-        if self._tokenizer is None and path.is_file():
+        if not path.is_file():
+            return [f"<{token}>" for token in ids]
+        if not hasattr(self, "_tokenizer"):
             from tokenizers import Tokenizer
 
             self._tokenizer = Tokenizer.from_file(str(path))
-        if self._tokenizer is None:
-            return [f"<{token}>" for token in ids]
         return [self._tokenizer.decode([token], skip_special_tokens=False) for token in ids]
-
-    def over_ranks(self, sums: Sums) -> dict[str, float]:
-        values = torch.stack(list(sums.values()))
-        if self.setup.num_ranks > 1:
-            dist.all_reduce(values)
-        return dict(zip(sums, values.tolist(), strict=True))
-
-    def summary(self, sums: dict[str, float]) -> dict[str, float | None]:
-        tokens = max(1, sums["tokens"])
-        equal, spliced = sums["at_equal_version"], sums["spliced"]
-        values: dict[str, float | None] = {
-            "train/loss": sums["loss"] / tokens,
-            "train/entropy": sums["entropy"] / tokens,
-            "train/clip_frac": sums["clipped"] / tokens,
-            "train/behav_ratio_mean": sums["behav_ratio"] / tokens,
-            "train/capped_frac": sums["capped"] / tokens,
-            "train/tokens": sums["tokens"],
-            "train/logprob_gap": sums["gap"] / equal if equal else None,
-            "train/spliced_gap": sums["spliced_gap"] / spliced if spliced else None,
-        }
-        if self.preparer.reference is not None and self.config.train.kl_in == "loss":
-            values["train/kl"] = sums["kl"] / tokens
-        if self.critic is not None:
-            values["train/value_loss"] = sums["value_loss"] / tokens
-        return values
 
     # -- what it gives
 
@@ -250,8 +236,7 @@ class Trainer:
         """Rank 0 copies its weights into the store. Gives the seconds it took."""
         self.board.enter(State.PUBLISHING, version=version)
         started = time.perf_counter()
-        weights = lora.merged(self.policy.model)
-        store = self.setup.store
+        weights, store = lora.merged(self.policy.model), self.setup.store
         try:
             in_order = (weights[spec.name]() for spec in store.table)
             # On CUDA the copies run on a stream of their own, beside the canary's forward.
@@ -267,13 +252,8 @@ class Trainer:
     def canary(self) -> np.ndarray:
         """Logprobs of the fixed sequence that every engine repeats after a reload (rule 6)."""
         tokens = canary_tokens(self.policy.model.config.get_text_config().vocab_size)
-        bounds = attention.boundaries([CANARY_TOKENS], torch.device(self.device))
-        logprobs_T, _ = self.policy(
-            torch.tensor(tokens, device=self.device),
-            bounds.positions_T,
-            bounds.cu_seqlens_S1,
-            bounds.max_seqlen,
-        )
+        bounds = attention.boundaries([CANARY_TOKENS], self.device)
+        logprobs_T, _ = self.policy(torch.tensor(tokens, device=self.device), *bounds)
         return logprobs_T.float().cpu().numpy()
 
     def save(self, request: Save) -> None:
@@ -307,29 +287,6 @@ class Trainer:
             reason = getattr(error, "strerror", None) or str(error)
             return Saved(request.folder, f"it could not be written ({one_line(reason)})")
         return Saved(request.folder)
-
-
-def add_metrics(sums: Sums, micro: MicroBatch, found: MicroLoss, progress: float) -> None:
-    metrics = found.loss.metrics
-    is_comparable = progress == 0 or micro.prox_T is not None  # else the weights have moved on
-    equal_T = micro.at_equal_version_T & is_comparable
-    spliced_T = micro.spliced_T & is_comparable
-    gap_T = (found.prox_T - micro.behav_T).abs()
-    new = {
-        "loss": found.loss.sum.detach(),
-        "entropy": found.entropy_T[micro.trainable_T].sum(),
-        "gap": torch.where(equal_T, gap_T, 0.0).sum(),
-        "at_equal_version": equal_T.sum(),
-        "spliced_gap": torch.where(spliced_T, gap_T, 0.0).sum(),
-        "spliced": spliced_T.sum(),
-        "tokens": metrics.num_tokens,
-        "clipped": metrics.num_clipped,
-        "capped": metrics.num_capped,
-        "behav_ratio": metrics.behav_ratio,
-        "kl": metrics.kl,
-    }
-    for name, value in new.items():
-        sums[name] += value
 
 
 def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:

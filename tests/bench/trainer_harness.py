@@ -21,7 +21,7 @@ from minirl.shm.weights import WeightStore
 from minirl.train import attention
 from minirl.train.batch import Item, MicroBatch, pack
 from minirl.train.messages import TrainerSetup
-from minirl.train.objective import logprobs_of
+from minirl.train.objective import forward
 from minirl.train.packing import longest_first
 from minirl.train.prepare import Preparer
 from minirl.train.trainer import Trainer
@@ -133,7 +133,8 @@ def with_prox(harness: TrainerHarness) -> float:
     """A step that asks for π_prox although it has one minibatch."""
     started = steady()
     for micro in harness.packed:
-        logprobs_of(harness.dynamic.policy, micro, harness.dynamic.config)
+        with torch.no_grad():
+            forward(harness.dynamic.policy, micro, harness.dynamic.config)
     return steady() - started + step(harness)
 
 
