@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from minirl import shortage
 from minirl.buffer import republished_as
@@ -24,7 +23,7 @@ from minirl.run_log import RunLog
 from minirl.shm.board import Row, State, Total
 from minirl.train import checkpoint
 from minirl.train.checkpoint import newest_whole
-from minirl.train.messages import TrainerSetup
+from minirl.train.messages import CheckpointState, TrainerSetup
 from minirl.workers import Died, Fleet, Role, Worker
 
 MAX_IN_A_ROW = 4
@@ -65,7 +64,7 @@ class WentBack:
     step: int
     base: int
     version: int
-    state: dict[str, Any] | None
+    state: CheckpointState | None
 
 
 class Faults:
@@ -122,7 +121,7 @@ class Faults:
         for problem in broken:
             self.log.note(f"passed over: {problem}")
         if state is not None:
-            self._base = max(self._base, state["history"]["version"])
+            self._base = max(self._base, state.history.version)
         base, latest = self._base, self._first.store.latest
         self._base = republished_as(base, latest) if latest >= 0 else base
         Path(self._first.rendezvous).unlink(missing_ok=True)
@@ -132,7 +131,7 @@ class Faults:
                 rank.setup, folder=folder, is_resumed=found is not None, version=self._base
             )
             self.fleet.replace(rank, delay_s)
-        return WentBack(state["step"] if state else 0, base, self._base, state)
+        return WentBack(state.step if state else 0, base, self._base, state)
 
     # -- the watch
 

@@ -33,7 +33,7 @@ from minirl.records import Prompt
 from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
 from minirl.rollout.worker import RolloutSetup, Stop
 from minirl.run_dir import hold, write_text
-from minirl.run_log import RunLog, RunTotals
+from minirl.run_log import RunLog
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.tasks import Task
@@ -43,7 +43,7 @@ from minirl.tasks.turns import Dialogue, dialogue_of, has_turns
 from minirl.tasks.verifier import VerifierSetup
 from minirl.train import checkpoint
 from minirl.train.bad_batch import BatchSaver
-from minirl.train.messages import SftSetup, TrainerSetup
+from minirl.train.messages import RankSetup, TrainerSetup
 from minirl.train.tiny import tiny_model_folder
 from minirl.view.console import ConsoleView
 from minirl.view.loggers import Loggers
@@ -152,8 +152,8 @@ def _run(config: Config, job: Job, source: Path, start: Start, view: ConsoleView
         buffer = make_buffer(config, start.history)
         threads = len(places[1][0].cores)
         saver = BatchSaver(config, run_dir, ring, store, source, threads)
-        totals = RunTotals.of(start.state)
-        under_way = (start.state or {}).get("evaluating")
+        totals = start.state.totals if start.state else None
+        under_way = start.state.evaluating if start.state else None
         log = RunLog(config, run_dir, fleet, view, start.step, totals, saver, under_way)
         loop = Loop(config, fleet, stream, heldout, buffer, log)
         loggers = Loggers(config, run_dir, start.step, view.note)
@@ -233,7 +233,7 @@ def _spawn(
 
 
 def spawn_ranks(
-    fleet: Fleet, role: Role, first: TrainerSetup | SftSetup, places: list[devices.Placement]
+    fleet: Fleet, role: Role, first: RankSetup, places: list[devices.Placement]
 ) -> None:
     """`first` is rank 0's set-up."""
     Path(first.rendezvous).unlink(missing_ok=True)

@@ -24,7 +24,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from minirl.buffer import Buffer, Drop, Ticket
 from minirl.config import Config
@@ -52,7 +52,7 @@ from minirl.tasks.grading import GradingQueue
 from minirl.tasks.prompts import PromptStream
 from minirl.tasks.rewards import filter_group
 from minirl.tasks.verifier import Ask, Grade, Graded, Replied
-from minirl.train.messages import Ready, Save, Saved, Train, Trained
+from minirl.train.messages import CheckpointState, Ready, Save, Saved, Train, Trained
 from minirl.workers import Died, Fleet, Role, Worker
 
 LISTEN_S = 0.2  # how long a turn waits for news at most
@@ -439,16 +439,17 @@ class Loop(Recovery):
         """Only the trainer stands still for it. What is evaluated now is evaluated again on resume,
         and what is in flight is not consumed: its prompts come again."""
         self.is_saving, self.wants_save = True, False
-        state = {
-            "step": self.step,
-            "history": asdict(self.buffer.history),
-            "consumed_below": self.stream.consumed.below,
-            "consumed_above": sorted(self.stream.consumed.above),
-            "in_flight": sorted([p.index for p in self.prompts.values()] + self.stream.waiting),
-            "evaluating": self.evaluated_version if self.evaluation else None,
-            "totals": self.log.state(),
-            "recipe": to_toml(self.config),
-        }
+        in_flight = [p.index for p in self.prompts.values()] + self.stream.waiting
+        state = CheckpointState(
+            step=self.step,
+            history=self.buffer.history,
+            consumed_below=self.stream.consumed.below,
+            consumed_above=tuple(sorted(self.stream.consumed.above)),
+            in_flight=tuple(sorted(in_flight)),
+            evaluating=self.evaluated_version if self.evaluation else None,
+            totals=self.log.state(),
+            recipe=to_toml(self.config),
+        )
         folder = self.log.checkpoint_folder(self.step)
         for rank in self.ranks:
             rank.send(Save(str(folder), state, tuple(self.log.accuracies)))

@@ -9,7 +9,7 @@ import json
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -25,7 +25,7 @@ from minirl.run_dir import JsonLines, Line, read_lines, write_text
 from minirl.shm.board import Total
 from minirl.tasks.rewards import overlong_penalty
 from minirl.train.bad_batch import BatchSaver
-from minirl.train.messages import Trained
+from minirl.train.messages import CheckpointState, RunTotals, Trained
 from minirl.workers import Fleet, Role
 
 LOGS = ("metrics", "evals", "samples", "batches")
@@ -39,25 +39,6 @@ class View(Protocol):
     def note(self, text: str) -> None: ...
     def evaluated(self, version: int, accuracy: float) -> None: ...
     def step(self, line: Line) -> None: ...
-
-
-@dataclass
-class RunTotals:
-    """Counts since the run began. They are saved with a checkpoint."""
-
-    seconds: float = 0.0
-    trained_tokens: int = 0
-    multi_version: int = 0  # trajectories that more than one version wrote
-    workers_replaced: int = 0
-    steps_redone: int = 0
-
-    @classmethod
-    def of(cls, state: Line | None) -> "RunTotals":
-        """Of a checkpoint's state; what it does not hold is 0."""
-        try:
-            return cls(**(state or {})["totals"])
-        except (KeyError, TypeError):
-            return cls()
 
 
 class Meter:
@@ -144,15 +125,15 @@ class RunLog:
         found = sorted((self.run_dir / "checkpoints").glob("step-*"))
         return f"the last good checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
 
-    def state(self) -> Line:
+    def state(self) -> RunTotals:
         """For a checkpoint. By then the lines of its steps are on the disk."""
         for file in self._files.values():
             file.sync()
-        return {**asdict(self.totals), "seconds": self.seconds}
+        return replace(self.totals, seconds=self.seconds)
 
-    def roll_back(self, step: int, state: Line | None) -> None:
+    def roll_back(self, step: int, state: CheckpointState | None) -> None:
         """The trainer starts again from the checkpoint of `step`, whose state this is."""
-        before, self.totals = self.totals, RunTotals.of(state)
+        before, self.totals = self.totals, state.totals if state else RunTotals()
         self.totals.workers_replaced = before.workers_replaced
         self.totals.steps_redone = before.steps_redone
         self._cancel_after(step)

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import plain_script
@@ -14,6 +13,7 @@ from crew import TRAINER_PLACE, Inbox, crew
 from plain_script import Weights
 from safetensors.torch import load_file
 
+from minirl.buffer import History
 from minirl.config import BufferConfig, Config, RolloutConfig, TrainConfig
 from minirl.devices import Placement
 from minirl.model import weight_table
@@ -22,13 +22,14 @@ from minirl.rollout.worker import Stop
 from minirl.shm.board import Board
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
-from minirl.train.messages import Ready, Save, Saved, Train, Trained, TrainerSetup
+from minirl.train.messages import CheckpointState, Ready, Save, Saved, Train, Trained, TrainerSetup
 from minirl.train.trainer import Trainer
 from minirl.workers import Died, Role, Worker
 
 ETA = 2
 FIRST_VERSION = 5  # so that there are versions to be stale by
 LONGEST = 64
+STATE = CheckpointState(step=1, history=History(), consumed_below=0)
 CONFIG = Config(
     rollout=RolloutConfig(temperature=0.8),
     buffer=BufferConfig(max_staleness=ETA),
@@ -172,8 +173,8 @@ class LocalRank:
         self.trainer.publish(self.store.latest + 1)
         return values
 
-    def save(self, folder: Path, state: dict[str, Any] | None = None) -> Path:
-        self.trainer.save(Save(str(folder), state or {}))
+    def save(self, folder: Path, state: CheckpointState | None = None) -> Path:
+        self.trainer.save(Save(str(folder), state or STATE))
         return folder
 
     def weights(self) -> Weights:
@@ -200,9 +201,9 @@ class Ranks:
             worker.send(Train(batch))
         return self.inbox.take(self.workers[0], Trained)
 
-    def save(self, folder: Path, state: dict[str, Any]) -> None:
+    def save(self, folder: Path, state: CheckpointState | None = None) -> None:
         for worker in self.workers:
-            worker.send(Save(str(folder), state))
+            worker.send(Save(str(folder), state or STATE))
         assert self.inbox.take(self.workers[0], Saved).folder == str(folder)
 
     def stop(self) -> None:

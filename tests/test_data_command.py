@@ -112,9 +112,9 @@ def test_a_model_without_a_template_gets_plain_text(tied_folder: Path) -> None:
 
 
 def test_a_generated_task_is_looked_at_up_to_a_limit() -> None:
-    from minirl.train.tiny import TinyTokenizer
+    from minirl.train.tiny import tiny_tokenizer
 
     config = Config()
-    rows = dict(survey(config, make_task(config), TinyTokenizer(), limit=300).rows())
+    rows = dict(survey(config, make_task(config), tiny_tokenizer(), limit=300).rows())
     assert rows["train"].endswith("examples, of which 300 are looked at")
     assert rows["in both"] == "0 of 256 held-out prompts are trained on"

@@ -71,7 +71,7 @@ def test_while_a_checkpoint_is_written(tmp_path: Path, struck: Callable[[int], N
     wait_until(half.is_dir)
     struck(pid)
     assert half.is_dir() and not (half / "config.json").exists()
-    assert read_whole(tmp_path / "checkpoints" / "step-000003")["step"] == 3
+    assert read_whole(tmp_path / "checkpoints" / "step-000003").step == 3
     goes_on(tmp_path)
     assert not half.exists()
 
@@ -83,7 +83,7 @@ def test_while_it_evaluates(tmp_path: Path, struck: Callable[[int], None]) -> No
     saved = tmp_path / "checkpoints" / "step-000002"
     wait_until(saved.is_dir)
     struck(pid)
-    assert read_whole(saved)["evaluating"] == 2
+    assert read_whole(saved).evaluating == 2
     assert 2 not in [line["version"] for line in read_lines(tmp_path / "evals.jsonl")]
     goes_on(tmp_path, config=config)
     versions = [line["version"] for line in read_lines(tmp_path / "evals.jsonl")]

@@ -29,7 +29,7 @@ from minirl.records import Example, Prompt
 from minirl.resume import find_start
 from minirl.rollout.worker import Stop
 from minirl.run_dir import read_lines
-from minirl.run_log import RunLog, RunTotals
+from minirl.run_log import RunLog
 from minirl.shm.board import State, Total
 from minirl.shm.weights import TensorSpec, WeightStore
 from minirl.tasks.prompts import PromptStream
@@ -86,8 +86,9 @@ class Stage:
         self.stream = PromptStream(make_task(config), Numbers(), config.seed, start.consumed)
         self.buffer = make_buffer(config, start.history)
         self.log = RunLog(
-            *(config, folder, self.fleet, self.notes, start.step, RunTotals.of(start.state)),
-            evaluating=(start.state or {}).get("evaluating"),
+            *(config, folder, self.fleet, self.notes, start.step),
+            totals=start.state.totals if start.state else None,
+            evaluating=start.state.evaluating if start.state else None,
         )
         heldout = [Prompt(i, Example("Ann has 1 pear", "?"), (1,)) for i in range(2)]
         self.loop = Loop(config, self.fleet, self.stream, heldout, self.buffer, self.log)

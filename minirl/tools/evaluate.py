@@ -133,7 +133,7 @@ def find_checkpoint(run_dir: Path, which: str) -> Path:
 
 def _best(run_dir: Path, whole: Sequence[Path]) -> Path:
     scores = {line["version"]: line.get("accuracy") for line in RunDir(run_dir).evals}
-    versions = {checkpoint.read_state(path)["history"]["version"]: path for path in whole}
+    versions = {checkpoint.read_state(path).history.version: path for path in whole}
     known = [version for version in versions if scores.get(version) is not None]
     if not known:
         rule = "no checkpoint of this run has a version that was evaluated"
