@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -56,14 +57,19 @@ class SavedBatch:
         return [t.length for group in self.batch.groups for t in group.trajectories]
 
 
+@cache
+def header() -> TypeAdapter[SavedBatch]:
+    return TypeAdapter(SavedBatch)
+
+
 def write(path: Path, saved: SavedBatch) -> None:
     from safetensors.numpy import save_file
 
-    header = TypeAdapter(SavedBatch).dump_python(saved, mode="json", exclude={"columns"})
+    about = header().dump_python(saved, mode="json", exclude={"columns"})
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".tmp")
     try:
-        save_file(saved.columns, aside, {"batch": json.dumps(header)})
+        save_file(saved.columns, aside, {"batch": json.dumps(about)})
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
@@ -74,7 +80,7 @@ def read(path: Path) -> SavedBatch:
 
     with checkpoint.as_one_line(path, "cannot be computed again"):
         with safe_open(path, framework="np") as file:
-            saved = TypeAdapter(SavedBatch).validate_json((file.metadata() or {})["batch"])
+            saved = header().validate_json((file.metadata() or {})["batch"])
             saved.columns.update({name: file.get_tensor(name) for name in COLUMNS})
         shapes = {column.shape for column in saved.columns.values()}
         if shapes != {(sum(saved.lengths),)} or min(saved.lengths) < 1:
@@ -173,7 +179,7 @@ class Replayed(NamedTuple):
     def is_good(self) -> bool:
         """Finite, and close to its record: other ranks and threads sum in another order."""
         both = (self.values, self.saved.values or self.values)
-        here, there = (np.array([v[name] for name in COMPARED], float) for v in both)
+        here, there = (np.array([v.get(name) for name in COMPARED], float) for v in both)
         return not self.bad and np.allclose(here, there, rtol=1e-3)
 
     @property
@@ -181,7 +187,7 @@ class Replayed(NamedTuple):
         """As `minirl replay` prints it."""
         lines = [self.saved.why] if self.saved.why else []
         for name in COMPARED:
-            recorded = f"; recorded {self.saved.values[name]!r}" if self.saved.values else ""
+            recorded = f"; recorded {self.saved.values.get(name)!r}" if self.saved.values else ""
             lines.append(f"step {self.saved.batch.step}: {name} {self.values[name]!r}{recorded}")
         return lines + self.bad
 

@@ -174,8 +174,8 @@ def as_one_line(path: Path, what: str = "cannot be read") -> Iterator[None]:
 
 
 def newest_whole(run_dir: Path) -> tuple[Path | None, CheckpointState | None, list[str]]:
-    """The newest checkpoint that is whole, its state, and what is wrong with each newer one. Where
-    all are broken there is nothing to resume from, and starting over would bury them."""
+    """The newest checkpoint that is whole, its state, and what is wrong with each newer one. Raises
+    where all are broken: starting over would bury them."""
     broken: list[str] = []
     for folder in reversed(found(run_dir)):
         try:

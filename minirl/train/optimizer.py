@@ -43,9 +43,8 @@ def learning_rate(
     if step < warmup_steps:
         return base * ((step + 1) / (warmup_steps + 1))
     done = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
-    return (
-        base * {"constant": 1.0, "linear": 1 - done, "cosine": (1 + cos(pi * done)) / 2}[schedule]
-    )
+    scale = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + cos(pi * done)) / 2}
+    return base * scale[schedule]
 
 
 def join_ranks(setup: RankSetup) -> None:
@@ -102,9 +101,8 @@ class Replica:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.config.grad_clip, norm)
         return norm
 
-    # -- what is not finite, by name
-
     def bad_gradients(self) -> list[str]:
+        """Names of those that are not finite."""
         grads = ((name, p.grad) for name, p in self.module.named_parameters())
         return [name for name, grad in grads if grad is not None and not grad.isfinite().all()]
 
@@ -116,13 +114,11 @@ class Replica:
         return named[int(bad[0, 0])][0] if len(bad) else ""
 
     def bad_state(self) -> str:
-        """The same of the optimizer's state: saved, it would spoil every resume."""
+        """The same of the optimizer's state, which would spoil every resume."""
         states = [state for state in self.optimizer.state.values() if state]  # its share has one
         values = ((name, state[name]) for state in states for name in STATE)
         bad = (name for name, value in values if not value.isfinite().all())
         return next((f"{name} of an optimizer" for name in bad), "")
-
-    # -- state by name: what a pickle would hold, without the pickle
 
     def gather_state(self) -> None:
         """By every rank before rank 0 asks for `state_by_name`; nothing to do unless sharded."""

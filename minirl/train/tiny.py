@@ -80,8 +80,7 @@ SCHEDULE = Schedule()
 
 
 def tiny_model_folder(seed: int, schedule: Schedule = SCHEDULE) -> Path:
-    """Its name has a hash of the constants and of a sample of the task: where these change, the
-    model is another."""
+    """Named by a hash of the constants and of a sample of the task: others give another model."""
     cache = Path(os.environ.get("MINIRL_CACHE") or Path.home() / ".cache" / "minirl")
     taught = "".join(_taught(50))
     key = hashlib.sha256(f"{MODEL}{schedule}{PIECES}{taught}".encode()).hexdigest()[:8]
@@ -107,7 +106,7 @@ def ensure_tiny_model(seed: int, report: Report, schedule: Schedule = SCHEDULE) 
 
 
 def run(seed: int, board: BoardWriter, pipe: Connection) -> None:
-    """The body of the process that makes the tiny model; it sends lines for a person to read."""
+    """The body of the process that builds it; it sends lines for a person to read."""
     ensure_tiny_model(seed, pipe.send)
 
 
@@ -175,43 +174,35 @@ def _new_rank(tokenizer: "Tokenizer", lr: float) -> "SftRank":
     return SftRank(Replica(policy, train, lr), max_tokens=16384)  # one micro-batch
 
 
-@dataclass
+@dataclass(frozen=True)
 class Warmup:
-    """A model in training, and how many steps it has taken."""
-
     rank: "SftRank"
     tokenizer: "Tokenizer"
     schedule: Schedule
     seed: int
     report: Report
-    num_steps: int = 0
 
     def succeeds(self) -> bool:
         """Hold the learning rate while the model takes off, let it fall; then make it sloppy, until
         greedy decoding guesses and sampling is right at times."""
-        plan, examples = self.schedule, self.batches(is_sloppy=False)
-        self.train(examples, plan.hold_steps, plan.lr, plan.lr)
-        self.train(examples, plan.cool_steps, plan.lr, plan.lr / 20)
+        plan = self.schedule
+        rates = [plan.lr] * plan.hold_steps + _falling(plan.lr, plan.lr / 20, plan.cool_steps)
+        ramp = [min(1.0, (step + 1) / plan.ramp_steps) for step in range(len(rates))]
+        self.train([a * b for a, b in zip(rates, ramp, strict=True)], is_sloppy=False)
         skill = self.probe(is_sampled=False)
-        self.report(f"warm-up: step {self.num_steps}, {skill:.0%} right")
+        self.report(f"warm-up: step {len(rates)}, {skill:.0%} right")
         if skill < plan.min_skill:
             return False
-        examples = self.batches(is_sloppy=True)
-        self.train(examples, plan.sloppy_steps, plan.sloppy_lr, plan.sloppy_lr / 10)
+        rates = _falling(plan.sloppy_lr, plan.sloppy_lr / 10, plan.sloppy_steps)
+        self.train(rates, is_sloppy=True)
         greedy, sampled = self.probe(is_sampled=False), self.probe(is_sampled=True)
         self.report(f"warm-up: made sloppy, {greedy:.0%} right greedy, {sampled:.0%} sampled")
         return greedy <= plan.max_greedy and plan.sampled[0] <= sampled <= plan.sampled[1]
 
-    def train(
-        self, batches: "Iterator[list[SftExample]]", num_steps: int, lr_from: float, lr_to: float
-    ) -> None:
-        """The learning rate falls in a straight line."""
-        for step in range(num_steps):
-            ramp = min(1.0, (self.num_steps + 1) / self.schedule.ramp_steps)
-            lr = lr_from + (lr_to - lr_from) * step / num_steps
-            self.rank.replica.set_learning_rate(lr * ramp)
-            self.rank.learn(next(batches))
-            self.num_steps += 1
+    def train(self, rates: list[float], is_sloppy: bool) -> None:
+        for lr, examples in zip(rates, self.batches(is_sloppy), strict=False):
+            self.rank.replica.set_learning_rate(lr)
+            self.rank.learn(examples)
 
     def batches(self, is_sloppy: bool) -> "Iterator[list[SftExample]]":
         """Without end. All numbers of steps are equally likely, so that long chains are learned
@@ -258,6 +249,10 @@ class Warmup:
             answer = Answer(self.tokenizer.decode(written), stop, len(written))
             total += task.reward(Example(problem.prompt, str(problem.result)), answer)
         return total / len(problems)
+
+
+def _falling(first: float, last: float, count: int) -> list[float]:
+    return [first + (last - first) * step / count for step in range(count)]
 
 
 def _write(folder: Path, rank: "SftRank", tokenizer: "Tokenizer") -> None:
