@@ -60,7 +60,7 @@ def fresh(data: Data, step: int = 1) -> Batch:
 def test_a_batch_comes_back_whole(data: Data, saver: BatchSaver, tmp_path: Path) -> None:
     first, *rest = data.batches[3].groups
     batch = replace(data.batches[3], groups=(first._replace(masked=frozenset({1})), *rest))
-    saved = saver.take(batch, {"train/loss": 0.1 + 0.2, "train/kl": None})
+    saved = saver.take(batch, values={"train/loss": 0.1 + 0.2, "train/kl": None})
     bad_batch.write(tmp_path / "b", saved)
     found = bad_batch.read(tmp_path / "b")
     assert replace(found, columns={}) == replace(saved, columns={})

@@ -51,8 +51,7 @@ def resume(folder: Path, **settings: Any) -> None:
 
 
 @pytest.fixture(autouse=True)
-def memory() -> Iterator[None]:
-    """No shared memory is left."""
+def no_memory_is_left() -> Iterator[None]:
     before = orphaned_memory()
     yield
     wait_until(lambda: not orphaned_memory() - before)

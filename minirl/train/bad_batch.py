@@ -119,7 +119,7 @@ class BatchSaver:
         """With log.record. Returns a note for the first step that is missing, else ""."""
         try:
             if self.config.log.record:
-                write(path_of(self.run_dir, batch.step), self.take(batch, values))
+                write(path_of(self.run_dir, batch.step), self.take(batch, values=values))
         except Exception as error:  # safetensors has its own kind for a full disk
             self.num_missing += 1
             if self.num_missing == 1:
@@ -146,9 +146,7 @@ class BatchSaver:
             return f"; its batch could not be saved: {one_line(str(error))}"
         return f"; look at its batch with: minirl replay {folder}"
 
-    def take(
-        self, batch: Batch, values: dict[str, float | None] | None = None, why: str = ""
-    ) -> SavedBatch:
+    def take(self, batch: Batch, **about: Any) -> SavedBatch:
         """A copy of all that the batch's cells hold. Cells are counted anew, from 0."""
         cells, views, groups = count(), [], []
         for group in batch.groups:
@@ -156,8 +154,8 @@ class BatchSaver:
             own = tuple(t._replace(cell=next(cells)) for t in group.trajectories)
             groups.append(group._replace(trajectories=own))
         columns = {name: np.concatenate([getattr(v, name) for v in views]) for name in COLUMNS}
-        again = replace(batch, groups=tuple(groups))
-        return SavedBatch(again, self.config, self.threads, values or {}, why, columns)
+        batch = replace(batch, groups=tuple(groups))
+        return SavedBatch(batch, self.config, self.threads, columns=columns, **about)
 
     def _write_weights(self, folder: Path, version: int) -> None:
         from safetensors.torch import save_file
