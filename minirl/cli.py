@@ -230,13 +230,13 @@ def data(
     from minirl.recipe import check_task, load
     from minirl.tasks.registry import make_task, self_check
     from minirl.tools.data import Survey
-    from minirl.train.tiny import TinyTokenizer
+    from minirl.train.tiny import tiny_tokenizer
 
     config = load(recipe, overrides or []).config
     check_task(config)
     task = make_task(config)
     checked = self_check(task, config.tasks.kind)
-    tiny = TinyTokenizer() if config.model.path == "tiny" else None
+    tiny = tiny_tokenizer() if config.model.path == "tiny" else None
     found = Survey(config, task, tiny or load_tokenizer_alone(config))
     for heading, text, reference in found.shown(count):
         typer.echo(f"--- {heading}\n{text}\n--- reference: {reference}\n")
@@ -382,20 +382,20 @@ def report(runs: Annotated[list[Path], Argument(metavar="RUN…")], out: Out = N
 
 @app.command()
 def replay(
-    path: Annotated[Path, Argument(metavar="PATH", help="A run, or a batch inside one.")],
-    first: Annotated[int, Option("--from", min=0, help="Begin at this step's checkpoint.")] = 0,
+    path: Annotated[Path, Argument(metavar="PATH", help="A batch that a run saved.")],
 ) -> None:
-    """Compute again a batch that went bad, or a recorded run. PATH is a folder of bad_batches/, a
-    file of record/ (log.record = true), or a run with record/, which is compared with its record.
-    Exit code 1 if a loss is not finite, or differs from the recorded one.
+    """Compute a saved batch again. PATH is a folder of bad_batches/, or a file of record/
+    (log.record = true), which is compared with its record after those between the last checkpoint
+    and it. Exit code 1 if a loss is not finite, or differs from the recorded one.
 
     \b
-    minirl replay runs/smoke-…/bad_batches/step-000012
+    minirl replay runs/smoke-20260101-120000/bad_batches/step-000012
+    minirl replay runs/smoke-20260101-120000/record/step-000012.safetensors
     """
     from minirl.train import bad_batch
 
-    planned, is_good = bad_batch.plan(path, first), True
-    for found in bad_batch.replay(planned):
+    is_good = True
+    for found in bad_batch.replay(path):
         is_good &= found.is_good
         typer.echo("\n".join(found.lines))
     raise typer.Exit(0 if is_good else 1)

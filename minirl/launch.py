@@ -44,7 +44,7 @@ from minirl.tasks.turns import Dialogue, dialogue_of, has_turns
 from minirl.tasks.verifier import VerifierSetup
 from minirl.train import checkpoint
 from minirl.train.bad_batch import BatchSaver
-from minirl.train.messages import SftSetup, TrainerSetup
+from minirl.train.messages import RankSetup, TrainerSetup
 from minirl.train.tiny import tiny_model_folder
 from minirl.view.console import ConsoleView
 from minirl.view.loggers import Loggers
@@ -152,7 +152,7 @@ def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
         heldout = heldout_prompts(config, task, tokenizer)
         _check_prompt_lengths(config, task, tokenizer)
         saver = BatchSaver(config, run_dir, ring, store, source, len(job.ranks[0].cores))
-        under_way = (start.state or {}).get("evaluating")
+        under_way = start.state.evaluating if start.state else None
         log = RunLog(config, run_dir, workers, view, start.step, saver, under_way)
         loop = Loop(config, workers, stream, heldout, make_buffer(config, start.history), log)
         loggers = Loggers(config, run_dir, start.step, view.note)
@@ -232,9 +232,7 @@ def _spawn(
     return ring, store
 
 
-def spawn_ranks(
-    workers: Workers, role: Role, first: TrainerSetup | SftSetup, places: list[Placement]
-) -> None:
+def spawn_ranks(workers: Workers, role: Role, first: RankSetup, places: list[Placement]) -> None:
     """`first` is rank 0's set-up."""
     Path(first.rendezvous).unlink(missing_ok=True)
     for rank, place in enumerate(places):

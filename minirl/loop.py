@@ -23,7 +23,6 @@ runs where (launch.py).
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 
 from minirl.buffer import Buffer
 from minirl.config import Config
@@ -39,7 +38,7 @@ from minirl.run_log import RunLog
 from minirl.supervisor import RANKS, Supervisor
 from minirl.tasks.prompts import PromptStream
 from minirl.tasks.verifier import Graded, Replied
-from minirl.train.messages import Ready, Save, Saved, Train, Trained
+from minirl.train.messages import CheckpointState, Ready, Save, Saved, Train, Trained
 from minirl.workers import LISTEN_S, Died, Role, Worker, Workers
 
 
@@ -236,15 +235,15 @@ class Loop:
         and what is in flight is not consumed: its prompts are requeued."""
         self.is_saving, self.wants_save = True, False
         self.log.sync()
-        state = {
-            "step": self.step,
-            "history": asdict(self.buffer.history),
-            "consumed_below": self.stream.consumed.below,
-            "consumed_above": sorted(self.stream.consumed.above),
-            "in_flight": self.groups.prompts_in_flight,
-            "evaluating": self.evaluated_version if self.groups.evaluation else None,
-            "recipe": to_toml(self.config),
-        }
+        state = CheckpointState(
+            step=self.step,
+            history=self.buffer.history,
+            consumed_below=self.stream.consumed.below,
+            consumed_above=tuple(sorted(self.stream.consumed.above)),
+            in_flight=tuple(self.groups.prompts_in_flight),
+            evaluating=self.evaluated_version if self.groups.evaluation else None,
+            recipe=to_toml(self.config),
+        )
         folder = self.log.checkpoint_folder(self.step)
         self.to_ranks(Save(str(folder), state, tuple(self.log.accuracies)))
 

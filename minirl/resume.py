@@ -7,7 +7,6 @@ Leaves out: what is in a checkpoint (train/checkpoint.py).
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from minirl.buffer import History
 from minirl.config import KEYS, Config, get
@@ -16,6 +15,7 @@ from minirl.recipe import load
 from minirl.run_dir import RunDir, holds_run
 from minirl.tasks.prompts import Consumed
 from minirl.train import checkpoint
+from minirl.train.messages import CheckpointState
 
 MAY_CHANGE = (
     *("devices.", "eval.", "checkpoint.", "log.", "sft.", "buffer.target_staleness"),
@@ -29,17 +29,18 @@ MAY_CHANGE = (
 class Start:
     folder: Path  # of the weights
     step: int = 0
-    state: dict[str, Any] | None = None
-    notes: tuple[str, ...] = ()  # for the person at the terminal
+    state: CheckpointState | None = None
+    notes: tuple[str, ...] = ()  # what a person should be told
 
     @property
     def history(self) -> History:
-        return History(**self.state["history"]) if self.state else History()
+        return self.state.history if self.state else History()
 
     @property
     def consumed(self) -> Consumed:
-        state = self.state
-        return Consumed(state["consumed_below"], state["consumed_above"]) if state else Consumed()
+        if not self.state:
+            return Consumed()
+        return Consumed(self.state.consumed_below, self.state.consumed_above)
 
 
 def find_start(source: Path, run_dir: Path, is_resumed: bool) -> Start:
@@ -51,7 +52,7 @@ def find_start(source: Path, run_dir: Path, is_resumed: bool) -> Start:
     notes = [f"passed over: {problem}" for problem in broken]
     if found is None or state is None:
         return Start(source, notes=(*notes, "no checkpoint yet: starting from the beginning"))
-    return Start(found, state["step"], state, (*notes, f"going on from {found}"))
+    return Start(found, state.step, state, (*notes, f"going on from {found}"))
 
 
 def is_finished(run_dir: Path, config: Config) -> bool:

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from minirl.buffer import republished_as
 from minirl.config import Config, get
@@ -90,7 +90,6 @@ class RolledBack:
 
     step: int
     version: int
-    state: dict[str, Any] | None
 
 
 class Supervisor:
@@ -175,7 +174,7 @@ class Supervisor:
         for problem in broken:
             self.log.note(f"passed over: {problem}")
         if state is not None:
-            self._base = max(self._base, state["history"]["version"])
+            self._base = max(self._base, state.history.version)
         latest = self._first.store.latest
         self._base = republished_as(self._base, latest) if latest >= 0 else self._base
         Path(self._first.rendezvous).unlink(missing_ok=True)
@@ -185,7 +184,7 @@ class Supervisor:
                 rank.setup, folder=folder, is_resumed=found is not None, version=self._base
             )
             self.workers.replace(rank, delay_s)
-        return RolledBack(state["step"] if state else 0, self._base, state)
+        return RolledBack(state.step if state else 0, self._base)
 
     # -- the watchdog
 

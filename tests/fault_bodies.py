@@ -7,7 +7,7 @@ import os
 import signal
 import struct
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from minirl.records import Group, StopReason, Trajectory
 from minirl.rollout.worker import Abort, Finished, Gone, GroupRequest, Started, Submit
 from minirl.shm.board import BEAT_S, BoardWriter, State, Total
 from minirl.shm.weights import WeightStore
-from minirl.train.messages import AnswerTokens, Ready, Save, Saved, Train, Trained
+from minirl.train.messages import AnswerTokens, CheckpointState, Ready, Save, Saved, Train, Trained
 
 TICK_S = 0.01
 LONG_S = 300.0  # nobody waits for it
@@ -112,7 +112,7 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
             pipe.send(Trained(version + 1, values, samples=tuple(shown)))
         elif isinstance(request, Save):
             board.enter(State.SAVING)
-            step = request.state["step"]
+            step = request.state.step
             if step == script.bad.get("die_in_save") and not died.exists():
                 died.touch()
                 Path(request.folder).with_name(".step-000099.tmp").mkdir(parents=True)
@@ -135,7 +135,7 @@ def shown_tokens(group: Group, oldest: int) -> AnswerTokens:
 
 
 def write_checkpoint(
-    folder: Path, state: dict[str, object], updates: int, seconds: float = 0.0
+    folder: Path, state: CheckpointState, updates: int, seconds: float = 0.0
 ) -> None:
     aside = folder.with_name(f".{folder.name}.tmp")
     (aside / "trainer").mkdir(parents=True)
@@ -145,7 +145,7 @@ def write_checkpoint(
     (aside / "model.safetensors").write_bytes(tensors)
     (aside / "trainer" / "optimizer.safetensors").write_bytes(tensors)
     (aside / "config.json").write_text("{}")
-    (aside / "trainer" / "state.json").write_text(json.dumps(state))
+    (aside / "trainer" / "state.json").write_text(json.dumps(asdict(state)))
     os.rename(aside, folder)
 
 

@@ -2,6 +2,8 @@
 own forward, eq. 5 as it stands in the paper, torch's AdamW. No packing, no ranks, no micro-batches.
 """
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -21,6 +23,7 @@ hide_broken_torchvision()
 from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 
 Weights = dict[str, Tensor]
+SUMMED = ("train/loss", "train/entropy", "train/clip_frac")
 
 
 def load(folder: Path) -> PreTrainedModel:
@@ -60,15 +63,6 @@ class Sequence:
     prox_T: Tensor
 
 
-@dataclass
-class Sums:
-    """Over the trained tokens of a step."""
-
-    loss: float = 0.0
-    entropy: float = 0.0
-    num_clipped: int = 0
-
-
 class PlainScript:
     def __init__(self, folder: Path, config: Config):
         self.model, self.config = load(folder), config
@@ -82,48 +76,38 @@ class PlainScript:
     def momentum(self) -> Weights:
         """Adam's running mean of the gradient. Unlike an update it has its size, and no part of it
         is a rounding error that was divided by itself."""
-        return {
-            name: self.optimizer.state[p]["exp_avg"].clone()
-            for name, p in self.model.named_parameters()
-        }
+        state = self.optimizer.state
+        return {name: state[p]["exp_avg"].clone() for name, p in self.model.named_parameters()}
 
     def train(self, batch: Batch, ring: TrajectoryRing) -> dict[str, float]:
         """One step, in place. Gives what the trainer's metrics must say."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.train.lr
-        by_group = [self.read(group, batch.version, ring) for group in batch.groups]
+        by_group = [[*self.read(group, batch.version, ring)] for group in batch.groups]
         size = len(by_group) // self.config.train.num_minibatches
-        norms, sums = [], Sums()
+        sums: Counter[str] = Counter()  # over the trained tokens of the step
+        norms, cap = [], self.config.train.behav_cap
         for start in range(0, len(by_group), size):
             part = [s for sequences in by_group[start : start + size] for s in sequences]
             self.optimizer.zero_grad()
             (self.loss(part, sums) / max(1, count(part))).backward()
-            parameters = self.model.parameters()
-            norms.append(
-                torch.nn.utils.clip_grad_norm_(parameters, self.config.train.grad_clip).item()
-            )
+            clip = self.config.train.grad_clip
+            norms.append(torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip).item())
             self.optimizer.step()
         everything = [s for sequences in by_group for s in sequences]
         w_N = torch.cat([(s.prox_T - s.behav_T)[s.trains_T].exp() for s in everything])
         gap_N = torch.cat([(s.prox_T - s.behav_T)[s.is_fresh_T].abs() for s in everything])
-        num_tokens = count(everything)
         values = {
-            "train/loss": sums.loss / max(1, num_tokens),
-            "train/entropy": sums.entropy / max(1, num_tokens),
-            "train/clip_frac": sums.num_clipped / max(1, num_tokens),
+            **{name: sums[name] / max(1, len(w_N)) for name in SUMMED},
             "train/grad_norm": fmean(norms),
-            "train/tokens": num_tokens,
+            "train/tokens": len(w_N),
+            "train/behav_ratio_mean": w_N.mean().item(),
+            "train/capped_frac": (w_N > cap).float().mean().item(),
+            "train/logprob_gap": gap_N.mean().item(),
         }
-        if num_tokens:
-            cap = self.config.train.behav_cap
-            values["train/behav_ratio_mean"] = w_N.mean().item()
-            values["train/capped_frac"] = (w_N > cap).float().mean().item()
-        if len(gap_N):
-            values["train/logprob_gap"] = gap_N.mean().item()
-        return values
+        return {name: value for name, value in values.items() if value == value}  # nan: of nothing
 
-    def read(self, group: Group, version: int, ring: TrajectoryRing) -> list[Sequence]:
-        sequences = []
+    def read(self, group: Group, version: int, ring: TrajectoryRing) -> Iterator[Sequence]:
         oldest = version - self.config.buffer.max_staleness
         for trajectory, reward in zip(group.trajectories, group.rewards, strict=True):
             view = ring.read(trajectory.cell, group.id)
@@ -131,19 +115,16 @@ class PlainScript:
             written_T = torch.tensor(view.mask) == 1
             with torch.no_grad():
                 prox_T = logprobs(self.model, tokens, self.config.rollout.temperature)
-            sequences.append(
-                Sequence(
-                    tokens=tokens,
-                    advantage=(reward - fmean(group.rewards)) / (pstdev(group.rewards) + 1e-4),
-                    behav_T=torch.tensor(view.logprobs),
-                    trains_T=written_T & (versions >= oldest),
-                    is_fresh_T=written_T & (versions == version),
-                    prox_T=prox_T,
-                )
+            yield Sequence(
+                tokens=tokens,
+                advantage=(reward - fmean(group.rewards)) / (pstdev(group.rewards) + 1e-4),
+                behav_T=torch.tensor(view.logprobs),
+                trains_T=written_T & (versions >= oldest),
+                is_fresh_T=written_T & (versions == version),
+                prox_T=prox_T,
             )
-        return sequences
 
-    def loss(self, sequences: list[Sequence], sums: Sums) -> Tensor:
+    def loss(self, sequences: list[Sequence], sums: Counter[str]) -> Tensor:
         """Minus eq. 5, summed over the trained tokens."""
         train = self.config.train
         total = torch.zeros(())
@@ -156,9 +137,9 @@ class PlainScript:
             kept_T = s.trains_T & (w_T <= train.behav_cap)
             total = total - (w_T * torch.minimum(u_T * s.advantage, bound_T))[kept_T].sum()
             entropy_T = -(all_TV.exp() * all_TV).sum(-1).detach()
-            sums.entropy += entropy_T[s.trains_T[1:]].sum().item()
-            sums.num_clipped += int((bound_T < u_T * s.advantage)[kept_T].sum())
-        sums.loss += total.item()
+            sums["train/entropy"] += entropy_T[s.trains_T[1:]].sum().item()
+            sums["train/clip_frac"] += int((bound_T < u_T * s.advantage)[kept_T].sum())
+        sums["train/loss"] += total.item()
         return total
 
 

@@ -14,6 +14,7 @@ from crew import TRAINER_PLACE, Inbox, crew
 from plain_script import Weights
 from safetensors.torch import load_file
 
+from minirl.buffer import History
 from minirl.config import BufferConfig, Config, RolloutConfig, TrainConfig
 from minirl.model import weight_table
 from minirl.records import Batch, Group, StopReason, Trajectory
@@ -21,13 +22,14 @@ from minirl.rollout.worker import Stop
 from minirl.shm.board import Board
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
-from minirl.train.messages import Ready, Save, Saved, Train, Trained, TrainerSetup
+from minirl.train.messages import CheckpointState, Ready, Save, Saved, Train, Trained, TrainerSetup
 from minirl.train.trainer import Trainer
 from minirl.workers import Died, Role, Worker
 
 ETA = 2
 FIRST_VERSION = 5  # so that there are versions to be stale by
 LONGEST = 64
+STATE = CheckpointState(step=1, history=History(), consumed_below=0)
 CONFIG = Config(
     rollout=RolloutConfig(temperature=0.8),
     buffer=BufferConfig(max_staleness=ETA),
@@ -160,8 +162,8 @@ class LocalRank:
         self.trainer.publish(self.store.latest + 1)
         return values
 
-    def save(self, folder: Path, state: dict[str, Any] | None = None) -> Path:
-        self.trainer.save(Save(str(folder), state or {}))
+    def save(self, folder: Path, state: CheckpointState | None = None) -> Path:
+        self.trainer.save(Save(str(folder), state or STATE))
         return folder
 
     def weights(self) -> Weights:
@@ -189,8 +191,8 @@ class Ranks:
         assert trained.version == self.store.latest
         return trained.values
 
-    def save(self, folder: Path, state: dict[str, Any] | None = None) -> None:
-        self.send(Save(str(folder), state or {}))
+    def save(self, folder: Path, state: CheckpointState | None = None) -> None:
+        self.send(Save(str(folder), state or STATE))
         assert self.inbox.take(self.workers[0], Saved).folder == str(folder)
 
     def stop(self) -> None:

@@ -19,14 +19,13 @@ from minirl.resume import find_start
 from minirl.run_dir import read_lines
 from minirl.shm.ring import TrajectoryRing
 from minirl.train import bad_batch
-from minirl.train.checkpoint import found, read_whole
-from minirl.train.messages import Save
+from minirl.train.checkpoint import as_one_line, found, read_whole
+from minirl.train.messages import CheckpointState, Save
 from minirl.train.policy import load_policy
 
 QUICK = settings(
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-STATE = {"history": History().__dict__, "consumed_below": 8, "consumed_above": [9]}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,8 @@ def made(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     rank.train(batch)
     for step in (1, 2):
         folder = run / "checkpoints" / f"step-{step:06d}"
-        assert not rank.trainer.try_to_save(Save(str(folder), {**STATE, "step": step})).error
+        state = CheckpointState(step, History(), 8, (9,))
+        assert not rank.trainer.try_to_save(Save(str(folder), state)).error
     lines = ({"step": 1, "a": 0.5}, {"rolled_back_to": 0}, {"step": 2})
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return run
@@ -145,7 +145,7 @@ def bytes_like(path: Path) -> st.SearchStrategy[bytes]:
     return st.integers(0, 10**9).map(lambda seed: harmed(good, seed)) | st.binary(max_size=60)
 
 
-FILES = ("metrics.jsonl", "trainer/state.json", "config.json", bad_batch.FILE, "recipe.toml")
+FILES = ("metrics.jsonl", "trainer/state.json", "config.json", bad_batch.FILE)
 
 
 @QUICK
@@ -165,8 +165,9 @@ def test_any_file_is_read_or_refused(
         assert all(type(line["step"]) is int for line in read_lines(run / "metrics.jsonl"))
         start = find_start(tmp_path, run, is_resumed=True)
         assert type(start.step) is int and start.consumed.below >= 0
-        (saved,) = bad_batch.plan(bad).batches
-        bad_batch.put(saved, TrajectoryRing(len(saved.lengths), max(saved.lengths)))
+        saved = bad_batch.read(bad / bad_batch.FILE)
+        with as_one_line(bad):  # as `replay` does
+            bad_batch.put(saved, TrajectoryRing(len(saved.lengths), max(saved.lengths)))
     except MinirlError as error:
         assert "\n" not in str(error)
     path.write_bytes(good)
@@ -179,7 +180,7 @@ def test_what_is_whole_but_makes_no_sense_is_one_line_too(made: Path, tmp_path: 
     saved.columns["tokens"][:] += 10**6  # no model has so many
     bad_batch.write(folder / bad_batch.FILE, saved)
     with pytest.raises(MinirlError, match="cannot be computed again"):
-        list(bad_batch.replay(bad_batch.plan(folder)))
+        list(bad_batch.replay(folder))
     garble(folder / "weights" / "model.safetensors")
     with pytest.raises(MinirlError, match=r"model.safetensors cannot be read"):
-        list(bad_batch.replay(bad_batch.plan(folder)))
+        list(bad_batch.replay(folder))

@@ -103,9 +103,9 @@ def test_a_model_without_a_template_gets_plain_text(tied_folder: Path) -> None:
 
 
 def test_a_generated_task_is_looked_at_up_to_a_limit() -> None:
-    from minirl.train.tiny import TinyTokenizer
+    from minirl.train.tiny import tiny_tokenizer
 
     config = Config()
-    rows = dict(Survey(config, make_task(config), TinyTokenizer(), most=300).rows())
+    rows = dict(Survey(config, make_task(config), tiny_tokenizer(), most=300).rows())
     assert rows["train"].endswith("examples, of which 300 are looked at")
     assert rows["in both"] == "0 of 256 held-out prompts are trained on"

@@ -89,7 +89,8 @@ def run_dir(tmp_path: Path) -> Path:
         trainer = run / "checkpoints" / f"step-{step:06d}" / "trainer"
         trainer.mkdir(parents=True)
         (trainer.parent / "config.json").write_text("{}")
-        (trainer / "state.json").write_text(json.dumps({"history": {"version": step}}))
+        state = {"step": step, "history": {"version": step}, "consumed_below": 0}
+        (trainer / "state.json").write_text(json.dumps(state))
     lines = [{"step": s, "version": s, "accuracy": a} for s, a in ((10, 0.5), (20, 0.75))]
     (run / "evals.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run / "recipe.toml").write_text(to_toml(Config()))

@@ -1,9 +1,7 @@
 """Ten losses and rewards of the smoke recipe at η = 0, to the bit: a change of numerics is seen.
 
-The last bits of a sum depend on the processor and on the libraries' builds, so that the figures are
-kept by machine (tests/data/numerics.json). `python -m tests.test_numerics` adds this machine's.
-Where there are none, the run must still learn.
-"""
+The last bits of a sum depend on processor and libraries, so figures are kept by machine. `python -m
+tests.test_numerics` adds this machine's; where there are none, the run must still learn."""
 
 import json
 import sys
@@ -16,8 +14,6 @@ import pytest
 from tests.processes import Run, assert_accounted
 
 FIGURES = Path(__file__).parent / "data" / "numerics.json"
-NUM_STEPS = 10
-COLUMNS = ("train/loss", "reward/mean")
 
 
 def this_machine() -> str:
@@ -29,12 +25,12 @@ def this_machine() -> str:
 
 
 def measure(run_dir: Path) -> dict[str, list[float]]:
-    changes = {"buffer__max_staleness": 0, "train__steps": NUM_STEPS, "eval__num_prompts": 16}
+    changes = {"buffer__max_staleness": 0, "train__steps": 10, "eval__num_prompts": 16}
     run = Run(run_dir, small=False, **changes)
     ended = run.end(limit_s=900)
     assert ended.code == 0, ended
     assert_accounted(run.metrics(), max_staleness=0)
-    return {name: [line[name] for line in run.metrics()] for name in COLUMNS}
+    return {name: [line[name] for line in run.metrics()] for name in ("train/loss", "reward/mean")}
 
 
 @pytest.mark.vllm

@@ -88,7 +88,7 @@ def test_what_a_killed_save_left_is_swept_and_a_replaced_one_comes_back(tmp_path
     folder.rename(folder.with_name(".step-000005.old"))  # killed between two renames
     checkpoint.sweep(tmp_path)
     assert checkpoint.found(tmp_path) == [folder] and not torn.exists()
-    assert read_whole(folder)["step"] == 5
+    assert read_whole(folder).step == 5
 
 
 @pytest.mark.parametrize(

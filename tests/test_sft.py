@@ -9,8 +9,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import plain_script
 import pytest
 import torch
+from crew import TRAINER_PLACE, wait_until
 from safetensors.torch import load_file
 from test_cli import ROOT, minirl
 
@@ -26,92 +28,87 @@ from minirl.train.sft import SftData, SftExample, SftRank, build_rank, step
 from tests.soak.controller_process import living
 
 STEPS, SIZE = 3, 6
-OVERRIDES = [
-    f"sft.steps={STEPS}",
-    f"sft.batch_size={SIZE}",
-    "sft.lr=1e-3",
-    "rollout.max_new_tokens=220",
-    "tasks.max_prompt_tokens=280",
-    "train.max_tokens=600",  # several micro-batches
-    "eval.num_prompts=5",
-    "eval.every=2",
-    "devices.train=2",
-]
 RECIPE = ROOT / "recipes" / "smoke.toml"
 
 
 @pytest.fixture(scope="module")
-def config(tied_folder: Path) -> Config:
-    return load(RECIPE, [*OVERRIDES, f'model.path="{tied_folder}"']).config
+def sets(tied_folder: Path) -> list[str]:
+    return [
+        f"sft.steps={STEPS}",
+        f"sft.batch_size={SIZE}",
+        "sft.lr=1e-3",
+        "rollout.max_new_tokens=220",
+        "tasks.max_prompt_tokens=280",
+        "train.max_tokens=600",  # several micro-batches
+        "eval.num_prompts=5",
+        "eval.every=2",
+        "devices.train=2",
+        f'model.path="{tied_folder}"',
+    ]
 
 
 @pytest.fixture(scope="module")
-def run_dir(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The whole command, with two ranks."""
-    folder = tmp_path_factory.mktemp("sft") / "run"
-    sets = [f"--set={text}" for text in [*OVERRIDES, f'model.path="{tied_folder}"']]
-    done = minirl("sft", str(RECIPE), "--run-dir", str(folder), *sets)
-    assert done.returncode == 0, done.stderr
-    assert "held-out loss" in done.stderr and f"steps {STEPS}/{STEPS}" in done.stderr
-    return folder
+def config(sets: list[str]) -> Config:
+    return load(RECIPE, sets).config
 
 
-def data_of(config: Config, folder: Path) -> SftData:
+@pytest.fixture
+def rank(config: Config) -> SftRank:
+    folder, training = config.model.path, as_training(config)
+    setup = SftSetup(config=training, folder=folder, placement=TRAINER_PLACE, output="")
+    return build_rank(setup)
+
+
+def data_of(config: Config) -> SftData:
     task = Arithmetic(config.tasks, config.seed)
-    return SftData(config, task, load_tokenizer(folder, False))
+    return SftData(config, task, load_tokenizer(Path(config.model.path), False))
 
 
-def alone(config: Config, folder: Path) -> SftRank:
-    from crew import TRAINER_PLACE
-
-    return build_rank(SftSetup(as_training(config), str(folder), 0, 1, "", TRAINER_PLACE))
+def command(sets: list[str], folder: Path) -> list[str]:
+    return ["sft", str(RECIPE), "--run-dir", str(folder), *(f"--set={text}" for text in sets)]
 
 
-def test_an_example_is_the_prompt_the_worked_answer_and_an_end(
-    config: Config, tied_folder: Path
-) -> None:
-    task, tokenizer = Arithmetic(config.tasks, config.seed), load_tokenizer(tied_folder, False)
-    data, asked = SftData(config, task, tokenizer), task.train(0)
-    example = data.example(asked, tuple(tokenizer.encode(asked.prompt)))
-    assert tokenizer.decode(example.prompt) == asked.prompt
-    assert example.answer[-1] == tokenizer.eos_token_id
-    answer = tokenizer.decode(example.answer[:-1])
-    assert answer == asked.worked and "=" in answer
-    plain = data.example(replace(asked, worked=""), example.prompt)
-    assert tokenizer.decode(plain.answer[:-1]) == task.solution(asked)
+def test_an_example_is_the_prompt_the_worked_answer_and_an_end(config: Config) -> None:
+    task, data = Arithmetic(config.tasks, config.seed), data_of(config)
+    tokenizer = load_tokenizer(Path(config.model.path), False)
+    for asked, example in zip(task.heldout(5), data.heldout(5), strict=True):
+        assert tokenizer.decode(example.prompt) == asked.prompt
+        assert example.answer[-1] == tokenizer.eos_token_id
+        answer = tokenizer.decode(example.answer[:-1])
+        assert answer == asked.worked and "=" in answer
+        (plain,) = data._fitting(replace(asked, worked=""), example.prompt)
+        assert tokenizer.decode(plain.answer[:-1]) == task.solution(asked)
 
 
-def test_examples_that_are_too_long_are_left_out_and_counted(
-    config: Config, tied_folder: Path
-) -> None:
-    short = replace(config, rollout=replace(config.rollout, max_new_tokens=60))
-    data = data_of(short, tied_folder)
+def test_examples_that_are_too_long_are_left_out_and_counted(config: Config) -> None:
+    data = data_of(replace(config, rollout=replace(config.rollout, max_new_tokens=60)))
     assert all(len(example.answer) <= 60 for example in data.batch(20))
     assert data.num_too_long > 0
-    none = replace(config, rollout=replace(config.rollout, max_new_tokens=1))
     with pytest.raises(RecipeError, match=r"rollout\.max_new_tokens"):
-        data_of(none, tied_folder).batch(1)
+        data_of(replace(config, rollout=replace(config.rollout, max_new_tokens=1))).batch(1)
 
 
 def test_only_answers_are_learned_and_sequences_do_not_see_each_other(
-    config: Config, tied_folder: Path
+    rank: SftRank, tied_folder: Path
 ) -> None:
-    import plain_script
-
-    rank, model = alone(config, tied_folder), plain_script.load(tied_folder)
+    model = plain_script.load(tied_folder)
     a, b = SftExample((5, 6, 7), (8, 9, 1)), SftExample((10, 11), (12, 1))
     sums = []
     for example in (a, b):
-        tokens = [*example.prompt, *example.answer]
-        own = plain_script.own(plain_script.distributions(model, tokens, 1.0), tokens)
-        sums.append(-own[len(example.prompt) :].sum().item())
+        logprobs = plain_script.logprobs(model, [*example.prompt, *example.answer])
+        sums.append(-logprobs[len(example.prompt) :].sum().item())
     assert rank.loss([a]) == pytest.approx(sums[0] / 3, rel=1e-4)
     assert rank.loss([a, b]) == pytest.approx(sum(sums) / 5, rel=1e-4)
     assert rank.loss([]) is None
 
 
-def test_two_ranks_give_the_update_of_one(config: Config, tied_folder: Path, run_dir: Path) -> None:
-    rank, data = alone(config, tied_folder), data_of(config, tied_folder)
+def test_the_command_with_two_ranks_gives_the_update_of_one(
+    config: Config, sets: list[str], rank: SftRank, tmp_path: Path
+) -> None:
+    run_dir, data = tmp_path / "run", data_of(config)
+    done = minirl(*command(sets, run_dir))
+    assert done.returncode == 0, done.stderr
+    assert "held-out loss" in done.stderr and f"steps {STEPS}/{STEPS}" in done.stderr
     heldout = data.heldout(5)
     before = rank.loss(heldout)
     values = [step(rank, data, SIZE, i) for i in range(STEPS)]
@@ -122,32 +119,23 @@ def test_two_ranks_give_the_update_of_one(config: Config, tied_folder: Path, run
             assert line[name] == pytest.approx(own[name], rel=1e-4), name
     assert ["sft/heldout_loss" in line for line in lines] == [False, True, True]
     summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["finished"] and summary["steps"] == STEPS
     assert summary["heldout_loss_before"] == pytest.approx(before, rel=1e-5)
     assert summary["heldout_loss_after"] == pytest.approx(rank.loss(heldout), rel=1e-4)
     assert summary["heldout_loss_after"] < summary["heldout_loss_before"] - 0.1
     theirs = load_file(run_dir / "model" / "model.safetensors")
     for name, weight in rank.replica.module.model.named_parameters():
         assert torch.allclose(theirs[name], weight, atol=1e-5), name
-
-
-def test_the_model_is_an_ordinary_folder(run_dir: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    AutoModelForCausalLM.from_pretrained(run_dir / "model")
-    assert AutoTokenizer.from_pretrained(run_dir / "model").encode("Tom has 7 apples.")
+    assert load_tokenizer(run_dir / "model", False).encode("Tom has 7 apples.")
     left = {"model", "metrics.jsonl", "summary.json", "recipe.toml", "logs"}
     assert {path.name for path in run_dir.iterdir()} == left
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_leaves_no_process(tied_folder: Path, tmp_path: Path) -> None:
-    sets = [f"--set={text}" for text in (*OVERRIDES, "sft.steps=100000", "devices.train=1")]
+def test_ctrl_c_saves_and_leaves_no_process(sets: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "minirl.cli", "sft", str(RECIPE), "--run-dir", str(folder)),
-            *(*sets, f'--set=model.path="{tied_folder}"'),
-        ],
+        [sys.executable, "-m", "minirl.cli", *command([*sets, "sft.steps=100000"], folder)],
         start_new_session=True,
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -158,7 +146,7 @@ def test_ctrl_c_saves_and_leaves_no_process(tied_folder: Path, tmp_path: Path) -
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130
-    assert living(process.pid) == []
+    wait_until(lambda: not living(process.pid))
     summary = json.loads((folder / "summary.json").read_text())
     assert not summary["finished"] and (folder / "model" / "config.json").is_file()
     assert summary["steps"] == len(read_lines(folder / "metrics.jsonl"))

@@ -57,12 +57,12 @@ def test_an_interrupted_run_finishes_its_step_and_saves_it(eta: int, tmp_path: P
         assert 3 <= run.loop.step == run.loop.saved_step < STEPS
         assert len(read_lines(tmp_path / "metrics.jsonl")) == run.loop.step
         _, state, _ = newest_whole(tmp_path)
-        assert state is not None and state["step"] == run.loop.step
-        assert state["recipe"].startswith("seed = 0")
+        assert state is not None and state.step == run.loop.step
+        assert state.recipe.startswith("seed = 0")
         in_flight = {prompt.index for prompt in run.loop.prompts.values()}
-        consumed = set(range(state["consumed_below"])) | set(state["consumed_above"])
+        consumed = set(range(state.consumed_below)) | set(state.consumed_above)
         assert not in_flight & consumed
-        assert set(state["in_flight"]) - consumed == set(state["in_flight"])
+        assert set(state.in_flight) - consumed == set(state.in_flight)
 
 
 def test_interrupted_before_all_have_started_there_is_nothing_to_save(tmp_path: Path) -> None:

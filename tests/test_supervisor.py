@@ -83,7 +83,7 @@ class Stage:
             self.workers.spawn(role, 0, body, its, place())
         self.stream = PromptStream(make_task(config), Numbers(), config.seed, start.consumed)
         self.buffer = make_buffer(config, start.history)
-        under_way = (start.state or {}).get("evaluating")
+        under_way = start.state.evaluating if start.state else None
         args = (config, folder, self.workers, self.notes, start.step)
         self.log = RunLog(*args, evaluating=under_way)
         heldout = [Prompt(i, Example("Ann has 1 pear", "?"), (1,)) for i in range(2)]

@@ -31,10 +31,12 @@ from ranks import (
     relative_error,
 )
 
+from minirl.buffer import History
 from minirl.config import ModelConfig
 from minirl.records import Batch
 from minirl.shm.ring import TrajectoryRing
 from minirl.train.checkpoint import read_state
+from minirl.train.messages import CheckpointState
 
 from transformers import AutoModelForCausalLM, AutoTokenizer  # isort: skip
 
@@ -110,11 +112,12 @@ def test_a_checkpoint_is_an_ordinary_folder_and_resuming_from_it_changes_no_bit(
     one = LocalRank(tied_folder, config, data.ring)
     one.train(first)
     published = one.weights()
-    one.save(folders[0], {"version": second.version})
+    state = CheckpointState(1, History(second.version), 0)
+    one.save(folders[0], state)
     one.train(second)
     one.save(folders[1])
     assert sorted((tmp_path / "one" / "checkpoints").iterdir()) == folders  # and no temporary file
-    assert read_state(folders[0]) == {"version": second.version}
+    assert read_state(folders[0]) == state
     check_ordinary(folders[0], published, tied_folder)
 
     two = LocalRank(tied_folder, config, data.ring, folders[0], version=second.version)

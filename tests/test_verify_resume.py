@@ -1,23 +1,21 @@
-"""A run that was killed and resumed is the run that was not, to the last bit; and the comparison
-that says so can also say no.
+"""A run that was killed and resumed equals the run that was not, to the last bit.
 
-A recipe is run twice, on CPU and at η = 0, where one seed gives one run: once whole, and once with
-its controller killed (SIGKILL) at a step after a checkpoint, so that a step is done twice, and then
-started again in its run directory. Compared, bit for bit: every metric of every step but those of a
-clock, and all that the last checkpoint holds: weights, optimizer, generators, prompts.
+On CPU and at η = 0 one seed gives one run: once whole, once with its controller killed (SIGKILL)
+after a checkpoint, so that a step is done twice. Compared: every metric of every step but those of
+a clock, and all that the last checkpoint holds: weights, optimizer, generators, prompts.
 """
 
-import json
-import shutil
 import signal
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from processes import Run, assert_accounted
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from minirl.run_dir import read_lines
+from minirl.train import checkpoint
 
 STATE_KEYS = ("step", "history", "consumed_below", "consumed_above", "in_flight")
 STEPS, KILLED_AT = 4, 2  # with a checkpoint at every step
@@ -72,35 +70,19 @@ def test_at_eta_0_one_seed_gives_one_run_killed_or_not(folder: Path) -> None:
     assert logs.count("Loading weights") > 1, "it was never started again"
 
 
-@pytest.mark.vllm
-def test_what_differs_is_found_and_named(folder: Path, tmp_path: Path) -> None:
-    other = Path(shutil.copytree(folder / "resumed", tmp_path / "other"))
-    last = sorted((other / "checkpoints").glob("step-*"))[-1]
-    tensors = load_file(last / "model.safetensors")
-    name = sorted(tensors)[0]
-    tensors[name].view(-1)[0] += 1e-6
-    save_file(tensors, last / "model.safetensors")
-    lines = read_lines(other / "metrics.jsonl")
-    lines[2]["train/loss"] += 1e-9
-    lines[1]["train/tokens_per_s"] = 1.0  # a clock's: left out
-    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = different(folder / "whole", other)
-    assert found == {"step 3": "train/loss", "model.safetensors": name}
-
-
 def different(whole: Path, other: Path) -> dict[str, str]:
     """What of two runs is not the same, and where first."""
     found = {}
     for name, what in (("metrics", "step"), ("evals", "evaluation")):
         files = [read_lines(run / f"{name}.jsonl") for run in (whole, other)]
         found |= {f"{what} {a['step']}": _first(a, b) for a, b in zip(*files, strict=True)}
-    one, two = (sorted((run / "checkpoints").glob("step-*"))[-1] for run in (whole, other))
+    one, two = (checkpoint.found(run)[-1] for run in (whole, other))
     assert one.name == two.name
     for path in one.rglob("*.safetensors"):
         name = path.relative_to(one)
-        found[str(name)] = _first_tensor(path, two / name)
-    states = [json.loads((run / "trainer/state.json").read_text()) for run in (one, two)]
-    found["state"] = _first(*({key: state.get(key) for key in STATE_KEYS} for state in states))
+        found[str(name)] = _first(load_file(path), load_file(two / name))
+    states = [asdict(checkpoint.read_state(folder)) for folder in (one, two)]
+    found["state"] = _first(*({key: state[key] for key in STATE_KEYS} for state in states))
     return {what: where for what, where in found.items() if where}
 
 

@@ -133,7 +133,7 @@ def find_checkpoint(run_dir: Path, which: str) -> Path:
 
 def _best(run_dir: Path, whole: Sequence[Path]) -> Path:
     scores = {line["version"]: line.get("accuracy") for line in RunDir(run_dir).evals}
-    found = [(scores.get(checkpoint.read_state(p)["history"]["version"]), p) for p in whole]
+    found = [(scores.get(checkpoint.read_state(p).history.version), p) for p in whole]
     known = [(score, path) for score, path in found if score is not None]
     if not known:
         rule = "no checkpoint of this run has a version that was evaluated"

@@ -1,50 +1,40 @@
 """Checkpoints: ordinary Hugging Face folders that transformers and vLLM load as they are.
 
     step-000040/          config.json, model.safetensors, tokenizer and chat template
-    step-000040/trainer/  state.json (step, version, consumed prompts, …), optimizer.safetensors,
+    step-000040/trainer/  state.json (the controller's part), optimizer.safetensors,
                           master.safetensors where the model is saved in less than float32,
                           critic.safetensors and critic_optimizer.safetensors where there is one,
                           rng.safetensors: each rank's random generator
     step-000040/adapter/  with LoRA: the adapter alone, as peft reads it; the model above is merged
 
-Written aside, flushed and renamed, so a folder of this name is whole. Safetensors only: nothing is
-pickled. The learning rate is a function of the step, so it has no state of its own.
-
-`read_whole` says whether all of a checkpoint is there: one MinirlError names the file and what is
-wrong with it. It reads only headers: a safetensors file says itself how long it is.
-
-Loads torch only to save and to load: the controller looks at checkpoints without it.
+Written aside, flushed and renamed, so a folder of this name is whole; nothing is pickled. Only
+saving and loading import torch: the controller looks at checkpoints without it.
 """
 
 import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
+from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 
-from minirl.buffer import History
 from minirl.errors import MALFORMED, MinirlError, one_line
+from minirl.train.messages import CheckpointState
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from minirl.train.optimizer import Replica
     from minirl.train.policy import Policy
 
-NEEDED = ("config.json", "trainer/state.json", "trainer/optimizer.safetensors")
-BESIDE_WEIGHTS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "vocab*",
-    "merges.txt",
-    "generation_config.json",
-)
+STATE = "trainer/state.json"
+NEEDED = ("config.json", STATE, "trainer/optimizer.safetensors")
+BESIDE_WEIGHTS = ("*token*", "chat_template*", "vocab*", "merges.txt", "generation_config.json")
 
 
 @contextmanager
@@ -79,85 +69,70 @@ def save(
     learner: "Replica",
     critic: "Replica | None",
     source: Path,
-    state: dict[str, Any],
+    state: CheckpointState,
     generators: "dict[str, Tensor]",
 ) -> None:
-    """`source` is the model folder whose tokenizer files go along."""
+    """`source` is the model folder whose tokenizer files are copied."""
     import torch
+    from safetensors.torch import save_file
 
     from minirl.train import lora
 
     policy = cast("Policy", learner.module)
+    files = {"optimizer": learner.state_by_name(policy.model), "rng": generators}
+    if policy.dtype != torch.float32 and not lora.is_adapted(policy.model):
+        files["master"] = dict(policy.model.named_parameters())
+    if critic is not None:
+        files["critic"] = dict(critic.module.named_parameters())
+        files["critic_optimizer"] = critic.state_by_name(critic.module)
     with written_aside(folder) as aside:
-        trainer = aside / "trainer"
-        trainer.mkdir()
         save_model(aside, policy, source)
-        if policy.dtype != torch.float32 and not lora.is_adapted(policy.model):
-            _write(trainer / "master.safetensors", dict(policy.model.named_parameters()))
-        _write(trainer / "optimizer.safetensors", learner.state_by_name(policy.model))
-        if critic is not None:
-            _write(trainer / "critic.safetensors", dict(critic.module.named_parameters()))
-            _write(trainer / "critic_optimizer.safetensors", critic.state_by_name(critic.module))
-        _write(trainer / "rng.safetensors", generators)
-        (trainer / "state.json").write_text(json.dumps(state))
+        (aside / "trainer").mkdir()
+        for name, tensors in files.items():
+            own = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+            save_file(own, aside / "trainer" / f"{name}.safetensors")
+        (aside / STATE).write_text(json.dumps(asdict(state)))
 
 
 def save_model(folder: Path, policy: "Policy", source: Path) -> None:
     """Weights, config and tokenizer: what transformers and vLLM load; with LoRA, the adapter."""
     from minirl.train import lora
 
-    weights = {name: weight() for name, weight in lora.merged(policy.model).items()}
-    parameters = lora.own_names(policy.model)
+    weights = lora.merged(policy.model)
+    own = {name: weights[name]().to(policy.dtype) for name in lora.own_names(policy.model)}
     policy.model.config.dtype = policy.dtype
-    policy.model.save_pretrained(
-        folder, state_dict={name: weights[name].to(policy.dtype) for name in parameters}
-    )
+    policy.model.save_pretrained(folder, state_dict=own)
     copy_tokenizer(source, folder)
     if lora.is_adapted(policy.model):
         lora.save_adapter(policy.model, folder / "adapter", str(source))
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    for pattern in BESIDE_WEIGHTS:
-        for path in source.glob(pattern):
-            shutil.copy2(path, folder / path.name)
+    for path in (path for pattern in BESIDE_WEIGHTS for path in source.glob(pattern)):
+        shutil.copy2(path, folder / path.name)
 
 
 def load(folder: Path, learner: "Replica", critic: "Replica | None", rank: int) -> None:
-    """Optimizer states, this rank's generator, and weights that the model in the same folder does
-    not hold exactly. A rank that was not there when it was saved keeps the generator of the seed.
-    """
+    """Optimizer states, this rank's generator (a new rank keeps the seed's), and weights that the
+    model in the same folder does not hold exactly."""
     import torch
     from safetensors.torch import load_file
 
     from minirl.train import lora
 
-    policy, trainer = cast("Policy", learner.module), folder / "trainer"
+    policy, files = cast("Policy", learner.module), {}
+    for path in (folder / "trainer").glob("*.safetensors"):
+        files[path.stem] = load_file(path)
     if lora.is_adapted(policy.model):
         lora.load_adapter(policy.model, folder / "adapter")
-    elif (trainer / "master.safetensors").is_file():
-        _copy_into(policy.model, load_file(trainer / "master.safetensors"))
-    learner.load_state(policy.model, load_file(trainer / "optimizer.safetensors"))
+    elif "master" in files:
+        policy.model.load_state_dict(files["master"], strict=False)
+    learner.load_state(policy.model, files["optimizer"])
     if critic is not None:
-        _copy_into(critic.module, load_file(trainer / "critic.safetensors"))
-        critic.load_state(critic.module, load_file(trainer / "critic_optimizer.safetensors"))
-    if (generator := load_file(trainer / "rng.safetensors").get(f"rank-{rank}")) is not None:
+        critic.module.load_state_dict(files["critic"], strict=False)
+        critic.load_state(critic.module, files["critic_optimizer"])
+    if (generator := files["rng"].get(f"rank-{rank}")) is not None:
         torch.set_rng_state(generator)
-
-
-def _write(path: Path, tensors: "dict[str, Tensor]") -> None:
-    from safetensors.torch import save_file
-
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
-
-
-def _copy_into(module: "nn.Module", tensors: "dict[str, Tensor]") -> None:
-    parameters = dict(module.named_parameters())
-    for name, tensor in tensors.items():
-        parameters[name].detach().copy_(tensor)
-
-
-# Which there are -------------------------------------------------------------------------------
 
 
 def found(run_dir: Path) -> list[Path]:
@@ -166,7 +141,7 @@ def found(run_dir: Path) -> list[Path]:
 
 
 def sweep(run_dir: Path) -> None:
-    """Takes away what a trainer that was killed while saving has left."""
+    """Removes what a trainer that was killed while saving has left."""
     for path in (run_dir / "checkpoints").glob(".step-*"):
         whole = path.with_name(path.name[1:].removesuffix(".old"))
         if path.suffix == ".old" and not whole.exists():
@@ -175,26 +150,17 @@ def sweep(run_dir: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def prune(run_dir: Path, keep: int, accuracies: Sequence[Sequence[float]] = ()) -> None:
-    """The last `keep` stay, and the best by evaluation. `accuracies` are pairs of a version and
-    what it reached; of equals the later is the better."""
-    folders, reached = found(run_dir), {int(version): value for version, value in accuracies}
-    judged = [(reached[v], f) for f in folders if (v := _version(f)) in reached]
-    kept = {*folders[-keep:], *([max(judged)[1]] if judged else [])}
+def prune(run_dir: Path, keep: int, accuracies: Sequence[tuple[int, float]] = ()) -> None:
+    """Keeps the last `keep`, and the best by its version's evaluation: of equals the later."""
+    folders, reached = found(run_dir), dict(accuracies)
+    scores = dict.fromkeys(folders, -1.0)
     for folder in folders:
-        if folder not in kept:
+        with suppress(MinirlError):  # it is broken
+            scores[folder] = reached.get(read_state(folder).history.version, -1.0)
+    best = max(folders, key=lambda folder: (scores[folder], folder))
+    for folder in folders[:-keep]:
+        if folder != best:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _version(folder: Path) -> int:
-    """-1 where it does not say."""
-    try:
-        return int(read_state(folder)["history"]["version"])
-    except (OSError, *MALFORMED):
-        return -1
-
-
-# Is one whole? -------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -207,9 +173,9 @@ def as_one_line(path: Path, what: str = "cannot be read") -> Iterator[None]:
         raise MinirlError(f"{path} {what} ({one_line(reason)})") from None
 
 
-def newest_whole(run_dir: Path) -> tuple[Path | None, dict[str, Any] | None, list[str]]:
-    """The newest checkpoint that is whole, its state, and what is wrong with each newer one. Where
-    all are broken there is nothing to resume from, and starting over would bury them."""
+def newest_whole(run_dir: Path) -> tuple[Path | None, CheckpointState | None, list[str]]:
+    """The newest checkpoint that is whole, its state, and what is wrong with each newer one. Raises
+    where all are broken: starting over would bury them."""
     broken: list[str] = []
     for folder in reversed(found(run_dir)):
         try:
@@ -222,12 +188,13 @@ def newest_whole(run_dir: Path) -> tuple[Path | None, dict[str, Any] | None, lis
     return None, None, broken
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "trainer" / "state.json").read_bytes())
+def read_state(folder: Path) -> CheckpointState:
+    with as_one_line(folder / STATE):
+        return TypeAdapter(CheckpointState).validate_json((folder / STATE).read_bytes())
 
 
-def read_whole(folder: Path) -> dict[str, Any]:
-    """The controller's state, of a checkpoint whose files are all there and as long as they say."""
+def read_whole(folder: Path) -> CheckpointState:
+    """The state of a checkpoint whose files are all there and as long as their headers say."""
     weights = sorted(folder.glob("*.safetensors"))
     missing = [name for name in NEEDED if not (folder / name).is_file()]
     if missing or not weights:
@@ -242,10 +209,4 @@ def read_whole(folder: Path) -> dict[str, Any]:
             listed = dict(json.loads(path.read_bytes())).get("weight_map", {})
             if missing := sorted(set(listed) - names):
                 raise ValueError(f"no file holds {missing[0]}")
-    with as_one_line(folder / "trainer" / "state.json"):
-        state = dict(read_state(folder))
-        _ = History(**state["history"])
-        indices = [state["step"], state["consumed_below"], *state["consumed_above"]]
-        if not all(type(index) is int and index >= 0 for index in indices):
-            raise ValueError("its step or its consumed prompts are no numbers")
-    return state
+    return read_state(folder)

@@ -11,13 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minirl.config import Config
-from minirl.devices import hide_broken_torchvision
 from minirl.train.batch import MicroBatch
 from minirl.train.policy import load_weights
 
-hide_broken_torchvision()
-
-from transformers import AutoModel, PreTrainedModel  # noqa: E402
+from transformers import AutoModel, PreTrainedModel  # isort: skip (policy hides torchvision first)
 
 
 class Critic(nn.Module):
@@ -31,8 +28,7 @@ class Critic(nn.Module):
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, cu_seqlens_S1: Tensor, max_seqlen: int
     ) -> Tensor:
-        """The value of the state in which each token was written: of the tokens before it. The
-        first token of a sequence has none before it and is 0."""
+        """The value of the tokens before each token; 0 for the first of a sequence."""
         use_bf16 = tokens_T.is_cuda and self.dtype == torch.bfloat16
         with torch.autocast(tokens_T.device.type, torch.bfloat16, enabled=use_bf16):
             hidden_TE = self.backbone(
@@ -57,5 +53,4 @@ def value_loss(critic: nn.Module, micro: MicroBatch) -> Tensor:
     """Half the squared error, summed over the tokens that train."""
     assert micro.returns_T is not None
     values_T = critic(micro.tokens_T, micro.positions_T, micro.cu_seqlens_S1, micro.max_seqlen)
-    error_T = torch.where(micro.trainable_T, values_T - micro.returns_T, 0.0)
-    return error_T.square().sum() / 2
+    return torch.where(micro.trainable_T, values_T - micro.returns_T, 0.0).square().sum() / 2

@@ -1,10 +1,10 @@
-"""What the controller and the trainer ranks say to each other. Apart from trainer.py, so that the
-controller loads no model's code.
+"""What the controller and the trainer ranks say to each other, for `minirl train` and `minirl sft`.
+Apart from trainer.py, so that the controller loads no model's code.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
+from minirl.buffer import History
 from minirl.config import Config
 from minirl.devices import Placement
 from minirl.records import Batch
@@ -12,21 +12,32 @@ from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 
 
-@dataclass(frozen=True)
-class TrainerSetup:
+@dataclass(frozen=True, kw_only=True)
+class RankSetup:
     """What a rank is spawned with."""
 
     config: Config
     folder: str  # of the model; on resume, the checkpoint
-    tokenizer_folder: str
     placement: Placement
+    rank: int = 0
+    num_ranks: int = 1
+    rendezvous: str = ""  # a file where the ranks find each other
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSetup(RankSetup):
+    tokenizer_folder: str
     ring: TrajectoryRing
     store: WeightStore
     version: int
     is_resumed: bool = False
-    rank: int = 0
-    num_ranks: int = 1
-    rendezvous: str = ""  # a file where the ranks find each other
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftSetup(RankSetup):
+    """Of `minirl sft`. [train] of its config has the values of [sft]."""
+
+    output: str  # the folder of the trained model
 
 
 @dataclass(frozen=True)
@@ -37,11 +48,24 @@ class Train:
 
 
 @dataclass(frozen=True)
+class CheckpointState:
+    """The controller's part of a checkpoint."""
+
+    step: int
+    history: History
+    consumed_below: int  # prompts: all before this one, and those of `consumed_above`
+    consumed_above: tuple[int, ...] = ()
+    in_flight: tuple[int, ...] = ()  # prompts that come again on resume
+    evaluating: int | None = None  # the version whose evaluation was under way
+    recipe: str = ""
+
+
+@dataclass(frozen=True)
 class Save:
     """To every rank: rank 0 writes a checkpoint, with the controller's state beside its own."""
 
     folder: str
-    state: dict[str, Any]
+    state: CheckpointState
     accuracies: tuple[tuple[int, float], ...] = ()  # by version: the best checkpoint stays
 
 
@@ -78,37 +102,10 @@ class Saved:
     error: str = ""
 
 
-# `minirl sft` -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SftSetup:
-    """What a rank is spawned with. [train] of its config has the values of [sft]."""
-
-    config: Config
-    folder: str
-    rank: int
-    num_ranks: int
-    rendezvous: str
-    placement: Placement
-
-
-@dataclass(frozen=True)
-class Learn:
-    """To every rank: step 0, 1, …, and after it the loss on held-out examples."""
-
-    step: int
-    is_evaluated: bool
-
-
-@dataclass(frozen=True)
-class SaveModel:
-    folder: str
-
-
 @dataclass(frozen=True)
 class Learned:
-    """From rank 0: once before the first step, then one per step."""
+    """From rank 0 of `minirl sft`: once before the first step, then one per step."""
 
+    step: int
     values: dict[str, float | None]
     num_too_long: int

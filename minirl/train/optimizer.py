@@ -1,12 +1,10 @@
 """Stage 7, update: AdamW over a model, its learning rate, DDP, and its state by parameter name.
 
 Takes a model, gives a replica of it that takes steps. With `is_sharded` each rank keeps the state
-of its share of the parameters (ZeRO's first stage): it updates those, and ranks broadcast what they
-updated.
+of its share of the parameters (ZeRO's first stage), updates those, and broadcasts them.
 """
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from math import cos, pi
 from typing import Any
 
@@ -15,24 +13,21 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from minirl.config import TrainConfig
-from minirl.train.messages import SftSetup, TrainerSetup
+from minirl.train.messages import RankSetup
 
-BETAS = (0.9, 0.95)
-EPSILON = 1e-8
+STATE = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, for each parameter
 
 
 def build_optimizer(
     module: nn.Module, lr: float, weight_decay: float, is_sharded: bool = False
 ) -> optim.Optimizer:
     """AdamW; norms and biases (fewer than two axes) are not decayed."""
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    trained = [p for p in module.parameters() if p.requires_grad]
+    matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
+    decays = ((matrices, weight_decay), (vectors, 0.0))
+    groups = [{"params": own, "weight_decay": decay} for own, decay in decays if own]
     # Fused, also on CPU: 27 ms against 96 ms (20 M weights).
-    options: dict[str, Any] = {"lr": lr, "betas": BETAS, "eps": EPSILON, "fused": True}
+    options: dict[str, Any] = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "fused": True}
     if is_sharded:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -48,14 +43,11 @@ def learning_rate(
     if step < warmup_steps:
         return base * ((step + 1) / (warmup_steps + 1))
     done = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
-    if schedule == "linear":
-        return base * (1 - done)
-    if schedule == "cosine":
-        return base * (1 + cos(pi * done)) / 2
-    return base
+    scale = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + cos(pi * done)) / 2}
+    return base * scale[schedule]
 
 
-def join_ranks(setup: TrainerSetup | SftSetup) -> None:
+def join_ranks(setup: RankSetup) -> None:
     """The process group of DDP, where there are several ranks."""
     if setup.num_ranks > 1:
         dist.init_process_group(
@@ -92,29 +84,25 @@ class Replica:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-    @contextlib.contextmanager
-    def syncing(self, is_last: bool) -> Iterator[None]:
-        if self.parallel is not self.module and not is_last:
-            with self.parallel.no_sync():  # type: ignore[operator]
-                yield
-        else:
-            yield
+    def syncing(self, is_last: bool) -> AbstractContextManager[None]:
+        if is_last or self.parallel is self.module:
+            return nullcontext()
+        return self.parallel.no_sync()  # type: ignore[operator]
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
     def clip(self) -> Tensor:
-        """The gradient's norm before it was clipped. One that is not finite would spoil all of the
-        gradient, so that its origin could no longer be seen: then nothing is clipped."""
+        """The gradient's norm before it was clipped. If it is not finite, nothing is clipped: that
+        would spread over the whole gradient and hide its origin."""
         parameters = list(self.module.parameters())
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if norm.isfinite():
             torch.nn.utils.clip_grads_with_norm_(parameters, self.config.grad_clip, norm)
         return norm
 
-    # -- what is not finite, by name
-
     def bad_gradients(self) -> list[str]:
+        """Names of those that are not finite."""
         grads = ((name, p.grad) for name, p in self.module.named_parameters())
         return [name for name, grad in grads if grad is not None and not grad.isfinite().all()]
 
@@ -126,14 +114,11 @@ class Replica:
         return named[int(bad[0, 0])][0] if len(bad) else ""
 
     def bad_state(self) -> str:
-        """The same of the optimizer's state: saved, it would spoil every resume."""
-        for state in self.optimizer.state.values():
-            for name, value in (state or {}).items():  # None: another rank's share
-                if torch.is_tensor(value) and not value.isfinite().all():
-                    return f"{name} of an optimizer"
-        return ""
-
-    # -- state by name: what a pickle would hold, without the pickle
+        """The same of the optimizer's state, which would spoil every resume."""
+        states = [state for state in self.optimizer.state.values() if state]  # its share has one
+        values = ((name, state[name]) for state in states for name in STATE)
+        bad = (name for name, value in values if not value.isfinite().all())
+        return next((f"{name} of an optimizer" for name in bad), "")
 
     def gather_state(self) -> None:
         """By every rank before rank 0 asks for `state_by_name`; nothing to do unless sharded."""
@@ -145,24 +130,22 @@ class Replica:
         state = self.optimizer.state_dict()["state"]
         return {
             f"{name}/{field}": torch.as_tensor(value)
-            for index, name in enumerate(self._names(named))
+            for index, (name, _) in enumerate(self._trained(named))
             for field, value in state.get(index, {}).items()
         }
 
     def load_state(self, named: nn.Module, found: dict[str, Tensor]) -> None:
         """Each rank is given all of it and keeps what is its own."""
-        parameters = dict(named.named_parameters())
         state = optim.Optimizer.state_dict(self.optimizer)  # a sharded one has its own
-        places = {name: index for index, name in enumerate(self._names(named))}
-        state["state"] = {}
-        for key, tensor in found.items():
-            name, _, field = key.rpartition("/")
-            # `step` too: a fused AdamW keeps it where the weights are.
-            own = state["state"].setdefault(places[name], {})
-            own[field] = tensor.to(parameters[name].device)
+        state["state"] = {  # `step` too: a fused AdamW keeps it where the weights are
+            index: {field: found[f"{name}/{field}"].to(p.device) for field in STATE}
+            for index, (name, p) in enumerate(self._trained(named))
+            if f"{name}/step" in found
+        }
         self.optimizer.load_state_dict(state)
 
-    def _names(self, named: nn.Module) -> list[str]:
-        """Of the trained parameters, in the optimizer's order."""
+    def _trained(self, named: nn.Module) -> list[tuple[str, Tensor]]:
+        """Names and parameters in the optimizer's order."""
         names = {id(parameter): name for name, parameter in named.named_parameters()}
-        return [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
+        groups = self.optimizer.param_groups
+        return [(names[id(p)], p) for group in groups for p in group["params"]]

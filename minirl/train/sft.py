@@ -1,15 +1,10 @@
 """Supervised learning on worked answers, with the trainer's own parts: packing, policy, replica.
 
-    consumes      Learn and SaveModel from the controller
-    waits for     those; inside a step, the other ranks
-    gives         Learned and Saved (from rank 0)
-
-An *example* is a prompt and the answer to learn: the task's worked answer where it has one, else
-`solution(example)`, and the token that ends an answer. Every rank draws the same batches. Examples
-longer than the recipe's limits are left out.
-
-The loss is the mean of -logprob over the answers' tokens of the whole batch, so neither the number
-of ranks nor the micro-batch split changes an update. `SftRank` also warms the tiny model up.
+Rank 0 gives Learned before the first step and after each, then Saved; Stop from the controller ends
+the run after the step. An *example* is a prompt and the answer to learn: the task's worked answer
+or its `solution`, and the token that ends it. Every rank draws the same batches, and the loss is
+the mean of -logprob over the answers' tokens of a whole batch, so neither the number of ranks nor
+the micro-batch split changes an update. `SftRank` also warms the tiny model up.
 
 Axes: T tokens of all sequences in a micro-batch.
 """
@@ -17,9 +12,10 @@ Axes: T tokens of all sequences in a micro-batch.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -35,16 +31,13 @@ from minirl.tasks import Task
 from minirl.tasks.prompts import PromptStream, encode
 from minirl.tasks.registry import make_task
 from minirl.train import attention, checkpoint
-from minirl.train.messages import Learn, Learned, Saved, SaveModel, SftSetup
+from minirl.train.messages import Learned, Saved, SftSetup
 from minirl.train.optimizer import Replica, join_ranks
 from minirl.train.packing import split_over_ranks
 from minirl.train.policy import Policy, build_policy
 
-MAX_IN_A_ROW = 1000  # examples that are too long, before the recipe is taken for wrong
 
-
-@dataclass(frozen=True)
-class SftExample:
+class SftExample(NamedTuple):
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
 
@@ -54,6 +47,8 @@ class SftExample:
 
 
 class SftData:
+    """Examples of a task. Those longer than the recipe's limits are left out and counted."""
+
     def __init__(self, config: Config, task: Task, tokenizer: Any):
         self.config, self._task, self._tokenizer = config, task, tokenizer
         self._stream = PromptStream(task, tokenizer, config.seed)
@@ -61,37 +56,29 @@ class SftData:
 
     def batch(self, size: int) -> list[SftExample]:
         found: list[SftExample] = []
-        num_before = self.num_too_long
-        while len(found) < size:
+        for _ in range(1000 + 100 * size):
             prompt = self._stream.next()
-            found += self._fitting([self.example(prompt.example, prompt.tokens)])
-            if self.num_too_long - num_before > MAX_IN_A_ROW + 100 * len(found):
-                limit = self.config.rollout.max_new_tokens
-                rule = "nearly all prompts or worked answers are longer than the recipe allows"
-                remedy = "raise it, or tasks.max_prompt_tokens"
-                raise RecipeError("rollout.max_new_tokens", limit, rule, remedy)
-        return found
+            found += self._fitting(prompt.example, prompt.tokens)
+            if len(found) == size:
+                return found
+        rule = "nearly all prompts or worked answers are longer than the recipe allows"
+        limit, remedy = self.config.rollout.max_new_tokens, "raise it, or tasks.max_prompt_tokens"
+        raise RecipeError("rollout.max_new_tokens", limit, rule, remedy)
 
     def heldout(self, count: int) -> list[SftExample]:
         examples = self._task.heldout(count)
-        return self._fitting([self.example(e, encode(e, self._tokenizer)) for e in examples])
+        return [f for e in examples for f in self._fitting(e, encode(e, self._tokenizer))]
 
-    def example(self, asked: Example, prompt: tuple[int, ...]) -> SftExample:
+    def _fitting(self, asked: Example, prompt: tuple[int, ...]) -> list[SftExample]:
+        """The example, or nothing where it is too long."""
         text = asked.worked or self._task.solution(asked)
-        answer = self._tokenizer.encode(text, add_special_tokens=False)
-        return SftExample(prompt, (*answer, self._tokenizer.eos_token_id))
-
-    def _fitting(self, drawn: list[SftExample]) -> list[SftExample]:
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        answer = (*ids, self._tokenizer.eos_token_id)
         most = (self.config.tasks.max_prompt_tokens, self.config.rollout.max_new_tokens)
-        found = [e for e in drawn if len(e.prompt) <= most[0] and len(e.answer) <= most[1]]
-        self.num_too_long += len(drawn) - len(found)
-        return found
-
-
-@dataclass(frozen=True)
-class Update:
-    loss: float  # before it
-    grad_norm: float | None  # None: it was not finite, and no step was taken
+        if len(prompt) <= most[0] and len(answer) <= most[1]:
+            return [SftExample(prompt, answer)]
+        self.num_too_long += 1
+        return []
 
 
 @dataclass
@@ -104,8 +91,9 @@ class SftRank:
     rank: int = 0
     num_ranks: int = 1
 
-    def learn(self, examples: Sequence[SftExample]) -> Update:
-        """All ranks are given the same examples; each takes its own part."""
+    def learn(self, examples: Sequence[SftExample]) -> tuple[float, float | None]:
+        """The loss before it, and the gradient's norm: None where it was not finite, and no step
+        was taken. All ranks are given the same examples; each takes its own part."""
         self.replica.zero_grad()
         num_tokens = sum(len(example.answer) for example in examples)
         scale = self.num_ranks / num_tokens  # DDP averages over ranks; the loss is a sum over them
@@ -117,10 +105,10 @@ class SftRank:
             total += loss.detach()
         norm = self.replica.clip()
         total = self.over_ranks(total)
-        is_finite = bool(torch.isfinite(torch.stack([total, norm])).all())  # the same on every rank
+        is_finite = bool((total + norm).isfinite())  # the same on every rank
         if is_finite:
             self.replica.optimizer.step()
-        return Update(float(total) / num_tokens, float(norm) if is_finite else None)
+        return float(total) / num_tokens, float(norm) if is_finite else None
 
     @torch.no_grad()
     def loss(self, examples: Sequence[SftExample]) -> float | None:
@@ -167,44 +155,39 @@ def build_rank(setup: SftSetup) -> SftRank:
 
 
 def run(setup: SftSetup, board: BoardWriter, pipe: Connection) -> None:
-    """The body of a rank. Ends with anything but a request, or with the pipe."""
+    """The body of a rank."""
     devices.use_training_device(setup.placement)
     join_ranks(setup)
-    config, is_first = setup.config, setup.rank == 0
-    own, source = build_rank(setup), Path(setup.folder)
+    config, own, source = setup.config, build_rank(setup), Path(setup.folder)
     tokenizer = load_tokenizer(source, config.model.trust_remote_code)
     data = SftData(config, make_task(config), tokenizer)
-    heldout = data.heldout(config.eval.num_prompts)
-    answer: object = Learned({"sft/heldout_loss": own.loss(heldout)}, 0)
-    while True:
-        if is_first:
-            pipe.send(answer)
-        board.enter(State.WAITING_FOR_BATCH)
-        request = pipe.recv()
+    heldout, every = data.heldout(config.eval.num_prompts), config.eval.every
+    values: dict[str, float | None] = {"sft/heldout_loss": own.loss(heldout)}
+    for done in count():
+        if own.rank == 0:
+            pipe.send(Learned(done, values, data.num_too_long))
+        is_stopped = own.over_ranks(torch.tensor(float(pipe.poll()), device=own.device)) > 0
+        if is_stopped or done == config.train.steps:
+            break
         board.enter(State.TRAINING)
-        if isinstance(request, Learn):
-            values = step(own, data, config.train.batch_size, request.step)
-            if request.is_evaluated:
-                values["sft/heldout_loss"] = own.loss(heldout)
-            answer = Learned(values, data.num_too_long)
-        elif isinstance(request, SaveModel):
-            if is_first:
-                with checkpoint.written_aside(Path(request.folder)) as aside:
-                    checkpoint.save_model(aside, cast(Policy, own.replica.module), source)
-            answer = Saved(request.folder)
-        else:
-            return
+        values = step(own, data, config.train.batch_size, done)
+        if done + 1 == config.train.steps or (every and (done + 1) % every == 0):
+            values["sft/heldout_loss"] = own.loss(heldout)
+    if own.rank == 0:
+        with checkpoint.written_aside(Path(setup.output)) as aside:
+            checkpoint.save_model(aside, cast(Policy, own.replica.module), source)
+        pipe.send(Saved(setup.output))
+    pipe.recv()  # Stop
 
 
 def step(own: SftRank, data: SftData, size: int, number: int) -> dict[str, float | None]:
-    started = time.perf_counter()
-    lr = own.replica.begin_step(number)
+    lr, started = own.replica.begin_step(number), time.perf_counter()
     batch = data.batch(size)
-    update = own.learn(batch)
+    loss, norm = own.learn(batch)
     return {
-        "sft/loss": update.loss,
-        "train/grad_norm": update.grad_norm,
-        "train/skipped_updates": float(update.grad_norm is None),
+        "sft/loss": loss,
+        "train/grad_norm": norm,
+        "train/skipped_updates": float(norm is None),
         "train/lr": lr,
         "train/tokens": float(sum(len(e.answer) for e in batch)),
         "train/tokens_per_s": sum(e.length for e in batch) / (time.perf_counter() - started),

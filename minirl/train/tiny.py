@@ -2,13 +2,10 @@
 
 Takes a seed; gives an ordinary Hugging Face folder in the cache. Two phases of supervised learning
 (sft.py) on worked answers of the arithmetic task: a clean one that teaches the skill, then a sloppy
-one that teaches to guess and to slip. What is left for RL is to find back to showing its working
-and to stop slipping. A probe on held-out problems follows each phase; a model that fails it is
-thrown away for one from the next sub-seed.
+one that teaches to guess and to slip, which RL is to unlearn. A probe on held-out problems follows
+each phase; a model that fails it is replaced by one from the next sub-seed.
 
 torch is loaded when a model is built, not before: the controller only asks where the folder is.
-Leaves out: RL, vLLM, devices (a CPU is faster at this size), other tasks.
-
 Axes: B sequences, T positions.
 """
 
@@ -21,7 +18,8 @@ from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 from minirl.config import TasksConfig, TrainConfig
 from minirl.errors import MinirlError
@@ -41,10 +39,8 @@ Report = Callable[[str], None]
 
 PAD, EOS = 0, 1
 POSITIONS = 512
-MAX_TOKENS = 16384  # more than a batch has: one micro-batch
 # One digit to a token, with its space: " 5" then follows its verb at once, in the prompt and in
-# the working, and a plain induction head finds it. As " " and "5" it would follow a token that is
-# everywhere.
+# the working, and a plain induction head finds it.
 PIECES = r" ?\d| ?[A-Za-z]+| ?#+|\s+|[^\sA-Za-z\d#]"
 MODEL: dict[str, Any] = {
     "hidden_size": 128,
@@ -84,15 +80,16 @@ SCHEDULE = Schedule()
 
 
 def tiny_model_folder(seed: int, schedule: Schedule = SCHEDULE) -> Path:
+    """Named by a hash of the constants and of a sample of the task: others give another model."""
     cache = Path(os.environ.get("MINIRL_CACHE") or Path.home() / ".cache" / "minirl")
-    return cache / f"tiny-{_hash(schedule)}-seed{seed}"
+    taught = "".join(_taught(50))
+    key = hashlib.sha256(f"{MODEL}{schedule}{PIECES}{taught}".encode()).hexdigest()[:8]
+    return cache / f"tiny-{key}-seed{seed}"
 
 
-def _hash(schedule: Schedule) -> str:
-    """Of the constants and of a sample of the task, so that a changed task is a new model too."""
-    problems = [draw_problem(0, Stream.WARMUP, index) for index in range(50)]
-    taught = "".join(p.prompt + clean(p) for p in problems)
-    return hashlib.sha256(f"{MODEL}{schedule}{PIECES}{taught}".encode()).hexdigest()[:8]
+def _taught(count: int) -> Iterator[str]:
+    for problem in (draw_problem(0, Stream.WARMUP, index) for index in range(count)):
+        yield problem.prompt + clean(problem)
 
 
 def ensure_tiny_model(seed: int, report: Report, schedule: Schedule = SCHEDULE) -> Path:
@@ -109,7 +106,7 @@ def ensure_tiny_model(seed: int, report: Report, schedule: Schedule = SCHEDULE) 
 
 
 def run(seed: int, board: BoardWriter, pipe: Connection) -> None:
-    """The body of the process that makes the tiny model; it sends lines for a person to read."""
+    """The body of the process that builds it; it sends lines for a person to read."""
     ensure_tiny_model(seed, pipe.send)
 
 
@@ -118,34 +115,24 @@ def build_tokenizer() -> "Tokenizer":
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split = pre_tokenizers.Split(Regex(PIECES), "isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
     tokenizer.decoder = decoders.ByteLevel()
-    problems = [draw_problem(0, Stream.WARMUP, index) for index in range(2000)]
     trainer = trainers.BpeTrainer(
         vocab_size=512,  # more than there are pieces: about 430 come out
         special_tokens=["<pad>", "<eos>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((p.prompt + clean(p) for p in problems), trainer)
+    tokenizer.train_from_iterator(_taught(2000), trainer)
     return tokenizer
 
 
-class TinyTokenizer:
+def tiny_tokenizer() -> SimpleNamespace:
     """The same as the folder's, for a look at prompts: needs no model built."""
-
-    chat_template = None
-
-    def __init__(self) -> None:
-        self._tokenizer = build_tokenizer()
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+    tokenizer = build_tokenizer()
+    return SimpleNamespace(chat_template=None, encode=lambda text: tokenizer.encode(text).ids)
 
 
 def build_tiny_model(
@@ -159,15 +146,15 @@ def build_tiny_model(
         for attempt in range(schedule.max_attempts):
             sub_seed = seed + 1_000_003 * attempt
             torch.manual_seed(sub_seed)
-            warmup = Warmup(_new_rank(tokenizer, schedule), tokenizer, schedule, sub_seed, report)
-            if warmup.learn_skill() and warmup.learn_sloppiness():
-                _write(folder, warmup.model, tokenizer)
+            rank = _new_rank(tokenizer, schedule.lr)
+            if Warmup(rank, tokenizer, schedule, sub_seed, report).succeeds():
+                _write(folder, rank, tokenizer)
                 return
             report(f"warm-up: attempt {attempt + 1} failed, starting over with another sub-seed")
     raise MinirlError(f"warm-up: no model after {schedule.max_attempts} attempts with seed {seed}")
 
 
-def _new_rank(tokenizer: "Tokenizer", schedule: Schedule) -> "SftRank":
+def _new_rank(tokenizer: "Tokenizer", lr: float) -> "SftRank":
     from minirl.train import attention
     from minirl.train.optimizer import Replica
     from minirl.train.policy import Policy
@@ -175,59 +162,47 @@ def _new_rank(tokenizer: "Tokenizer", schedule: Schedule) -> "SftRank":
 
     from transformers import Qwen3Config, Qwen3ForCausalLM  # isort: skip
 
-    ids: dict[str, Any] = {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None}
     config = Qwen3Config(
         **MODEL,
-        **ids,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=None,
         vocab_size=tokenizer.get_vocab_size(),
         attn_implementation=attention.NAME,
     )
     policy, train = Policy(Qwen3ForCausalLM(config)), TrainConfig(weight_decay=0.0, grad_clip=1.0)
-    return SftRank(Replica(policy, train, schedule.lr), MAX_TOKENS)
+    return SftRank(Replica(policy, train, lr), max_tokens=16384)  # one micro-batch
 
 
-@dataclass
+@dataclass(frozen=True)
 class Warmup:
-    """A model in training, and how many steps it has taken."""
-
     rank: "SftRank"
     tokenizer: "Tokenizer"
     schedule: Schedule
     seed: int
     report: Report
-    num_steps: int = 0
 
-    @property
-    def model(self) -> Any:
-        return self.rank.replica.module.model
-
-    def learn_skill(self) -> bool:
-        """Hold the learning rate while the model takes off, then let it fall."""
-        plan, examples = self.schedule, self.batches(is_sloppy=False)
-        self.train(examples, plan.hold_steps, plan.lr, plan.lr)
-        self.train(examples, plan.cool_steps, plan.lr, plan.lr / 20)
+    def succeeds(self) -> bool:
+        """Hold the learning rate while the model takes off, let it fall; then make it sloppy, until
+        greedy decoding guesses and sampling is right at times."""
+        plan = self.schedule
+        rates = [plan.lr] * plan.hold_steps + _falling(plan.lr, plan.lr / 20, plan.cool_steps)
+        ramp = [min(1.0, (step + 1) / plan.ramp_steps) for step in range(len(rates))]
+        self.train([a * b for a, b in zip(rates, ramp, strict=True)], is_sloppy=False)
         skill = self.probe(is_sampled=False)
-        self.report(f"warm-up: step {self.num_steps}, {skill:.0%} right")
-        return skill >= plan.min_skill
-
-    def learn_sloppiness(self) -> bool:
-        """Down to where RL is to find it: greedy decoding guesses, sampling is right at times."""
-        plan, examples = self.schedule, self.batches(is_sloppy=True)
-        self.train(examples, plan.sloppy_steps, plan.sloppy_lr, plan.sloppy_lr / 10)
+        self.report(f"warm-up: step {len(rates)}, {skill:.0%} right")
+        if skill < plan.min_skill:
+            return False
+        rates = _falling(plan.sloppy_lr, plan.sloppy_lr / 10, plan.sloppy_steps)
+        self.train(rates, is_sloppy=True)
         greedy, sampled = self.probe(is_sampled=False), self.probe(is_sampled=True)
         self.report(f"warm-up: made sloppy, {greedy:.0%} right greedy, {sampled:.0%} sampled")
         return greedy <= plan.max_greedy and plan.sampled[0] <= sampled <= plan.sampled[1]
 
-    def train(
-        self, batches: "Iterator[list[SftExample]]", num_steps: int, lr_from: float, lr_to: float
-    ) -> None:
-        """The learning rate goes straight from one value to the other."""
-        for step in range(num_steps):
-            ramp = min(1.0, (self.num_steps + 1) / self.schedule.ramp_steps)
-            lr = lr_from + (lr_to - lr_from) * step / num_steps
-            self.rank.replica.set_learning_rate(lr * ramp)
-            self.rank.learn(next(batches))
-            self.num_steps += 1
+    def train(self, rates: list[float], is_sloppy: bool) -> None:
+        for lr, examples in zip(rates, self.batches(is_sloppy), strict=False):
+            self.rank.replica.set_learning_rate(lr)
+            self.rank.learn(examples)
 
     def batches(self, is_sloppy: bool) -> "Iterator[list[SftExample]]":
         """Without end. All numbers of steps are equally likely, so that long chains are learned
@@ -251,38 +226,39 @@ class Warmup:
     def probe(self, is_sampled: bool) -> float:
         """Mean reward of generated answers to held-out problems, at temperature 1 or greedy."""
         import torch
-        from transformers import GenerationConfig
 
         from minirl.train import attention
 
-        indices, task = range(self.schedule.num_probes), Arithmetic(TasksConfig())
+        indices, model = range(self.schedule.num_probes), cast(Any, self.rank.replica.module).model
         problems = [draw_problem(self.seed, Stream.PROBE, index) for index in indices]
         prompts = [self.tokenizer.encode(problem.prompt).ids for problem in problems]
         width = max(map(len, prompts))
         tokens_BT = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])
-        settings = GenerationConfig(
+        model.set_attn_implementation("sdpa")  # generation pads; it knows no packed sequences
+        written_BT = model.generate(
+            tokens_BT,
+            attention_mask=(tokens_BT != PAD).long(),
             do_sample=is_sampled,
             top_k=0 if is_sampled else None,  # by default transformers samples among 50
             max_new_tokens=128,
-            eos_token_id=EOS,
-            pad_token_id=PAD,
         )
-        self.model.set_attn_implementation("sdpa")  # generation pads; it knows no packed sequences
-        written_BT = self.model.generate(
-            tokens_BT, attention_mask=(tokens_BT != PAD).long(), generation_config=settings
-        )[:, width:].tolist()
-        self.model.set_attn_implementation(attention.NAME)
-        rewards = []
-        for problem, written in zip(problems, written_BT, strict=True):
+        model.set_attn_implementation(attention.NAME)
+        task, total = Arithmetic(TasksConfig()), 0.0
+        for problem, written in zip(problems, written_BT[:, width:].tolist(), strict=True):
             stop = StopReason.STOP if EOS in written else StopReason.LENGTH
             answer = Answer(self.tokenizer.decode(written), stop, len(written))
-            rewards.append(task.reward(Example(problem.prompt, str(problem.result)), answer))
-        return sum(rewards) / len(rewards)
+            total += task.reward(Example(problem.prompt, str(problem.result)), answer)
+        return total / len(problems)
 
 
-def _write(folder: Path, model: Any, tokenizer: "Tokenizer") -> None:
+def _falling(first: float, last: float, count: int) -> list[float]:
+    return [first + (last - first) * step / count for step in range(count)]
+
+
+def _write(folder: Path, rank: "SftRank", tokenizer: "Tokenizer") -> None:
     from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+    model: Any = rank.replica.module.model
     with checkpoint.written_aside(folder) as aside:
         model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
         model.save_pretrained(aside)

@@ -9,7 +9,7 @@ of one is added.
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def saved(run_dir: Path) -> Saved:
     if not (run_dir / "checkpoints").is_dir():
         return Saved(None, {}, [])
     folder, state, broken = newest_whole(run_dir)
-    return Saved(folder, state or {}, broken)
+    return Saved(folder, asdict(state) if state else {}, broken)
 
 
 # -- one line of TRAINED

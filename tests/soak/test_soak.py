@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from processes import RECIPES, SMALL
 
+from minirl.buffer import History
 from minirl.config import Config
 from minirl.tasks.registry import make_task, self_check
+from minirl.train.messages import CheckpointState
 from tests.soak import run_files, task
 from tests.soak.accuracy import RUN_SD, compare
 from tests.soak.follower import RunFollower
@@ -48,7 +50,8 @@ def test_files_are_torn_as_by_a_crash(tmp_path: Path, monkeypatch: pytest.Monkey
         text = (tmp_path / "metrics.jsonl").read_text()
         assert text.startswith('{"step": 1, "a": 1}\n{') and not text.endswith("\n")
     # What a checkpoint vouches for stays whole.
-    monkeypatch.setattr(run_files, "newest_whole", lambda run_dir: (run_dir, {"step": 2}, []))
+    saved = CheckpointState(step=2, history=History(), consumed_below=0)
+    monkeypatch.setattr(run_files, "newest_whole", lambda run_dir: (run_dir, saved, []))
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "metrics.jsonl").write_text(whole)
     assert tear(tmp_path, random.Random(0)) == ["metrics.jsonl"]
