@@ -33,22 +33,25 @@ from enum import StrEnum
 from minirl.buffer import Buffer, Ticket
 from minirl.config import Config
 from minirl.evaluation import Ended, Evaluation
-from minirl.records import Batch, Drop, Prompt, StopReason, Trajectory
-from minirl.rollout.dispatch import Assignment, Dispatcher
-from minirl.rollout.worker import (
+from minirl.messages import (
     Abort,
+    Ask,
     Continue,
     Finished,
     Gone,
+    Grade,
+    Graded,
     GroupRequest,
     Pinned,
+    Replied,
+    Role,
     Submit,
     TurnEnded,
 )
+from minirl.records import Batch, Drop, Prompt, StopReason, Trajectory
+from minirl.rollout.dispatch import Assignment, Dispatcher
 from minirl.tasks.prompts import PromptStream
 from minirl.tasks.rewards import filter_group
-from minirl.tasks.verifier import Ask, Grade, Graded, Replied
-from minirl.workers import Role
 
 FIRST_EVAL_ID = 1 << 40  # group ids from here on are of evaluations
 MAX_LOSSES = 5  # of one prompt with its engine: then the prompt is taken for the cause

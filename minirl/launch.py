@@ -22,6 +22,7 @@ from minirl.config import TINY, Config
 from minirl.devices import Placement
 from minirl.errors import MinirlError, RecipeError
 from minirl.loop import Loop
+from minirl.messages import Died, RankSetup, Role, Stop, TrainerSetup
 from minirl.recipe import (
     Loaded,
     check_devices,
@@ -32,7 +33,7 @@ from minirl.recipe import (
 )
 from minirl.records import Prompt
 from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
-from minirl.rollout.worker import RolloutSetup, Stop
+from minirl.rollout.worker import RolloutSetup
 from minirl.run_dir import hold, write_text
 from minirl.run_log import RunLog
 from minirl.shm.ring import TrajectoryRing
@@ -44,11 +45,10 @@ from minirl.tasks.turns import Dialogue, dialogue_of, has_turns
 from minirl.tasks.verifier import VerifierSetup
 from minirl.train import checkpoint
 from minirl.train.bad_batch import BatchSaver
-from minirl.train.messages import RankSetup, TrainerSetup
 from minirl.train.tiny import tiny_model_folder
 from minirl.view.console import ConsoleView
 from minirl.view.loggers import Loggers
-from minirl.workers import Died, LossyStream, Role, Workers, graceful, signals
+from minirl.workers import LossyStream, Workers, graceful, signals
 
 INTERRUPTED = 130
 TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"

@@ -29,17 +29,27 @@ from minirl.config import Config
 from minirl.errors import MinirlError
 from minirl.evaluation import Evaluation
 from minirl.groups import FIRST_EVAL_ID, Groups, Sends
+from minirl.messages import (
+    CheckpointState,
+    Died,
+    Finished,
+    Graded,
+    Replied,
+    Role,
+    Save,
+    Saved,
+    Started,
+    Train,
+    Trained,
+)
 from minirl.metrics import Guard
 from minirl.recipe import to_toml
 from minirl.records import Batch, Prompt
 from minirl.rollout.dispatch import Speedometer
-from minirl.rollout.worker import Finished, Started
 from minirl.run_log import RunLog
 from minirl.supervisor import RANKS, Supervisor
 from minirl.tasks.prompts import PromptStream
-from minirl.tasks.verifier import Graded, Replied
-from minirl.train.messages import CheckpointState, Ready, Save, Saved, Train, Trained
-from minirl.workers import LISTEN_S, Died, Role, Worker, Workers
+from minirl.workers import LISTEN_S, Worker, Workers
 
 
 class Loop:
@@ -151,7 +161,7 @@ class Loop:
 
     def handle(self, worker: Worker, message: object) -> Sends:
         match message:
-            case Started() | Ready():
+            case Started():
                 worker.is_ready = True
             case Trained():
                 self.on_trained(message)

@@ -11,11 +11,11 @@ from pathlib import Path
 from minirl.buffer import History
 from minirl.config import KEYS, Config, get
 from minirl.errors import RecipeError
+from minirl.messages import CheckpointState
 from minirl.recipe import load
 from minirl.run_dir import RunDir, holds_run
 from minirl.tasks.prompts import Consumed
 from minirl.train import checkpoint
-from minirl.train.messages import CheckpointState
 
 MAY_CHANGE = (
     *("devices.", "eval.", "checkpoint.", "log.", "sft.", "buffer.target_staleness"),

@@ -22,14 +22,14 @@ from minirl.config import Config
 from minirl.errors import MinirlError
 from minirl.evaluation import Evaluation
 from minirl.groups import GroupState
+from minirl.messages import Role, Trained
 from minirl.metrics import DROPPED, Breach, metrics_line
 from minirl.records import Batch, Group, StopReason
 from minirl.run_dir import JsonLines, Line, read_lines, write_text
 from minirl.shm.board import Total
 from minirl.tasks.rewards import overlong_penalty
 from minirl.train.bad_batch import BatchSaver
-from minirl.train.messages import Trained
-from minirl.workers import Role, Workers
+from minirl.workers import Workers
 
 Metrics = dict[str, float]
 Values = dict[str, float | None]

@@ -27,11 +27,11 @@ from minirl.buffer import republished_as
 from minirl.config import Config, get
 from minirl.errors import MinirlError, Stalled, WorkerDied
 from minirl.groups import Groups, Sends
+from minirl.messages import Died, Role, TrainerSetup
 from minirl.shm.board import Row, State, Total
 from minirl.train import checkpoint
 from minirl.train.checkpoint import newest_whole
-from minirl.train.messages import TrainerSetup
-from minirl.workers import Died, Role, Worker, Workers
+from minirl.workers import Worker, Workers
 
 MAX_DEATHS = 4  # in a row
 FIRST_DELAY_S = 1.0

@@ -22,8 +22,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from enum import StrEnum
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
@@ -37,6 +35,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from minirl import devices
 from minirl.devices import Placement
 from minirl.errors import Interrupted, MinirlError, Stalled, WorkerDied
+from minirl.messages import Died, Role
 from minirl.shm.board import Board, State
 from minirl.shm.tracer import TraceFile, Tracer
 
@@ -50,24 +49,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SECRET = re.compile(r"(?!TOKENIZER)TOKEN|SECRET|PASSW|CREDENTIAL|KEY$|APIKEY", re.I)
 
 Message = TypeVar("Message")
-
-
-class Role(StrEnum):
-    ROLLOUT = "rollout"
-    TRAIN = "train"
-    VERIFY = "verify"
-    WARMUP = "warmup"  # makes the tiny model, before the others
-    SFT = "sft"  # a rank of `minirl sft`
-    BENCH = "bench"  # a part of a benchmark
-
-
-@dataclass(frozen=True)
-class Died:
-    """The worker is gone and every message it sent was received. A worker that fails sends its own
-    account as its last message."""
-
-    how: str
-    is_final: bool  # a MinirlError: a new worker would fail the same way
 
 
 class Worker:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from minirl.devices import Placement, vllm_environment
+from minirl.messages import Died
 from minirl.shm.weights import WeightStore
-from minirl.workers import Died, Worker, Workers
+from minirl.workers import Worker, Workers
 
 LIMIT_S = 300.0  # a hang is a failure, however slow the machine
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -15,11 +15,23 @@ import torch
 from crew import publish
 
 from minirl.errors import StaleWeights
+from minirl.messages import (
+    Abort,
+    AnswerTokens,
+    CheckpointState,
+    Finished,
+    Gone,
+    GroupRequest,
+    Save,
+    Saved,
+    Started,
+    Submit,
+    Train,
+    Trained,
+)
 from minirl.records import Group, StopReason, Trajectory
-from minirl.rollout.worker import Abort, Finished, Gone, GroupRequest, Started, Submit
 from minirl.shm.board import BEAT_S, BoardWriter, State, Total
 from minirl.shm.weights import WeightStore
-from minirl.train.messages import AnswerTokens, CheckpointState, Ready, Save, Saved, Train, Trained
 
 TICK_S = 0.01
 LONG_S = 300.0  # nobody waits for it
@@ -82,7 +94,7 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
         raise RuntimeError("CUDA out of memory" if script.bad["dies"] == 2 else "no luck")
     updates = read_updates(Path(script.folder)) if script.is_resumed else 0
     publish(script.store, script.version, [torch.tensor([float(updates)])])
-    pipe.send(Ready())
+    pipe.send(Started())
     died = Path(script.rendezvous).with_name("died")  # each fault happens once
     while True:
         board.enter(State.WAITING_FOR_BATCH)

@@ -17,13 +17,14 @@ import torch
 from crew import TRAINER_PLACE
 
 from minirl.config import Config
+from minirl.messages import Role, Started
 from minirl.records import StopReason
 from minirl.rollout.engine import Chunk, Sampling
-from minirl.rollout.worker import RolloutWorker, Started
+from minirl.rollout.worker import RolloutWorker
 from minirl.shm.board import BoardWriter
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import TensorSpec, WeightStore
-from minirl.workers import Role, Workers
+from minirl.workers import Workers
 from tests.bench.scripted import TrainerScript, serve_training
 
 STEP_S = 0.03

@@ -16,15 +16,24 @@ from safetensors.torch import load_file
 
 from minirl.buffer import History
 from minirl.config import BufferConfig, Config, RolloutConfig, TrainConfig
+from minirl.messages import Started, (
+    CheckpointState,
+    Died,
+    Role,
+    Save,
+    Saved,
+    Stop,
+    Train,
+    Trained,
+    TrainerSetup,
+)
 from minirl.model import weight_table
 from minirl.records import Batch, Group, StopReason, Trajectory
-from minirl.rollout.worker import Stop
 from minirl.shm.board import Board
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
-from minirl.train.messages import CheckpointState, Ready, Save, Saved, Train, Trained, TrainerSetup
 from minirl.train.trainer import Trainer
-from minirl.workers import Died, Role, Worker
+from minirl.workers import Worker
 
 ETA = 2
 FIRST_VERSION = 5  # so that there are versions to be stale by
@@ -215,7 +224,7 @@ def ranks(
         setups = [replace(first, rank=rank) for rank in range(num)]
         workers = [spawn(Role.TRAIN, s.rank, body, s, s.placement) for s in setups]
         for worker in workers:
-            inbox.take(worker, Ready)
+            inbox.take(worker, Started)
         yield Ranks(inbox, workers, first.store)
 
 

@@ -25,10 +25,10 @@ from typer.testing import CliRunner
 from minirl.cli import app
 from minirl.config import Config, LogConfig, ModelConfig
 from minirl.errors import MinirlError
+from minirl.messages import Save
 from minirl.records import Batch
 from minirl.train import bad_batch
 from minirl.train.bad_batch import COLUMNS, BatchSaver, path_of
-from minirl.train.messages import Save
 from minirl.train.policy import load_policy
 
 

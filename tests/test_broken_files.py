@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from minirl import model
 from minirl.buffer import History
 from minirl.errors import MinirlError, RecipeError
+from minirl.messages import CheckpointState, Save
 from minirl.resume import find_start
 from minirl.run_dir import read_lines
 from minirl.shm.ring import TrajectoryRing
 from minirl.train import bad_batch
 from minirl.train.checkpoint import as_one_line, found, read_whole
-from minirl.train.messages import CheckpointState, Save
 from minirl.train.policy import load_policy
 
 QUICK = settings(

@@ -18,12 +18,13 @@ from versions import EXACT, Versions
 
 from minirl.config import Config, ModelConfig, RolloutConfig, TasksConfig
 from minirl.errors import StaleWeights
+from minirl.messages import Role
 from minirl.records import StopReason
 from minirl.rollout.engine import Engine, Sampling
 from minirl.rollout.worker import RolloutSetup
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import CANARY_TOKENS
-from minirl.workers import Role, Worker
+from minirl.workers import Worker
 
 pytestmark = pytest.mark.vllm
 

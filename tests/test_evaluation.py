@@ -15,9 +15,9 @@ from minirl.evaluation import Ended, Evaluation
 from minirl.groups import Phase
 from minirl.launch import make_buffer
 from minirl.loop import Loop
+from minirl.messages import Role
 from minirl.records import Example, Prompt, StopReason, Trajectory
 from minirl.run_log import RunLog
-from minirl.workers import Role
 from tests.bench.loop_harness import Prompts, Silent
 
 

@@ -17,19 +17,22 @@ from minirl.buffer import Buffer, OnStale, republished_as
 from minirl.config import Config
 from minirl.evaluation import Evaluation
 from minirl.groups import Groups, Phase, Sends
-from minirl.records import Batch, Drop, Example, Prompt, StopReason, Trajectory
-from minirl.rollout.worker import (
+from minirl.messages import (
     Abort,
+    Ask,
     Continue,
     Finished,
     Gone,
+    Grade,
+    Graded,
     GroupRequest,
     Pinned,
+    Replied,
     Submit,
     TurnEnded,
 )
+from minirl.records import Batch, Drop, Example, Prompt, StopReason, Trajectory
 from minirl.tasks.prompts import PromptStream
-from minirl.tasks.verifier import Ask, Grade, Graded, Replied
 
 TURN = Trajectory(0, 14, 4, StopReason.STOP, 0, 0)  # of a prompt of ten tokens
 TOO_LONG = 17  # every so manieth prompt

@@ -14,23 +14,25 @@ from tiny_models import EOS, POSITIONS, tokenizer
 from versions import EXACT, Versions
 
 from minirl.config import Config, EvalConfig, RolloutConfig, TasksConfig
-from minirl.records import StopReason, Trajectory
-from minirl.rollout.worker import (
+from minirl.messages import (
     Abort,
     Continue,
+    Died,
     Finished,
     Gone,
     GroupRequest,
-    RolloutSetup,
+    Role,
     Started,
     Stop,
     Submit,
     TurnEnded,
 )
+from minirl.records import StopReason, Trajectory
+from minirl.rollout.worker import RolloutSetup
 from minirl.shm.board import State, Total
 from minirl.shm.ring import TornEntry, TrajectoryRing, TrajectoryView
 from minirl.tasks.turns import Dialogue, runs
-from minirl.workers import Died, Role, Worker
+from minirl.workers import Worker
 
 pytestmark = pytest.mark.vllm
 

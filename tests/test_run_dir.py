@@ -14,13 +14,13 @@ from minirl.devices import Placement
 from minirl.errors import MinirlError, RecipeError
 from minirl.evaluation import Ended, Evaluation
 from minirl.groups import GroupState
+from minirl.messages import AnswerTokens, Role, Trained
 from minirl.metrics import Breach
 from minirl.records import Batch, Example, Group, Prompt, StopReason, Trajectory
 from minirl.rollout.dispatch import Assignment
 from minirl.run_dir import JsonLines, RunDir, hold, open_run, read_lines, write_text
 from minirl.run_log import RunLog
-from minirl.train.messages import AnswerTokens, Trained
-from minirl.workers import Role, Worker, Workers
+from minirl.workers import Worker, Workers
 
 HELDOUT = [Prompt(i, Example(f"Is 2 + 2 = {i}?", "4"), (1, 2)) for i in range(4)]
 CONFIG = replace(

@@ -18,12 +18,12 @@ from test_cli import ROOT, minirl
 
 from minirl.config import Config
 from minirl.errors import RecipeError
+from minirl.messages import SftSetup
 from minirl.model import load_tokenizer
 from minirl.recipe import load
 from minirl.run_dir import read_lines
 from minirl.tasks.arithmetic import Arithmetic
 from minirl.tools.sft_run import as_training
-from minirl.train.messages import SftSetup
 from minirl.train.sft import SftData, SftExample, SftRank, build_rank, step
 from tests.soak.controller_process import living
 

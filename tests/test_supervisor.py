@@ -23,10 +23,10 @@ from minirl.config import Config, DevicesConfig, RolloutConfig, TrainConfig
 from minirl.errors import MinirlError, Stalled
 from minirl.launch import make_buffer
 from minirl.loop import Loop
+from minirl.messages import Role, Stop
 from minirl.recipe import load, to_toml
 from minirl.records import Drop, Example, Prompt
 from minirl.resume import find_start
-from minirl.rollout.worker import Stop
 from minirl.run_dir import read_lines
 from minirl.run_log import RunLog
 from minirl.shm.board import State, Total
@@ -34,7 +34,7 @@ from minirl.shm.weights import TensorSpec, WeightStore
 from minirl.supervisor import memory_hint, num_oom_kills
 from minirl.tasks.prompts import PromptStream
 from minirl.tasks.registry import make_task
-from minirl.workers import Role, Workers
+from minirl.workers import Workers
 from tests.soak.ledger import prove
 
 STEPS, BATCH = 8, 3

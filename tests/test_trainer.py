@@ -33,10 +33,10 @@ from ranks import (
 
 from minirl.buffer import History
 from minirl.config import ModelConfig
+from minirl.messages import CheckpointState
 from minirl.records import Batch
 from minirl.shm.ring import TrajectoryRing
 from minirl.train.checkpoint import read_state
-from minirl.train.messages import CheckpointState
 
 from transformers import AutoModelForCausalLM, AutoTokenizer  # isort: skip
 

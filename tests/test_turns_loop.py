@@ -18,15 +18,15 @@ from minirl.config import Config
 from minirl.groups import Sends
 from minirl.launch import make_buffer
 from minirl.loop import Loop
+from minirl.messages import Role, TurnEnded
 from minirl.records import Prompt, StopReason
-from minirl.rollout.worker import TurnEnded
 from minirl.run_log import RunLog
 from minirl.shm.ring import TrajectoryRing
 from minirl.tasks.prompts import PromptStream
 from minirl.tasks.registry import make_task
 from minirl.tasks.turns import Dialogue, runs
 from minirl.tasks.verifier import VerifierSetup
-from minirl.workers import Role, Worker
+from minirl.workers import Worker
 from tests.bench.loop_harness import Silent
 
 NUM_ENGINES, NUM_HELDOUT, STEPS, KILL_AT, MAX_NEW = 2, 6, 24, 8, 48

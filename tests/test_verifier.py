@@ -13,12 +13,13 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from minirl.config import Config
 from minirl.devices import Placement
+from minirl.messages import Ask, Died, Grade, Graded, Replied, Role
 from minirl.records import Example, StopReason, Trajectory
 from minirl.shm.board import State
 from minirl.shm.ring import TrajectoryRing
 from minirl.tasks.turns import Dialogue
-from minirl.tasks.verifier import Ask, Grade, Graded, Replied, VerifierSetup
-from minirl.workers import Died, Role, Worker
+from minirl.tasks.verifier import VerifierSetup
+from minirl.workers import Worker
 
 WORDS = ["<end>", "question", "right", "wrong", "raise", "nan", "inf", "hang", "exit", "text"]
 WORDS += ["huge"]

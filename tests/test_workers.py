@@ -17,8 +17,9 @@ from crew import LIMIT_S, wait_until
 from worker_bodies import place
 
 from minirl import workers as workers_module
+from minirl.messages import Died, Role
 from minirl.shm.board import State
-from minirl.workers import LOG_TAIL_LINES, SIGNALS, Died, Role, Worker, Workers, signals
+from minirl.workers import LOG_TAIL_LINES, SIGNALS, Worker, Workers, signals
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from typing import Any
 
 from minirl.devices import Placement
 from minirl.errors import MinirlError
+from minirl.messages import Role
 from minirl.shm.board import BoardWriter, State
-from minirl.workers import Role, Workers
+from minirl.workers import Workers
 
 HERE = Path(__file__).parent
 

@@ -15,6 +15,17 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from minirl.config import Config
+from minirl.messages import (
+    Abort,
+    Continue,
+    Finished,
+    Gone,
+    GroupRequest,
+    Pinned,
+    Started,
+    Submit,
+    TurnEnded,
+)
 from minirl.records import StopReason, Trajectory
 from minirl.rollout.dispatch import ExpectedLength
 from minirl.rollout.engine import Engine, Sampling
@@ -26,73 +37,6 @@ from minirl.tasks.turns import Dialogue
 IDLE_POLL_S = 0.02  # how often an idle worker looks for new weights
 EVAL_SHARE = 0.5  # of the seats, while training groups wait
 EVAL_PRIORITY = -1  # before training groups (their id)
-
-
-@dataclass(frozen=True)
-class GroupRequest:
-    """One group to sample: a prompt, and a ring cell for each trajectory."""
-
-    group_id: int
-    prompt: tuple[int, ...]
-    cells: tuple[int, ...]
-    is_eval: bool = False  # sampled as [eval] says, under one pinned version
-
-
-@dataclass(frozen=True)
-class Submit:
-    groups: tuple[GroupRequest, ...]
-    seed: int | None = None  # at η = 0, where runs are repeatable: the idle engine reseeds
-
-
-@dataclass(frozen=True)
-class Abort:
-    group_id: int
-
-
-@dataclass(frozen=True)
-class Continue:
-    """To TurnEnded: (group id, place, tokens of the reply); no tokens: that turn was the last."""
-
-    replies: tuple[tuple[int, int, tuple[int, ...]], ...]
-
-
-@dataclass(frozen=True)
-class Stop:
-    pass
-
-
-@dataclass(frozen=True)
-class Started:
-    """The engine is up and serves its first version."""
-
-
-@dataclass(frozen=True)
-class Pinned:
-    """To a Submit with evaluation groups: all of these will be sampled under this version."""
-
-    version: int
-
-
-@dataclass(frozen=True)
-class Finished:
-    """Trajectories that are sealed in the ring: (group id, place in the group, descriptor)."""
-
-    trajectories: tuple[tuple[int, int, Trajectory], ...]
-
-
-@dataclass(frozen=True)
-class TurnEnded:
-    """The same, of trajectories that continue if the task has a reply."""
-
-    trajectories: tuple[tuple[int, int, Trajectory], ...]
-
-
-@dataclass(frozen=True)
-class Gone:
-    """A group of which nothing will come, and whose cells are no longer written to."""
-
-    group_id: int
-    why: str  # empty where the controller asked for it
 
 
 @dataclass

@@ -16,45 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from minirl.config import Config
-from minirl.records import Answer, Example, Trajectory
+from minirl.messages import Ask, Grade, Graded, Replied
+from minirl.records import Answer
 from minirl.shm.board import BEAT_S, BoardWriter, State
 from minirl.shm.ring import TrajectoryRing
 from minirl.tasks import Task
 from minirl.tasks.registry import make_task
 from minirl.tasks.turns import Dialogue, readable, reply_tokens, texts_of
-
-
-@dataclass(frozen=True)
-class Grade:
-    group_id: int
-    example: Example
-    trajectories: tuple[Trajectory, ...]
-    max_failures: int = 0
-    skip: tuple[int, ...] = ()  # places that failed by crashing their verifier
-
-
-@dataclass(frozen=True)
-class Graded:
-    group_id: int
-    rewards: tuple[float | None, ...]  # None: failed, as `error` says
-    texts: tuple[str, ...]
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Ask:
-    group_id: int
-    place: int
-    example: Example
-    trajectory: Trajectory
-
-
-@dataclass(frozen=True)
-class Replied:
-    group_id: int
-    place: int
-    tokens: tuple[int, ...]  # none: the conversation is over
-    error: str = ""  # else: there is no reply, as this says
 
 
 @dataclass(frozen=True)

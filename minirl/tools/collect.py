@@ -21,13 +21,14 @@ from minirl.config import Config
 from minirl.evaluation import Ended, Evaluation
 from minirl.groups import Groups, Sends
 from minirl.launch import spawn_engines, spawn_verifiers
+from minirl.messages import Died, Role, Started
 from minirl.records import Prompt
-from minirl.rollout.worker import RolloutSetup, Started
+from minirl.rollout.worker import RolloutSetup
 from minirl.shm.ring import TrajectoryRing, TrajectoryView
 from minirl.supervisor import Supervisor
 from minirl.tasks.turns import Dialogue, readable, texts_of
 from minirl.tasks.verifier import VerifierSetup
-from minirl.workers import LISTEN_S, Died, Role, Worker, Workers, signals
+from minirl.workers import LISTEN_S, Worker, Workers, signals
 
 REFUSED = "refused"
 

@@ -18,14 +18,13 @@ from typing import Any
 from minirl import devices
 from minirl.config import Config
 from minirl.launch import INTERRUPTED, model_folder, spawn_ranks
+from minirl.messages import Learned, Role, SftSetup, Stop
 from minirl.metrics import metrics_line
 from minirl.recipe import check_devices, check_model, read_model_config, to_toml
-from minirl.rollout.worker import Stop
 from minirl.run_dir import JsonLines, write_text
 from minirl.tasks.registry import make_task, self_check
-from minirl.train.messages import Learned, SftSetup
 from minirl.view.console import Bar
-from minirl.workers import Role, Workers, graceful, signals
+from minirl.workers import Workers, graceful, signals
 
 START_LIMIT_S = 1800.0
 

@@ -25,13 +25,13 @@ from minirl import model
 from minirl.config import TINY, Config
 from minirl.devices import Placement, use_training_device
 from minirl.errors import MinirlError, RecipeError, one_line
+from minirl.messages import TrainerSetup
 from minirl.records import Batch
 from minirl.run_dir import replacing
 from minirl.shm.board import Board
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.train import checkpoint
-from minirl.train.messages import TrainerSetup
 from minirl.train.tiny import ensure_tiny_model
 
 if TYPE_CHECKING:  # the controller saves batches without loading a model's code

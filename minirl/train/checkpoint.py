@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 
 from minirl.errors import MALFORMED, MinirlError, one_line
-from minirl.train.messages import CheckpointState
+from minirl.messages import CheckpointState
 
 if TYPE_CHECKING:
     from torch import Tensor

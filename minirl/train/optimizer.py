@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from minirl.config import TrainConfig
-from minirl.train.messages import RankSetup
+from minirl.messages import RankSetup
 
 STATE = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, for each parameter
 

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from minirl.config import Config
+from minirl.messages import TrainerSetup
 from minirl.records import Batch
 from minirl.train.advantage import EPSILON, estimate, gae
 from minirl.train.batch import Item, MicroBatch, items_of, loss_weights, minibatches, pack
-from minirl.train.messages import TrainerSetup
 from minirl.train.objective import forward
 from minirl.train.packing import split_over_ranks
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from minirl import devices
 from minirl.config import Config
 from minirl.errors import RecipeError
+from minirl.messages import Learned, Saved, SftSetup
 from minirl.model import load_tokenizer
 from minirl.records import Example
 from minirl.shm.board import BoardWriter, State
@@ -31,7 +32,6 @@ from minirl.tasks import Task
 from minirl.tasks.prompts import PromptStream, encode
 from minirl.tasks.registry import make_task
 from minirl.train import attention, checkpoint
-from minirl.train.messages import Learned, Saved, SftSetup
 from minirl.train.optimizer import Replica, join_ranks
 from minirl.train.packing import split_over_ranks
 from minirl.train.policy import Policy, build_policy

@@ -26,13 +26,13 @@ from torch import Tensor
 
 from minirl import devices
 from minirl.errors import MinirlError, RecipeError, one_line
+from minirl.messages import AnswerTokens, Save, Saved, Started, Train, Trained, TrainerSetup
 from minirl.records import Batch
 from minirl.shm.board import BEAT_S, BoardWriter, State
 from minirl.shm.weights import CANARY_TOKENS, canary_tokens
 from minirl.train import attention, checkpoint, lora
 from minirl.train.batch import MicroBatch, staleness_metrics, trained_staleness
 from minirl.train.critic import build_critic, value_loss
-from minirl.train.messages import AnswerTokens, Ready, Save, Saved, Train, Trained, TrainerSetup
 from minirl.train.objective import Sums, micro_loss
 from minirl.train.optimizer import Replica, join_ranks
 from minirl.train.policy import build_policy, load_policy
@@ -299,7 +299,7 @@ def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
         raise RecipeError("model.path", setup.folder, f"its {bad} is not finite", "take another")
     if setup.rank == 0:
         trainer.publish(setup.version)
-    pipe.send(Ready())
+    pipe.send(Started())
     while True:
         board.enter(State.WAITING_FOR_BATCH)
         while not pipe.poll(BEAT_S):

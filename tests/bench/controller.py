@@ -20,7 +20,7 @@ from statistics import fmean
 
 from minirl.config import Config
 from minirl.devices import Placement
-from minirl.workers import Role
+from minirl.messages import Role
 from tests.bench import Figure, Options, at_least
 from tests.bench.loop_harness import Around, Silent, View, run_loop
 from tests.bench.processes import processes

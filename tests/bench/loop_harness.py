@@ -14,8 +14,8 @@ from typing import Any
 from minirl.buffer import Buffer
 from minirl.config import Config
 from minirl.loop import Loop
+from minirl.messages import Stop
 from minirl.records import Example, Prompt
-from minirl.rollout.worker import Stop
 from minirl.run_log import RunLog, View
 from minirl.tasks.prompts import Consumed
 from minirl.workers import Workers

@@ -19,8 +19,9 @@ from minirl import devices
 from minirl.config import Config
 from minirl.devices import Placement, find_devices
 from minirl.errors import WorkerDied
+from minirl.messages import Died, Role
 from minirl.shm.board import BoardWriter
-from minirl.workers import Died, Role, Worker, Workers
+from minirl.workers import Worker, Workers
 
 LIMIT_S = 600.0  # for one call; a bench that hangs says so
 

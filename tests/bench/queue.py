@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from minirl.config import BYTES_PER_TOKEN
 from minirl.errors import MinirlError
+from minirl.messages import Finished
 from minirl.records import StopReason, Trajectory
-from minirl.rollout.worker import Finished
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.segment import Segment
 from tests.bench import Figure, Options, at_least, median

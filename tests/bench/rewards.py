@@ -27,15 +27,15 @@ from statistics import fmean
 from typing import Any
 
 from minirl.config import Config
+from minirl.messages import Role, Started
 from minirl.records import Drop, Example, Prompt
 from minirl.rollout.engine import Engine, Sampling
-from minirl.rollout.worker import Request, RolloutSetup, RolloutWorker, Started
+from minirl.rollout.worker import Request, RolloutSetup, RolloutWorker
 from minirl.shm.board import TOTALS, BoardWriter, State, Total
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.segment import Segment
 from minirl.shm.weights import WeightStore
 from minirl.tasks.verifier import VerifierSetup
-from minirl.workers import Role
 from tests.bench import Figure, Options, at_most, median
 from tests.bench.clock import now, stolen
 from tests.bench.loop_harness import LoopRun, Prompts, Silent, run_loop

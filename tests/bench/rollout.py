@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from minirl import devices
-from minirl.rollout.worker import Finished
+from minirl.messages import Finished
 from minirl.shm.weights import WeightStore
 from minirl.workers import Worker
 from tests.bench import Figure, Options, at_least, median

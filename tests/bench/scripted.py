@@ -13,11 +13,21 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from minirl.groups import FIRST_EVAL_ID
+from minirl.messages import (
+    Finished,
+    Grade,
+    Graded,
+    GroupRequest,
+    Pinned,
+    Save,
+    Saved,
+    Started,
+    Submit,
+    Train,
+    Trained,
+)
 from minirl.records import StopReason, Trajectory
-from minirl.rollout.worker import Finished, GroupRequest, Pinned, Started, Submit
 from minirl.shm.board import BEAT_S, BoardWriter, State, Total
-from minirl.tasks.verifier import Grade, Graded
-from minirl.train.messages import Ready, Save, Saved, Train, Trained
 from tests.soak.task import BadExample
 
 TICK_S = 0.02  # an engine reports what is done this often, as a step would
@@ -118,7 +128,7 @@ def serve_training(
 ) -> None:
     """A rank that sleeps for a step. All ranks train, and only the first one reports."""
     board.serving(0, 0)
-    pipe.send(Ready())
+    pipe.send(Started())
     while True:
         board.enter(State.WAITING_FOR_BATCH)
         request = pipe.recv()

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from minirl.config import Config
 from minirl.devices import Placement
+from minirl.messages import TrainerSetup
 from minirl.model import weight_table
 from minirl.shm.board import Board
 from minirl.shm.weights import WeightStore
 from minirl.train import attention
 from minirl.train.batch import Item, MicroBatch, pack
-from minirl.train.messages import TrainerSetup
 from minirl.train.objective import forward
 from minirl.train.packing import longest_first
 from minirl.train.prepare import Preparer

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from minirl.config import Config
 from minirl.devices import Placement
-from minirl.train.messages import Ready, Train, Trained
-from minirl.workers import Role
+from minirl.messages import Role, Started, Train, Trained
 from tests.bench.batches import Drawn
 from tests.bench.processes import processes
 from tests.bench.trainer_harness import trainer_setup
@@ -26,7 +25,7 @@ def tokens_per_s(
             place = Placement("cpu", cores=(core,), env={"OMP_NUM_THREADS": "1"})
             own = replace(setup, rank=rank, placement=place)
             workers.append(here.spawn(Role.TRAIN, "minirl.train.trainer:run", own, place))
-        here.wait_for(Ready, num_ranks)
+        here.wait_for(Started, num_ranks)
 
         def step() -> None:
             for worker in workers:

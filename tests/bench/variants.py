@@ -26,9 +26,9 @@ from minirl.errors import RecipeError
 
 if TYPE_CHECKING:
     from minirl.loop import Loop
+    from minirl.messages import TrainerSetup
     from minirl.rollout.worker import RolloutSetup
     from minirl.shm.board import BoardWriter
-    from minirl.train.messages import TrainerSetup
 
 KEPT = "weights"  # in the run directory; bench/asynchronous.py looks there
 
@@ -96,7 +96,7 @@ VARIANTS = (*BODIES, "behind")
 
 def main() -> None:
     from minirl import cli, launch
-    from minirl.workers import Role
+    from minirl.messages import Role
 
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in VARIANTS:

@@ -10,8 +10,9 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from minirl.config import Config, ModelConfig, RolloutConfig, TasksConfig
+from minirl.messages import GroupRequest, Submit
 from minirl.rollout.engine import Engine, Sampling
-from minirl.rollout.worker import GroupRequest, Request, RolloutWorker, Submit
+from minirl.rollout.worker import Request, RolloutWorker
 from minirl.shm.board import Board, Total
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore

@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from test_supervisor import STEPS, stage, stage_config
 
+from minirl.messages import Stop
 from minirl.records import Drop
-from minirl.rollout.worker import Stop
 from tests.soak import task
 from tests.soak.ledger import Finding, prove
 from tests.soak.run_files import METRICS, SAMPLES, TRAINED, prompts

@@ -15,8 +15,8 @@ from processes import RECIPES, SMALL
 
 from minirl.buffer import History
 from minirl.config import Config
+from minirl.messages import CheckpointState
 from minirl.tasks.registry import make_task, self_check
-from minirl.train.messages import CheckpointState
 from tests.soak import run_files, task
 from tests.soak.accuracy import RUN_SD, compare
 from tests.soak.follower import RunFollower

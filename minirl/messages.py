@@ -1,0 +1,245 @@
+"""Everything that processes say to each other, one table per worker. Plain records, apart from the
+workers themselves, so that the controller loads neither vLLM nor a model's code.
+
+    worker    is sent                          says
+    any       Stop                             Started; Died comes from workers.py
+    engine    Submit, Abort, Continue          Pinned, Finished, TurnEnded, Gone
+    verifier  Grade, Ask                       Graded, Replied
+    rank      Train, Save                      Trained, Saved (of `minirl sft`: Learned, Saved)
+
+Tokens and weights never go through a pipe: they are in shared memory (shm/), and messages name
+cells and versions.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from minirl.buffer import History
+from minirl.config import Config
+from minirl.devices import Placement
+from minirl.records import Batch, Example, Trajectory
+from minirl.shm.ring import TrajectoryRing
+from minirl.shm.weights import WeightStore
+
+# Any worker ---------------------------------------------------------------------------------------
+
+
+class Role(StrEnum):
+    ROLLOUT = "rollout"
+    TRAIN = "train"
+    VERIFY = "verify"
+    WARMUP = "warmup"  # makes the tiny model, before the others
+    SFT = "sft"  # a rank of `minirl sft`
+    BENCH = "bench"  # a part of a benchmark
+
+
+@dataclass(frozen=True)
+class Started:
+    """It is up: an engine serves its first version; rank 0 has published one."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    pass
+
+
+@dataclass(frozen=True)
+class Died:
+    """The worker is gone and every message it sent was received. A worker that fails sends its own
+    account as its last message."""
+
+    how: str
+    is_final: bool  # a MinirlError: a new worker would fail the same way
+
+
+# Engines ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """One group to sample: a prompt, and a ring cell for each trajectory."""
+
+    group_id: int
+    prompt: tuple[int, ...]
+    cells: tuple[int, ...]
+    is_eval: bool = False  # sampled as [eval] says, under one pinned version
+
+
+@dataclass(frozen=True)
+class Submit:
+    groups: tuple[GroupRequest, ...]
+    seed: int | None = None  # at η = 0, where runs are repeatable: the idle engine reseeds
+
+
+@dataclass(frozen=True)
+class Abort:
+    group_id: int
+
+
+@dataclass(frozen=True)
+class Continue:
+    """To TurnEnded: (group id, place, tokens of the reply); no tokens: that turn was the last."""
+
+    replies: tuple[tuple[int, int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """To a Submit with evaluation groups: all of these will be sampled under this version."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Trajectories that are sealed in the ring: (group id, place in the group, descriptor)."""
+
+    trajectories: tuple[tuple[int, int, Trajectory], ...]
+
+
+@dataclass(frozen=True)
+class TurnEnded:
+    """The same, of trajectories that continue if the task has a reply."""
+
+    trajectories: tuple[tuple[int, int, Trajectory], ...]
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A group of which nothing will come, and whose cells are no longer written to."""
+
+    group_id: int
+    why: str  # empty where the controller asked for it
+
+
+# Verifiers ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Grade:
+    group_id: int
+    example: Example
+    trajectories: tuple[Trajectory, ...]
+    max_failures: int = 0
+    skip: tuple[int, ...] = ()  # places that failed by crashing their verifier
+
+
+@dataclass(frozen=True)
+class Graded:
+    group_id: int
+    rewards: tuple[float | None, ...]  # None: failed, as `error` says
+    texts: tuple[str, ...]
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Ask:
+    group_id: int
+    place: int
+    example: Example
+    trajectory: Trajectory
+
+
+@dataclass(frozen=True)
+class Replied:
+    group_id: int
+    place: int
+    tokens: tuple[int, ...]  # none: the conversation is over
+    error: str = ""  # else: there is no reply, as this says
+
+
+# Trainer ranks ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSetup:
+    """What a rank is spawned with."""
+
+    config: Config
+    folder: str  # of the model; on resume, the checkpoint
+    placement: Placement
+    rank: int = 0
+    num_ranks: int = 1
+    rendezvous: str = ""  # a file where the ranks find each other
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSetup(RankSetup):
+    tokenizer_folder: str
+    ring: TrajectoryRing
+    store: WeightStore
+    version: int
+    is_resumed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftSetup(RankSetup):
+    """Of `minirl sft`. [train] of its config has the values of [sft]."""
+
+    output: str  # the folder of the trained model
+
+
+@dataclass(frozen=True)
+class Train:
+    """To every rank: the whole batch. Each rank works out its own part."""
+
+    batch: Batch
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """The controller's part of a checkpoint."""
+
+    step: int
+    history: History
+    consumed_below: int  # prompts: all before this one, and those of `consumed_above`
+    consumed_above: tuple[int, ...] = ()
+    in_flight: tuple[int, ...] = ()  # prompts that come again on resume
+    evaluating: int | None = None  # the version whose evaluation was under way
+    recipe: str = ""
+
+
+@dataclass(frozen=True)
+class Save:
+    """To every rank: rank 0 writes a checkpoint, with the controller's state beside its own."""
+
+    folder: str
+    state: CheckpointState
+    accuracies: tuple[tuple[int, float], ...] = ()  # by version: the best checkpoint stays
+
+
+@dataclass(frozen=True)
+class AnswerTokens:
+    """The tokens of one readable answer, as samples.jsonl has them."""
+
+    tokens: list[str]
+    token_versions: list[int]
+    token_gaps: list[float | None]  # |engine's logprob - trainer's|; None: not known
+
+
+@dataclass(frozen=True)
+class Trained:
+    """From rank 0: `version` is published. Values are named as in metrics.py."""
+
+    version: int
+    values: dict[str, float | None] = field(default_factory=dict)
+    ages: tuple[int, ...] = ()  # trained tokens of staleness 0, 1, …
+    problem: str = ""  # why an update was left out: "the loss was not finite"
+    samples: tuple[AnswerTokens, ...] = ()  # of the first log.samples groups
+
+
+@dataclass(frozen=True)
+class Saved:
+    """From rank 0: the checkpoint is whole, or why there is none."""
+
+    folder: str
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """From rank 0 of `minirl sft`: once before the first step, then one per step."""
+
+    step: int
+    values: dict[str, float | None]
+    num_too_long: int
