@@ -16,12 +16,13 @@ from safetensors.torch import load_file
 
 from minirl.buffer import History
 from minirl.config import BufferConfig, Config, RolloutConfig, TrainConfig
-from minirl.messages import Started, (
+from minirl.messages import (
     CheckpointState,
     Died,
     Role,
     Save,
     Saved,
+    Started,
     Stop,
     Train,
     Trained,
