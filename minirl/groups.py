@@ -26,7 +26,7 @@ and the order of batches (buffer.py), the choice of an engine (dispatch.py), res
 import itertools
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
@@ -143,7 +143,7 @@ class Groups:
         self.config, self.stream, self.buffer, self.note = config, stream, buffer, note
         self.dispatcher = Dispatcher(num_engines, config.rollout.max_new_tokens)
         self.queue = GradingQueue(num_verifiers)
-        self._holds_replies = config.is_synchronous and stream is not None
+        self._is_repeatable = config.is_synchronous and stream is not None  # one seed, one run
         self.states: dict[int, GroupState] = {}
         self.evaluation: Evaluation | None = None
         self._eval_ids = itertools.count(FIRST_EVAL_ID)
@@ -170,7 +170,7 @@ class Groups:
                 begun[state.engine].append(state)
         for engine, states in begun.items():
             seed = None
-            if self.config.is_synchronous:
+            if self._is_repeatable:
                 # By the prompt, not by the group: a repeated step has new groups of its prompts.
                 seed = _seed(f"{self.config.seed}/{step}/{states[0].prompt.index}", engine)
             self._submit(engine, states, seed)
@@ -189,6 +189,8 @@ class Groups:
         """Starts an evaluation by these engines (default all), or continues it with the cells that
         have become free."""
         self.evaluation = evaluation
+        if self._is_repeatable:
+            evaluation.seed = f"{self.config.seed}/{evaluation.step}/{FIRST_EVAL_ID}"
         begun: dict[int, list[GroupState]] = defaultdict(list)
         for place, cell in evaluation.next_to_ask():
             assignment, prompt = self.dispatcher.assign(1, among), evaluation.prompts[place]
@@ -508,6 +510,11 @@ class Groups:
         for at in [at for at in replies if at[0] == state.id]:
             del replies[at]
 
+    def measured(self, speeds: Iterable[tuple[int, float]]) -> None:
+        """Tokens per second of engines, while they were busy."""
+        for engine, tokens_per_s in speeds:
+            self.dispatcher.measured(engine, tokens_per_s)
+
     # -- what is sent
 
     def _to_engine(self, engine: int, message: object) -> None:
@@ -523,7 +530,7 @@ class Groups:
 
     def _send_replies(self, engine: int) -> None:
         replies = self._replies[engine]
-        if self._holds_replies:
+        if self._is_repeatable:
             num_ready = sum(bool(tokens) for tokens in replies.values())
             own = [state for state in self.states.values() if state.engine == engine]
             if num_ready < sum(state.num_left for state in own):

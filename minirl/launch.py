@@ -327,7 +327,7 @@ def _signals(loop: Loop, view: ConsoleView) -> AbstractContextManager[list[int]]
 
     def stop(name: str) -> None:
         loop.is_interrupted = True
-        what = "finishing the step and saving" if loop.has_begun else "ending, while workers start"
+        what = "finishing the step and saving" if loop.is_ready else "ending, while workers start"
         view.note(f"{name}: {what}; again to end now")
 
     return graceful(stop)

@@ -28,20 +28,8 @@ from minirl.buffer import Buffer
 from minirl.config import Config
 from minirl.errors import MinirlError
 from minirl.evaluation import Evaluation
-from minirl.groups import FIRST_EVAL_ID, Groups, Sends
-from minirl.messages import (
-    CheckpointState,
-    Died,
-    Finished,
-    Graded,
-    Replied,
-    Role,
-    Save,
-    Saved,
-    Started,
-    Train,
-    Trained,
-)
+from minirl.groups import Groups, Sends
+from minirl.messages import CheckpointState, Died, Role, Save, Saved, Started, Train, Trained
 from minirl.metrics import Guard
 from minirl.recipe import to_toml
 from minirl.records import Batch, Prompt
@@ -79,7 +67,6 @@ class Loop:
         self.is_evaluation_due = False  # again, after the batch that is in training
         self.is_interrupted = False  # set from outside: finish the step, save, end
         self.wants_save = False  # set from outside: save a checkpoint when the trainer is free
-        self.has_begun = False  # all workers are up
         self.has_finished = False
         self.waiting_for = ""
 
@@ -87,7 +74,6 @@ class Loop:
         self.wait_for("workers to start", lambda: self.is_ready or self.is_interrupted)
         if not self.is_ready:
             return  # interrupted: there is nothing to save
-        self.has_begun = True
         self.log.begin()
         if self.log.wants_evaluation:
             self.start_evaluation()
@@ -153,7 +139,7 @@ class Loop:
 
     def collect(self) -> None:
         for worker, message in self.workers.receive(LISTEN_S):
-            self.supervisor.received()
+            self.supervisor.received(worker, message)
             self.workers.deliver(self.handle(worker, message))
         self.workers.deliver(self.supervisor.check())
         if (ended := self.groups.take_evaluation()) is not None:
@@ -170,8 +156,6 @@ class Loop:
             case Died():
                 return self.supervisor.on_death(worker, message)
             case _:
-                if isinstance(message, Finished | Graded | Replied):
-                    self.supervisor.restarts.reset(worker.name)
                 return self.groups.handle(worker.rank, message, time.monotonic())
         return []
 
@@ -199,34 +183,22 @@ class Loop:
         """In this order: what reads cells of the batch comes before their slots are released."""
         assert self.batch is not None
         batch, self.batch = self.batch, None
-        self.check_version(trained)
+        check_version(trained.version, self.buffer.version + 1)
         self.step += 1
         self.supervisor.stepped(self.step)
         self.groups.published(self.step, time.monotonic())
         self.record(batch, trained)
         self.groups.release()
-        self.measure_engines()
+        if not self.config.is_synchronous:  # there no measurement may decide what is done
+            self.groups.measured(self.speedometer.read())
         if self.step < self.config.train.steps:
             self.evaluate_and_save_if_due()
-
-    def check_version(self, trained: Trained) -> None:
-        expected = self.buffer.version + 1
-        if trained.version != expected:
-            raise MinirlError(
-                f"step {self.step + 1}: the trainer published version {trained.version}, and the "
-                f"buffer expects {expected}: staleness would be counted wrongly; this is a bug"
-            )
 
     def record(self, batch: Batch, trained: Trained) -> None:
         """Writes the step down; raises where a guard stops the run."""
         breaches = self.guard.judge(trained.values)
         self.log.trained(self.step, batch, trained, self.buffer, breaches, self.groups.states)
         self.log.check(self.step, batch, trained, breaches)
-
-    def measure_engines(self) -> None:
-        if not self.config.is_synchronous:  # there no measurement may decide what is done
-            for engine, tokens_per_s in self.speedometer.read():
-                self.groups.dispatcher.measured(engine, tokens_per_s)
 
     def evaluate_and_save_if_due(self) -> None:
         every = self.config.eval.every
@@ -278,10 +250,8 @@ class Loop:
         self.is_evaluation_due, self.evaluated_version = False, self.buffer.version
         first_cell = self.buffer.num_slots * self.config.rollout.group_size
         cells = range(first_cell, first_cell + len(self.heldout))
-        is_seeded = self.config.is_synchronous
-        seed = f"{self.config.seed}/{self.step}/{FIRST_EVAL_ID}" if is_seeded else ""
-        evaluation = Evaluation(self.heldout, cells, self.step, seed)
         up = [engine.rank for engine in self.engines if engine.is_ready]
+        evaluation = Evaluation(self.heldout, cells, self.step)
         self.workers.deliver(self.groups.evaluate(evaluation, among=up))
 
     def on_evaluated(self, ended: Evaluation) -> None:
@@ -323,10 +293,14 @@ class Loop:
 
     def stall_facts(self) -> dict[str, object]:
         trains = f"trains step {self.batch.step}" if self.batch else "has no batch"
-        starting = [w.name for w in self.engines + self.ranks if not w.is_ready]
-        return {
-            "controller": f"step {self.step}, waiting for {self.waiting_for}",
-            **self.groups.facts(),
-            "trainer": "saving" if self.is_saving else trains,
-            "starting": ", ".join(starting) or "no worker",
-        }
+        waits = f"step {self.step}, waiting for {self.waiting_for}"
+        trainer = "saving" if self.is_saving else trains
+        return {"controller": waits, "trainer": trainer, **self.groups.facts()}
+
+
+def check_version(published: int, expected: int) -> None:
+    if published != expected:
+        raise MinirlError(
+            f"the trainer published version {published}, and the buffer expects {expected}: "
+            "staleness would be counted wrongly; this is a bug of minirl"
+        )

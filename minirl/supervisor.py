@@ -27,7 +27,7 @@ from minirl.buffer import republished_as
 from minirl.config import Config, get
 from minirl.errors import MinirlError, Stalled, WorkerDied
 from minirl.groups import Groups, Sends
-from minirl.messages import Died, Role, TrainerSetup
+from minirl.messages import Died, Finished, Graded, Replied, Role, TrainerSetup
 from minirl.shm.board import Row, State, Total
 from minirl.train import checkpoint
 from minirl.train.checkpoint import newest_whole
@@ -108,9 +108,11 @@ class Supervisor:
         self._checked = self._moved = self._heard = time.monotonic()
         self._pulse: tuple[float, ...] = ()
 
-    def received(self) -> None:
-        """A message came."""
+    def received(self, worker: Worker, message: object) -> None:
+        """Any message is progress; one that shows work done resets its worker's back-off."""
         self._heard = time.monotonic()
+        if isinstance(message, Finished | Graded | Replied):
+            self.restarts.reset(worker.name)
 
     # -- deaths
 

@@ -108,13 +108,12 @@ class Collector:
 
     def collect(self) -> None:
         for worker, message in self.workers.receive(LISTEN_S):
-            self.supervisor.received()
+            self.supervisor.received(worker, message)
             if isinstance(message, Started):
                 worker.is_ready = True
             elif isinstance(message, Died):
                 self.workers.deliver(self.supervisor.on_death(worker, message))
             else:
-                self.supervisor.restarts.reset(worker.name)
                 self.workers.deliver(self.groups.handle(worker.rank, message, 0.0))
         self.workers.deliver(self.supervisor.check())
 
