@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from minirl import recipe
 from minirl.config import Config, TasksConfig
 from minirl.errors import RecipeError
-from minirl.recipe import BUILTIN_TASKS
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Task
 from minirl.tasks.arithmetic import Arithmetic
@@ -36,7 +36,7 @@ def task_of(kind: str) -> Task:
 def test_a_task_is_found_by_its_name_and_proves_itself(kind: str) -> None:
     assert isinstance(task_of(kind), Arithmetic)
     assert self_check(task_of(kind), kind) == "32 references score 1, 30 shuffled ones less"
-    assert BUILT_IN.keys() == {*BUILTIN_TASKS}
+    assert BUILT_IN.keys() == {*recipe.BUILT_IN["tasks.kind"]}
 
 
 def test_a_task_in_a_file_gets_the_section_and_the_seed(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from minirl.workers import SIGNALS
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_once_asks_and_twice_ends(number: signal.Signals) -> None:
-    loop, notes = SimpleNamespace(is_interrupted=False, has_begun=True), []
+    loop, notes = SimpleNamespace(is_interrupted=False, is_ready=True), []
     view = cast(Any, SimpleNamespace(note=notes.append))
     before = signal.getsignal(number)
     with _signals(cast(Any, loop), view):
@@ -59,7 +59,7 @@ def test_an_interrupted_run_finishes_its_step_and_saves_it(eta: int, tmp_path: P
         _, state, _ = newest_whole(tmp_path)
         assert state is not None and state.step == run.loop.step
         assert state.recipe.startswith("seed = 0")
-        in_flight = {prompt.index for prompt in run.loop.prompts.values()}
+        in_flight = {*run.loop.groups.prompts_in_flight}
         consumed = set(range(state.consumed_below)) | set(state.consumed_above)
         assert not in_flight & consumed
         assert set(state.in_flight) - consumed == set(state.in_flight)

@@ -113,7 +113,9 @@ class Stage:
         assert versions == sorted(set(versions))
         lost = self.buffer.drops[Drop.WORKER_DIED]
         ledger = self.buffer.ledger
-        assert len(self.stream.consumed) == ledger.trained + ledger.dropped - lost
+        consumed = self.stream.consumed
+        num_consumed = consumed.below + len(consumed.above)
+        assert num_consumed == ledger.trained + ledger.dropped - lost
         assert [finding for finding in prove(self.dir) if not finding.is_held] == []
         return lines
 
