@@ -64,13 +64,11 @@ class Evaluation:
     prompts: Sequence[Prompt]
     cells: Sequence[int]
     step: int = 0  # training steps done when it began
-    seed: str = ""  # "": engines are not reseeded for it
     is_requeued: bool = False  # prompts that an engine loses are asked again
     is_cancelled: bool = False  # a rollback took back the step whose version it evaluates
     is_void: bool = False  # its answers are not all of one version
     version: int | None = None
     pinning: set[int] = field(default_factory=set)  # engines that have not pinned the version yet
-    seeded: set[int] = field(default_factory=set)  # engines that were reseeded
     ended: dict[int, Ended] = field(default_factory=dict)  # by place
     num_lost: int = 0
 

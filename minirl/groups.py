@@ -159,51 +159,50 @@ class Groups:
         """Starts as many groups as the buffer admits, of the `num_needed` that the rest of the run
         takes. `served`: under which version each engine would begin a group."""
         assert self.stream is not None
-        begun: dict[int, list[GroupState]] = defaultdict(list)
+        begun = []
         for _ in range(self.buffer.num_to_admit(num_needed, min(served))):
             prompt = self.stream.next()
             if len(prompt.tokens) > self.config.tasks.max_prompt_tokens:
                 ticket = self.buffer.admit(prompt.index, self.buffer.version)
                 self._settle(self.buffer.drop(ticket.group_id, Drop.TOO_LONG))
             else:
-                state = self._admit(prompt, served, now)
-                begun[state.engine].append(state)
-        for engine, states in begun.items():
-            seed = None
-            if self._is_repeatable:
-                # By the prompt, not by the group: a repeated step has new groups of its prompts.
-                seed = _seed(f"{self.config.seed}/{step}/{states[0].prompt.index}", engine)
-            self._submit(engine, states, seed)
-        return self._outgoing()
+                begun.append(self._admit(prompt, served, now))
+        return self._submit(begun, f"{self.config.seed}/{step}" if self._is_repeatable else "")
 
     def _admit(self, prompt: Prompt, served: Sequence[int], now: float) -> GroupState:
         size = self.config.rollout.group_size
         assignment = self.dispatcher.assign(size)
         ticket = self.buffer.admit(prompt.index, served[assignment.engine], now)
         cells = tuple(range(ticket.slot * size, (ticket.slot + 1) * size))
-        state = GroupState(ticket.group_id, prompt, cells, assignment, size)
-        self.states[state.id] = state
-        return state
+        return GroupState(ticket.group_id, prompt, cells, assignment, size)
 
     def evaluate(self, evaluation: Evaluation, among: Collection[int] | None = None) -> Sends:
         """Starts an evaluation by these engines (default all), or continues it with the cells that
         have become free."""
-        self.evaluation = evaluation
-        if self._is_repeatable:
-            evaluation.seed = f"{self.config.seed}/{evaluation.step}/{FIRST_EVAL_ID}"
-        begun: dict[int, list[GroupState]] = defaultdict(list)
+        begun = []
         for place, cell in evaluation.next_to_ask():
             assignment, prompt = self.dispatcher.assign(1, among), evaluation.prompts[place]
             state = GroupState(next(self._eval_ids), prompt, (cell,), assignment, 1)
             state.evaluation, state.eval_place = evaluation, place
+            begun.append(state)
+        evaluation.pinning |= {state.engine for state in begun}
+        is_new, self.evaluation = self.evaluation is None, evaluation
+        is_seeded = is_new and (self._is_repeatable or evaluation.is_requeued)
+        return self._submit(
+            begun, f"{self.config.seed}/{evaluation.step}/eval" if is_seeded else ""
+        )
+
+    def _submit(self, states: list[GroupState], seed: str) -> Sends:
+        """One message per engine, so that a synchronous engine begins with all it will get. Seeds
+        are by the prompt, not by the group: a repeated step has new groups of its prompts."""
+        by_engine: dict[int, list[GroupState]] = defaultdict(list)
+        for state in states:
             self.states[state.id] = state
-            begun[state.engine].append(state)
-        for engine, states in begun.items():
-            is_first = engine not in evaluation.seeded
-            seed = _seed(evaluation.seed, engine) if evaluation.seed and is_first else None
-            evaluation.seeded.add(engine)
-            evaluation.pinning.add(engine)
-            self._submit(engine, states, seed)
+            by_engine[state.engine].append(state)
+        for engine, own in by_engine.items():
+            dice = random.Random(f"{seed}/{own[0].prompt.index}/{engine}")
+            number = dice.getrandbits(31) if seed else None
+            self._to_engine(engine, Submit(tuple(state.request for state in own), number))
         return self._outgoing()
 
     def take_evaluation(self) -> Evaluation | None:
@@ -213,10 +212,6 @@ class Groups:
             return None
         self.evaluation = None
         return ended
-
-    def _submit(self, engine: int, states: list[GroupState], seed: int | None) -> None:
-        """One message per engine, so that a synchronous engine begins with all it will get."""
-        self._to_engine(engine, Submit(tuple(state.request for state in states), seed))
 
     def expire(self) -> Sends:
         """Aborts the running groups that on_stale = "drop" gives up."""
@@ -537,7 +532,3 @@ class Groups:
                 return
         del self._replies[engine]
         self._to_engine(engine, Continue(tuple((*at, replies[at]) for at in sorted(replies))))
-
-
-def _seed(text: str, engine: int) -> int:
-    return random.Random(f"{text}/{engine}").getrandbits(31)

@@ -99,8 +99,7 @@ class Collector:
         """By place, in the order in which they end. A prompt that stands there k times has k
         answers. Where all prompts fit into the ring, one engine and one seed give the same answers
         (not where a task has several turns: replies come when they come)."""
-        cells, seed = range(self.ring.num_cells), f"{self.config.seed}/exam"
-        evaluation = Evaluation(prompts, cells, seed=seed, is_requeued=True)
+        evaluation = Evaluation(prompts, range(self.ring.num_cells), is_requeued=True)
         while not evaluation.is_done:
             self.workers.deliver(self.groups.evaluate(evaluation))
             self.collect()
