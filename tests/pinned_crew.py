@@ -12,9 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import crew
-import torch
 from crew import TRAINER_PLACE
+from fault_bodies import Script
 
 from minirl.config import Config
 from minirl.messages import Role, Started
@@ -25,10 +24,8 @@ from minirl.shm.board import BoardWriter
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import TensorSpec, WeightStore
 from minirl.workers import Workers
-from tests.bench.scripted import TrainerScript, serve_training
 
-STEP_S = 0.03
-TABLE = (TensorSpec("weight", (4,)),)
+TABLE = (TensorSpec("w", (1,)),)
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class CountingEngine:
 
     def reload(self) -> float:
         def load(slot: int) -> None:
-            self.weight = float(dict(self.store.views(slot))["weight"][0])
+            self.weight = float(dict(self.store.views(slot))["w"][0])
 
         self.version = self.store.read(load).version
         assert self.weight == self.version
@@ -94,18 +91,6 @@ def engine(setup: CountingSetup, board: BoardWriter, pipe: Connection) -> None:
     RolloutWorker(setup.config, counting, setup.ring, board, pipe, setup.has_turns).loop()
 
 
-def trainer(store: WeightStore, board: BoardWriter, pipe: Connection) -> None:
-    """Publishes version after version; the weights of version v are v."""
-
-    def publish() -> None:
-        version = store.latest + 1
-        weights = [torch.full((4,), float(version))]
-        crew.publish(store, version, weights)
-
-    publish()
-    serve_training(TrainerScript(STEP_S), board, pipe, publish)
-
-
 @contextmanager
 def crew_of(
     config: Config, folder: Path, slow_s: Sequence[float], has_turns: bool = False
@@ -117,7 +102,9 @@ def crew_of(
     store, cells = WeightStore(TABLE, "float32"), config.num_slots * config.rollout.group_size
     ring = TrajectoryRing(cells + config.eval.num_prompts, config.max_tokens_per_trajectory)
     try:
-        workers.spawn(Role.TRAIN, 0, "pinned_crew:trainer", store, TRAINER_PLACE)
+        rendezvous = str(folder / "rendezvous")
+        script = Script(store, rendezvous=rendezvous, eta=config.buffer.max_staleness)
+        workers.spawn(Role.TRAIN, 0, "fault_bodies:trainer", script, TRAINER_PLACE)
         for rank, pace_s in enumerate(slow_s):
             setup = CountingSetup(config, ring, store, rank, pace_s, has_turns)
             workers.spawn(Role.ROLLOUT, rank, "pinned_crew:engine", setup, TRAINER_PLACE)
