@@ -83,17 +83,17 @@ class UnsureAgain(EvenLength):
     turn_stop = Again.turn_stop
 
     def reply(self, example: Example, turns: tuple[str, ...]) -> str | None:
-        return None if len(turns) == 3 else fail(turns[-1], raises=6, hangs=9) or AGAIN
+        return None if len(turns) == 3 else fail("nothing to say", turns[-1], 6, 9) or AGAIN
 
     def reward(self, example: Example, answer: Answer) -> float:
         if answer.text != "right":
-            fail(answer.text, raises=3, hangs=5)
+            fail("no verdict", answer.text, 3, 5)
         return super().reward(example, answer)
 
 
-def fail(text: str, raises: int, hangs: int) -> None:
+def fail(why: str, text: str, raises: int, hangs: int) -> None:
     kind = sum(text.encode())
     if kind % 7 == raises:
-        raise ValueError("no verdict")
+        raise ValueError(why)
     if kind % 41 == hangs:
         time.sleep(60)
