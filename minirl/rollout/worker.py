@@ -10,6 +10,7 @@ of another version. What the model wrote in earlier turns is never tokenised aga
 
 import heapq
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -104,6 +105,9 @@ class RolloutWorker:
         self.waiting: Waiting = []
         self.waiting_eval: Waiting = []
         self.running: dict[int, Request] = {}
+        self.seats: Counter[int] = Counter()  # of running sequences, by group
+        self.prompt_tokens = 0  # of running groups: its trajectories share a prompt's KV
+        self.num_running_eval = 0
         # By group and place: turns that the model ended. They have no seat and no KV, but their
         # group still runs, and an evaluation's still pins its version.
         self.parked: dict[tuple[int, int], Request] = {}
@@ -126,10 +130,6 @@ class RolloutWorker:
             facts: dict[str, Any] = {"phase": "prefill after a reload"} if self.recomputing else {}
             self.board.enter(State.GENERATING, **facts)
             self.step()
-
-    @property
-    def num_running_eval(self) -> int:
-        return sum(request.group.is_eval for request in self.running.values())
 
     @property
     def is_pinned(self) -> bool:
@@ -205,18 +205,26 @@ class RolloutWorker:
                 self.pipe.send(Gone(group.group_id, str(refusal).splitlines()[0]))
                 continue
             self.running[key] = request
+            self.count_seat(group, 1)
             if self.board.tracer is not None:
                 self.board.tracer.begin_sequence(key)
         self.board.serving(self.engine.version, len(self.running))
+
+    def count_seat(self, group: GroupRequest, change: int) -> None:
+        self.num_running_eval += change * group.is_eval
+        before = self.seats[group.group_id]
+        self.seats[group.group_id] += change
+        if not before or not self.seats[group.group_id]:  # its first seat, or its last
+            self.prompt_tokens += change * len(group.prompt)
+        if not self.seats[group.group_id]:
+            del self.seats[group.group_id]
 
     def has_room(self) -> bool:
         """For one more sequence, and for the KV of all at their expected lengths. With less room
         vLLM would preempt running sequences and compute their KV again later."""
         if len(self.running) >= self.config.rollout.max_num_seqs:
             return False
-        # The trajectories of a group share its prompt's KV.
-        prompts = {r.group.group_id: len(r.group.prompt) for r in self.running.values()}
-        needed = sum(prompts.values()) + self.expected.tokens * (len(self.running) + 1)
+        needed = self.prompt_tokens + self.expected.tokens * (len(self.running) + 1)
         return not self.running or needed <= self.engine.kv_tokens
 
     def next_waiting(self) -> tuple[int, int, Request]:
@@ -262,6 +270,7 @@ class RolloutWorker:
 
     def leave(self, key: int) -> None:
         request = self.running.pop(key)
+        self.count_seat(request.group, -1)
         self.recomputing.discard(key)
         if self.board.tracer is not None:
             facts: dict[str, object] = {"place": request.index, "tokens": len(request.tokens)}
