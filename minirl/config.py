@@ -162,9 +162,7 @@ class TrainConfig:
     clip_high: Annotated[float, Field(gt=0, le=100)] = 0.2
     """The ratio is clipped above 1 + clip_high."""
     behav_cap: Annotated[float, Field(gt=1, le=10**6)] = 5.0
-    """Tokens whose weight w = prox / behaviour is above this are treated as behav_above says."""
-    behav_above: Literal["mask", "clamp"] = "mask"
-    """"mask" them out of the loss, or "clamp" their w at behav_cap."""
+    """Tokens whose weight w = prox / behaviour is above this are left out of the loss."""
     loss_norm: Literal["token", "sequence", "constant"] = "token"
     """Mean over "token"s, over "sequence"s of their means, or sum by a "constant" (Dr. GRPO)."""
     kl_coef: Annotated[float, Field(ge=0, le=100)] = 0.0

@@ -35,6 +35,7 @@ REMOVED = {
     **{f"tasks.{name}": "write it into the task's reward (docs/tasks.md)" for name in _SHAPING},
     "guard": "leave it out: its limits are fixed (docs/faults.md)",
     "train.behav_level": 'leave it out: "gspo" weighs whole sequences, the others tokens',
+    "train.behav_above": "leave it out: a token above train.behav_cap is left out of the loss",
     "train.kl_kind": 'leave it out: k3 with train.kl_in = "loss", k1 with "reward"',
     "train.dual_clip": "leave it out: train.clip_low, clip_high and behav_cap bound a token",
     "train.gamma": "leave it out: rewards are not discounted",

@@ -168,9 +168,9 @@ class LocalRank:
         self.trainer.publish(version)
 
     def train(self, batch: Batch) -> dict[str, float | None]:
-        values = self.trainer.train(batch)
+        self.trained = self.trainer.train(batch)
         self.trainer.publish(self.store.latest + 1)
-        return values
+        return self.trained.values
 
     def save(self, folder: Path, state: CheckpointState | None = None) -> Path:
         self.trainer.save(Save(str(folder), state or STATE))

@@ -96,7 +96,7 @@ def test_step_counts_follow_their_weights_and_few_problems_are_held_out_as_far_a
 def test_the_tiny_model_was_warmed_up_on_these_problems() -> None:
     from minirl.train.tiny import tiny_model_folder
 
-    assert tiny_model_folder(0).name == "tiny-bd084f75-seed0"
+    assert tiny_model_folder(0).name == "tiny-4e895def-seed0"
 
 
 REPLIES = [

@@ -24,7 +24,8 @@ from minirl.recipe import load
 from minirl.run_dir import read_lines
 from minirl.tasks.arithmetic import Arithmetic
 from minirl.tools.sft_run import as_training
-from minirl.train.sft import SftData, SftExample, SftRank, build_rank, step
+from minirl.train.batch import Item, example_item
+from minirl.train.sft import SftData, SftRank, build_rank, step
 from tests.soak.controller_process import living
 
 STEPS, SIZE = 3, 6
@@ -59,6 +60,12 @@ def rank(config: Config) -> SftRank:
     return build_rank(setup)
 
 
+def parts(item: Item) -> tuple[list[int], list[int]]:
+    """Prompt and answer."""
+    tokens, num_prompt = item.view.tokens.tolist(), int((~item.trainable).sum())
+    return tokens[:num_prompt], tokens[num_prompt:]
+
+
 def data_of(config: Config) -> SftData:
     task = Arithmetic(config.tasks, config.seed)
     return SftData(config, task, load_tokenizer(Path(config.model.path), False))
@@ -71,18 +78,18 @@ def command(sets: list[str], folder: Path) -> list[str]:
 def test_an_example_is_the_prompt_the_worked_answer_and_an_end(config: Config) -> None:
     task, data = Arithmetic(config.tasks, config.seed), data_of(config)
     tokenizer = load_tokenizer(Path(config.model.path), False)
-    for asked, example in zip(task.heldout(5), data.heldout(5), strict=True):
-        assert tokenizer.decode(example.prompt) == asked.prompt
-        assert example.answer[-1] == tokenizer.eos_token_id
-        answer = tokenizer.decode(example.answer[:-1])
-        assert answer == asked.worked and "=" in answer
-        (plain,) = data._fitting(replace(asked, worked=""), example.prompt)
-        assert tokenizer.decode(plain.answer[:-1]) == task.solution(asked)
+    for asked, item in zip(task.heldout(5), data.heldout(5), strict=True):
+        prompt, answer = parts(item)
+        assert tokenizer.decode(prompt) == asked.prompt
+        assert answer[-1] == tokenizer.eos_token_id and "=" in str(asked.worked)
+        assert tokenizer.decode(answer[:-1]) == asked.worked
+        (plain,) = data._fitting(replace(asked, worked=""), tuple(prompt))
+        assert tokenizer.decode(parts(plain)[1][:-1]) == task.solution(asked)
 
 
 def test_examples_that_are_too_long_are_left_out_and_counted(config: Config) -> None:
     data = data_of(replace(config, rollout=replace(config.rollout, max_new_tokens=60)))
-    assert all(len(example.answer) <= 60 for example in data.batch(20))
+    assert all(len(parts(item)[1]) <= 60 for item in data.batch(20))
     assert data.num_too_long > 0
     with pytest.raises(RecipeError, match=r"rollout\.max_new_tokens"):
         data_of(replace(config, rollout=replace(config.rollout, max_new_tokens=1))).batch(1)
@@ -92,11 +99,11 @@ def test_only_answers_are_learned_and_sequences_do_not_see_each_other(
     rank: SftRank, tied_folder: Path
 ) -> None:
     model = plain_script.load(tied_folder)
-    a, b = SftExample((5, 6, 7), (8, 9, 1)), SftExample((10, 11), (12, 1))
+    a, b = example_item((5, 6, 7), (8, 9, 1)), example_item((10, 11), (12, 1))
     sums = []
-    for example in (a, b):
-        logprobs = plain_script.logprobs(model, [*example.prompt, *example.answer])
-        sums.append(-logprobs[len(example.prompt) :].sum().item())
+    for item in (a, b):
+        logprobs = plain_script.logprobs(model, item.view.tokens.tolist())
+        sums.append(-logprobs[len(parts(item)[0]) :].sum().item())
     assert rank.loss([a]) == pytest.approx(sums[0] / 3, rel=1e-4)
     assert rank.loss([a, b]) == pytest.approx(sum(sums) / 5, rel=1e-4)
     assert rank.loss([]) is None

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,18 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minirl.errors import MinirlError
 from minirl.tasks.arithmetic import Stream, demonstration, draw_problem
-from minirl.train.tiny import (
-    EOS,
-    SCHEDULE,
-    Schedule,
-    build_tiny_model,
-    build_tokenizer,
-    tiny_model_folder,
-)
+from minirl.train import tiny
+from minirl.train.tiny import EOS, build_tiny_model, build_tokenizer, tiny_model_folder
 
-# The same path in seconds: a few steps, and every skill is enough.
-STEPS = {"hold_steps": 2, "cool_steps": 2, "sloppy_steps": 2, "num_probes": 4}
-MINIATURE = Schedule(**STEPS, min_skill=0.0, max_greedy=1.0, sampled=(0.0, 1.0))
+MINIATURE = ((2, 2, 2), (0.0, 1.0))  # the same path in seconds: a few steps, and any skill will do
 WEIGHTS = "model.safetensors"
 FILES = {WEIGHTS, *(f"{name}.json" for name in ("config", "generation_config"))}
 FILES |= {"tokenizer.json", "tokenizer_config.json"}
@@ -34,7 +25,7 @@ FILES |= {"tokenizer.json", "tokenizer_config.json"}
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("built") / "tiny"
-    build_tiny_model(folder, 0, print, MINIATURE)
+    build_tiny_model(folder, 0, print, *MINIATURE)
     return folder
 
 
@@ -66,7 +57,7 @@ def test_the_same_seed_gives_the_same_weights(built: Path, tmp_path: Path) -> No
     torch.manual_seed(123)
     before = torch.random.get_rng_state()
     for seed in (0, 1):
-        build_tiny_model(tmp_path / str(seed), seed, print, MINIATURE)
+        build_tiny_model(tmp_path / str(seed), seed, print, *MINIATURE)
         is_equal = (tmp_path / str(seed) / WEIGHTS).read_bytes() == (built / WEIGHTS).read_bytes()
         assert is_equal == (seed == 0)
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -75,12 +66,13 @@ def test_the_same_seed_gives_the_same_weights(built: Path, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_of_two_processes_one_builds_and_a_killed_one_leaves_no_half_folder(tmp_path: Path) -> None:
     def build() -> subprocess.Popen[str]:
-        ensure = f"ensure_tiny_model(0, lambda line: None, {MINIATURE!r})"
-        program = f"from minirl.train.tiny import *\nprint({ensure})"
+        shorter = f"tiny.build_tiny_model.__defaults__ = {MINIATURE!r}"
+        ensure = "print(tiny.ensure_tiny_model(0, lambda line: None))"
+        program = f"from minirl.train import tiny\n{shorter}\n{ensure}"
         env = {**os.environ, "MINIRL_CACHE": str(tmp_path)}
         return subprocess.Popen([sys.executable, "-c", program], env=env, stdout=-1, text=True)
 
-    folder, process = tmp_path / tiny_model_folder(0, MINIATURE).name, build()
+    folder, process = tmp_path / tiny_model_folder(0).name, build()
     while process.poll() is None and not list(tmp_path.glob(f".{folder.name}.*")):
         time.sleep(0.0005)
     process.send_signal(signal.SIGKILL)
@@ -91,17 +83,20 @@ def test_of_two_processes_one_builds_and_a_killed_one_leaves_no_half_folder(tmp_
     assert {path.name for path in folder.iterdir()} == FILES
 
 
-def test_a_model_that_fails_its_probe_is_given_up_and_said_so(tmp_path: Path) -> None:
+def test_a_model_that_fails_its_probe_is_given_up_and_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[str] = []
-    hopeless = replace(MINIATURE, min_skill=2.0, max_attempts=2)
+    monkeypatch.setattr(tiny, "MAX_ATTEMPTS", 2)
     with pytest.raises(MinirlError, match="2 attempts"):
-        build_tiny_model(tmp_path / "tiny", 0, lines.append, hopeless)
-    assert sum("starting over" in line for line in lines) == 2
+        build_tiny_model(tmp_path / "tiny", 0, lines.append, MINIATURE[0], sampled=(2.0, 3.0))
+    assert sum("retrying" in line for line in lines) == 2
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_cache_folder_follows_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_folder_follows_the_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIRL_CACHE", "/cache")
-    assert tiny_model_folder(3).parent == Path("/cache")
-    assert tiny_model_folder(3) != tiny_model_folder(4)
-    assert tiny_model_folder(3) != tiny_model_folder(3, replace(SCHEDULE, lr=1e-3))
+    before = tiny_model_folder(3)
+    assert before.parent == Path("/cache") and before != tiny_model_folder(4)
+    monkeypatch.setattr(tiny, "LR", 1e-3)
+    assert tiny_model_folder(3) != before

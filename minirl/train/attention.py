@@ -1,14 +1,10 @@
 """Attention over sequences packed end to end, none of which sees another.
 
-Registers "minirl_packed" as an attention of transformers. The boundaries reach it as keyword
-arguments of the model's forward: `cu_seqlens` (int32, where each sequence starts, and the end) and
-`max_seqlen`. On CUDA in half precision it is torch's variable-length attention. On CPU, and in
-float32, each run of neighbours of equal length is one causal SDPA over views: no copy, padding or
-mask. Longest-first order, as `packing.micro_batches` gives it, makes the runs long.
+Registers "minirl_packed" as an attention of transformers; the boundaries reach it as keyword
+arguments of the model's forward. On CUDA in half precision it is torch's variable-length attention;
+else each run of neighbours of equal length is one causal SDPA over views: no copy, padding or mask.
 Leaves out sliding windows shorter than the sequences, soft caps and sinks: those are errors.
-
-Axes: T tokens of all sequences, S1 sequences + 1, H heads, D of one head, B sequences of a run,
-L tokens of one of them.
+Axes: T tokens, S1 sequences + 1, H heads, D of one head, B sequences of a run, L tokens of one.
 """
 
 from collections.abc import Sequence
@@ -76,15 +72,9 @@ def _varlen(
     # Autocast does not know this kernel, and norms over heads leave queries and keys in float32.
     query_THD, key_THD, value_THD = (x.to(qkv_THD[2].dtype) for x in qkv_THD)
     bounds = (cu_seqlens_S1, cu_seqlens_S1, max_seqlen, max_seqlen)
-    out = varlen_attn(
-        query_THD,
-        key_THD,
-        value_THD,
-        *bounds,
-        scale=scaling,
-        window_size=(-1, 0),  # torch's spelling of causal
-        enable_gqa=query_THD.shape[1] != key_THD.shape[1],
-    )
+    is_grouped, causal = query_THD.shape[1] != key_THD.shape[1], (-1, 0)  # torch's spelling
+    options: dict[str, Any] = {"window_size": causal, "enable_gqa": is_grouped}
+    out = varlen_attn(query_THD, key_THD, value_THD, *bounds, scale=scaling, **options)
     assert isinstance(out, Tensor)
     return out
 

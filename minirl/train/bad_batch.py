@@ -4,9 +4,8 @@
     bad_batches/step-000012/         a batch that went bad: batch.safetensors in the same form, and
                                      weights/: what the step started from
 
-Saved while its ring cells are still its own; a full disk costs a file and a note, never the run.
-`replay` trains saved batches by the trainer's own code, in one rank: from a checkpoint to the bit;
-for a bad batch from the published weights alone (a new critic and optimizer, LoRA merged).
+A full disk costs a file and a note, never the run. `replay` trains in one rank: from a checkpoint
+to the bit; a bad batch from the published weights alone (a new critic and optimizer, LoRA merged).
 """
 
 import json
@@ -206,10 +205,10 @@ def replay(path: Path) -> Iterator[Replayed]:
         lengths = [saved.lengths for saved in batches]
         trainer = _trainer(batches[0], folder, max(map(len, lengths)), max(map(max, lengths)))
         for saved in batches:
-            values = trainer.train(put(saved, trainer.setup.ring))
+            trained = trainer.train(put(saved, trainer.setup.ring))
             gradients = (f"the gradient of {name}" for name in trainer.bad_gradients[:5])
             bad = [*_bad_tokens(trainer, saved.batch), *gradients]
-            yield Replayed(saved, values, [f"{what} is not finite" for what in bad])
+            yield Replayed(saved, trained.values, [f"{what} is not finite" for what in bad])
 
 
 def _source(config: Config) -> Path:
@@ -246,13 +245,11 @@ def _trainer(first: SavedBatch, folder: Path, num_cells: int, cell_tokens: int) 
 
 def _bad_tokens(trainer: "Trainer", batch: Batch) -> Iterator[str]:
     """The first that is not finite, of each trajectory."""
-    prepared = trainer.prepared
-    assert prepared is not None
     places = [(group.id, i) for group in batch.groups for i in range(len(group.trajectories))]
-    for (group, place), item in zip(places, prepared.items, strict=True):
+    for (group, place), item in zip(places, trainer.prepared.items, strict=True):
         columns = {
             "vLLM's logprob": item.view.logprobs,
-            "the advantage": prepared.advantages[item.place],
+            "the advantage": trainer.prepared.advantages[item.place],
             "the trainer's logprob": trainer.logprobs[item.place],
         }
         for what, column in columns.items():

@@ -18,9 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from minirl.messages import RankSetup
 from minirl.records import Batch
 from minirl.shm.ring import TrajectoryRing, TrajectoryView
 from minirl.train import attention
+from minirl.train.packing import split_over_ranks
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,10 @@ def items_of(batch: Batch, ring: TrajectoryRing, max_staleness: int) -> list[lis
     return groups
 
 
+def num_trainable(items: Sequence[Item]) -> int:
+    return sum(int(item.trainable.sum()) for item in items)
+
+
 def minibatches(groups: list[list[Item]], count: int) -> list[list[Item]]:
     """The batch in `count` parts of equally many whole groups."""
     size = len(groups) // count
@@ -122,10 +128,18 @@ def loss_weights(counts: Sequence[int], kind: str, max_new_tokens: int) -> list[
     return [total / (count * num_training) if count else 0.0 for count in counts]
 
 
+def own_micro_batches(items: Sequence[Item], setup: RankSetup) -> list[MicroBatch]:
+    """Every rank computes the same split and takes its own part."""
+    lengths, max_tokens = [item.length for item in items], setup.config.train.max_tokens
+    own = split_over_ranks(lengths, setup.num_ranks, max_tokens)[setup.rank]
+    device = setup.placement.torch_device
+    return [pack([items[place] for place in places], device) for places in own]
+
+
 def pack(items: Sequence[Item], device: str) -> MicroBatch:
     """Without padding. No items: a dummy of one token that trains nothing, which DDP needs."""
     if not items:
-        return replace(pack([_nothing()], device), is_dummy=True)
+        return replace(pack([example_item([0], [])], device), is_dummy=True)
     lengths = [item.length for item in items]
 
     def column(arrays: list[NDArray], dtype: torch.dtype) -> Tensor:
@@ -144,10 +158,12 @@ def pack(items: Sequence[Item], device: str) -> MicroBatch:
     )
 
 
-def _nothing() -> Item:
-    zero, no = np.zeros(1, np.int32), np.zeros(1, np.bool_)
-    view = TrajectoryView(zero, no.astype(np.uint8), zero.astype(np.float32), zero)
-    return Item(view, 0.0, 0, no, zero, no)
+def example_item(prompt: Sequence[int], answer: Sequence[int]) -> Item:
+    """A worked answer as a trajectory that trains."""
+    tokens = np.array([*prompt, *answer], np.int32)
+    written, zeros = np.arange(len(tokens)) >= len(prompt), np.zeros_like(tokens)
+    view = TrajectoryView(tokens, written.astype(np.uint8), zeros.astype(np.float32), zeros)
+    return Item(view, 0.0, 0, written, zeros, written)
 
 
 def trained_staleness(items: Sequence[Item]) -> NDArray[np.int32]:

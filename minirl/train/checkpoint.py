@@ -1,14 +1,13 @@
-"""Checkpoints: ordinary Hugging Face folders that transformers and vLLM load as they are.
+"""Checkpoints: Hugging Face folders that transformers and vLLM load as they are.
 
     step-000040/          config.json, model.safetensors, tokenizer and chat template
     step-000040/trainer/  state.json (the controller's part), optimizer.safetensors,
                           master.safetensors where the model is saved in less than float32,
-                          critic.safetensors and critic_optimizer.safetensors where there is one,
-                          rng.safetensors: each rank's random generator
+                          critic.safetensors and critic_optimizer.safetensors where there is one
     step-000040/adapter/  with LoRA: the adapter alone, as peft reads it; the model above is merged
 
-Written aside, flushed and renamed, so a folder of this name is whole; nothing is pickled. Only
-saving and loading import torch: the controller looks at checkpoints without it.
+Written aside, flushed and renamed, so a folder of this name is whole. Only saving and loading
+import torch: the controller looks at checkpoints without it.
 """
 
 import json
@@ -27,13 +26,11 @@ from minirl.errors import MALFORMED, MinirlError, one_line
 from minirl.messages import CheckpointState
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from minirl.train.optimizer import Replica
     from minirl.train.policy import Policy
 
 STATE = "trainer/state.json"
-NEEDED = ("config.json", STATE, "trainer/optimizer.safetensors")
+NEEDED = ("config.json", "model.safetensors", STATE, "trainer/optimizer.safetensors")
 BESIDE_WEIGHTS = ("*token*", "chat_template*", "vocab*", "merges.txt", "generation_config.json")
 
 
@@ -70,7 +67,6 @@ def save(
     critic: "Replica | None",
     source: Path,
     state: CheckpointState,
-    generators: "dict[str, Tensor]",
 ) -> None:
     """`source` is the model folder whose tokenizer files are copied."""
     import torch
@@ -79,12 +75,12 @@ def save(
     from minirl.train import lora
 
     policy = cast("Policy", learner.module)
-    files = {"optimizer": learner.state_by_name(policy.model), "rng": generators}
+    files = {"optimizer": learner.state_by_name()}
     if policy.dtype != torch.float32 and not lora.is_adapted(policy.model):
         files["master"] = dict(policy.model.named_parameters())
     if critic is not None:
         files["critic"] = dict(critic.module.named_parameters())
-        files["critic_optimizer"] = critic.state_by_name(critic.module)
+        files["critic_optimizer"] = critic.state_by_name()
     with written_aside(folder) as aside:
         save_model(aside, policy, source)
         (aside / "trainer").mkdir()
@@ -98,10 +94,9 @@ def save_model(folder: Path, policy: "Policy", source: Path) -> None:
     """Weights, config and tokenizer: what transformers and vLLM load; with LoRA, the adapter."""
     from minirl.train import lora
 
-    weights = lora.merged(policy.model)
-    own = {name: weights[name]().to(policy.dtype) for name in lora.own_names(policy.model)}
+    own = {name: weight().to(policy.dtype) for name, weight in lora.merged(policy.model).items()}
     policy.model.config.dtype = policy.dtype
-    policy.model.save_pretrained(folder, state_dict=own)
+    policy.model.save_pretrained(folder, state_dict=own, max_shard_size="1TB")
     copy_tokenizer(source, folder)
     if lora.is_adapted(policy.model):
         lora.save_adapter(policy.model, folder / "adapter", str(source))
@@ -112,27 +107,21 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
         shutil.copy2(path, folder / path.name)
 
 
-def load(folder: Path, learner: "Replica", critic: "Replica | None", rank: int) -> None:
-    """Optimizer states, this rank's generator (a new rank keeps the seed's), and weights that the
-    model in the same folder does not hold exactly."""
-    import torch
+def load(folder: Path, learner: "Replica", critic: "Replica | None") -> None:
+    """Optimizer states, and weights that the model in the same folder does not hold exactly."""
     from safetensors.torch import load_file
 
     from minirl.train import lora
 
-    policy, files = cast("Policy", learner.module), {}
-    for path in (folder / "trainer").glob("*.safetensors"):
-        files[path.stem] = load_file(path)
-    if lora.is_adapted(policy.model):
-        lora.load_adapter(policy.model, folder / "adapter")
+    files = {path.stem: load_file(path) for path in (folder / "trainer").glob("*.safetensors")}
+    if lora.is_adapted(learner.named):
+        lora.load_adapter(learner.named, folder / "adapter")
     elif "master" in files:
-        policy.model.load_state_dict(files["master"], strict=False)
-    learner.load_state(policy.model, files["optimizer"])
+        learner.named.load_state_dict(files["master"], strict=False)
+    learner.load_state(files["optimizer"])
     if critic is not None:
         critic.module.load_state_dict(files["critic"], strict=False)
-        critic.load_state(critic.module, files["critic_optimizer"])
-    if (generator := files["rng"].get(f"rank-{rank}")) is not None:
-        torch.set_rng_state(generator)
+        critic.load_state(files["critic_optimizer"])
 
 
 def found(run_dir: Path) -> list[Path]:
@@ -152,12 +141,11 @@ def sweep(run_dir: Path) -> None:
 
 def prune(run_dir: Path, keep: int, accuracies: Sequence[tuple[int, float]] = ()) -> None:
     """Keeps the last `keep`, and the best by its version's evaluation: of equals the later."""
-    folders, reached = found(run_dir), dict(accuracies)
-    scores = dict.fromkeys(folders, -1.0)
+    folders, scores = found(run_dir), {}
     for folder in folders:
         with suppress(MinirlError):  # it is broken
-            scores[folder] = reached.get(read_state(folder).history.version, -1.0)
-    best = max(folders, key=lambda folder: (scores[folder], folder))
+            scores[folder] = dict(accuracies).get(read_state(folder).history.version, -1.0)
+    best = max(folders, key=lambda folder: (scores.get(folder, -1.0), folder))
     for folder in folders[:-keep]:
         if folder != best:
             shutil.rmtree(folder, ignore_errors=True)
@@ -195,18 +183,12 @@ def read_state(folder: Path) -> CheckpointState:
 
 def read_whole(folder: Path) -> CheckpointState:
     """The state of a checkpoint whose files are all there and as long as their headers say."""
-    weights = sorted(folder.glob("*.safetensors"))
-    missing = [name for name in NEEDED if not (folder / name).is_file()]
-    if missing or not weights:
-        name = missing[0] if missing else "model.safetensors"
-        raise MinirlError(f"{folder} is not whole: it has no {name}")
-    names: set[str] = set()
-    for path in [*weights, *sorted(folder.glob("*/*.safetensors"))]:
-        with as_one_line(path), safe_open(path, framework="np") as file:
-            names |= set(file.keys()) if path in weights else set()
-    for path in [folder / "config.json", *folder.glob("*.index.json")]:
-        with as_one_line(path):
-            listed = dict(json.loads(path.read_bytes())).get("weight_map", {})
-            if missing := sorted(set(listed) - names):
-                raise ValueError(f"no file holds {missing[0]}")
+    for name in NEEDED:
+        if not (folder / name).is_file():
+            raise MinirlError(f"{folder} is not whole: it has no {name}")
+    for path in sorted(folder.rglob("*.safetensors")):
+        with as_one_line(path), safe_open(path, framework="np"):
+            pass
+    with as_one_line(folder / "config.json"):
+        json.loads((folder / "config.json").read_bytes())
     return read_state(folder)

@@ -3,16 +3,19 @@
 A value head on its own copy of the policy's backbone, trained in the same rank on the same
 micro-batches. The head starts at 0: the first step's advantages are then the rewards themselves.
 
-Axes: T tokens of all sequences, E width of the model, S1 sequences + 1.
+Axes: T tokens of all sequences, E width of the model.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minirl.config import Config
+from minirl.train.attention import Boundaries
 from minirl.train.batch import MicroBatch
-from minirl.train.policy import load_weights
+from minirl.train.policy import hidden_states, load_weights
 
 from transformers import AutoModel, PreTrainedModel  # isort: skip (policy hides torchvision first)
 
@@ -25,21 +28,12 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(
-        self, tokens_T: Tensor, positions_T: Tensor, cu_seqlens_S1: Tensor, max_seqlen: int
-    ) -> Tensor:
+    def forward(self, tokens_T: Tensor, *bounds: Any) -> Tensor:
         """The value of the tokens before each token; 0 for the first of a sequence."""
-        use_bf16 = tokens_T.is_cuda and self.dtype == torch.bfloat16
-        with torch.autocast(tokens_T.device.type, torch.bfloat16, enabled=use_bf16):
-            hidden_TE = self.backbone(
-                input_ids=tokens_T[None],
-                position_ids=positions_T[None],
-                cu_seqlens=cu_seqlens_S1,
-                max_seqlen=max_seqlen,
-                use_cache=False,
-            ).last_hidden_state[0]
+        at = Boundaries(*bounds)
+        hidden_TE, _ = hidden_states(self.backbone, self.dtype, tokens_T, at)
         values_T = self.head(hidden_TE.float())[:, 0]
-        return torch.where(positions_T > 0, F.pad(values_T[:-1], (1, 0)), 0.0 * values_T)
+        return torch.where(at.positions_T > 0, F.pad(values_T[:-1], (1, 0)), 0.0 * values_T)
 
 
 def build_critic(config: Config, folder: str) -> Critic:
@@ -52,5 +46,5 @@ def build_critic(config: Config, folder: str) -> Critic:
 def value_loss(critic: nn.Module, micro: MicroBatch) -> Tensor:
     """Half the squared error, summed over the tokens that train."""
     assert micro.returns_T is not None
-    values_T = critic(micro.tokens_T, micro.positions_T, micro.cu_seqlens_S1, micro.max_seqlen)
-    return torch.where(micro.trainable_T, values_T - micro.returns_T, 0.0).square().sum() / 2
+    errors_T = critic(*micro.inputs) - micro.returns_T
+    return torch.where(micro.trainable_T, errors_T, 0.0).square().sum() / 2

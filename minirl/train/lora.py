@@ -36,21 +36,15 @@ def is_adapted(model: nn.Module) -> bool:
     return bool(_adapters(model))
 
 
-def own_names(model: nn.Module) -> list[str]:
-    """Of the parameters that the model has without adapters."""
-    names = [name for name, _ in model.named_parameters() if ".lora_" not in name]
-    return [name.replace(INSIDE, ".") for name in names]
-
-
 def merged(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
     """The weights under the names of the model without adapters, each computed when asked for, so
     that a publication never has a second model in memory."""
     adapted = {name: m for name, m in model.named_modules() if hasattr(m, "get_delta_weight")}
     weights: dict[str, Callable[[], Tensor]] = {}
-    for name, tensor in model.state_dict().items():
+    for name, parameter in model.named_parameters():
         layer = adapted.get(name.removesuffix(f"{INSIDE}weight"))
         if ".lora_" not in name:
-            weights[name.replace(INSIDE, ".")] = partial(_merge, tensor, layer)
+            weights[name.replace(INSIDE, ".")] = partial(_merge, parameter.detach(), layer)
     return weights
 
 

@@ -11,6 +11,7 @@ Axes: T tokens of all sequences of a micro-batch, packed; S sequences.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,18 +46,15 @@ class Tokens:
         return (sums_S / counts_S.clamp(min=1)).index_select(0, self.sequence_T)
 
 
-@dataclass(frozen=True)
-class Behaviour:
+class Behaviour(NamedTuple):
     """The correction for tokens that another policy wrote."""
 
-    w_T: Tensor  # as it goes into the loss: 0 where it is masked, at most the cap where clamped
+    w_T: Tensor  # as it goes into the loss: 0 where it is above the cap
     raw_T: Tensor  # for the metric
     kept_T: Tensor  # bool: tokens that are in the loss
-    capped_T: Tensor  # bool: w above the cap
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """What an objective gives, at each token."""
 
     objective_T: Tensor  # to be maximised, with the graph
@@ -80,16 +78,13 @@ def naive(tokens: Tokens, train: TrainConfig) -> Terms:
     """PPO whose ratio is to the policy that sampled: min(u·A, clip(u)·A), u = π_θ/π_behav."""
     u_T = ratio(tokens.logprobs_T, tokens.behav_T, tokens.mask_T)
     surrogate_T, clipped_T = clipped_surrogate(u_T, tokens.advantages_T, train)
-    return Terms(surrogate_T, clipped_T, uncorrected(tokens, u_T.detach()))
+    return Terms(surrogate_T, clipped_T, Behaviour(u_T.detach(), u_T.detach(), tokens.mask_T))
 
 
 def gspo(tokens: Tokens, train: TrainConfig) -> Terms:
     """GSPO: the ratio of a sequence, s = exp(mean over its tokens of log π_θ/π_prox), is clipped
-    as a whole: w · min(s·A, clip(s)·A) at each of its tokens.
-
-    In its token form, sg(s) · π_θ/sg(π_θ): the same value and, where A is one number per sequence,
-    the same gradient; advantages may then also differ by token.
-    """
+    as a whole: w · min(s·A, clip(s)·A) at each of its tokens. In its token form, sg(s) ·
+    π_θ/sg(π_θ), which has the same gradient, and lets advantages differ by token."""
     behav = behaviour_weights(tokens, train, by_sequence=True)
     log_u_T = torch.where(behav.kept_T, (tokens.logprobs_T - tokens.prox_T).detach(), 0.0)
     own_T = ratio(tokens.logprobs_T, tokens.logprobs_T.detach(), behav.kept_T)  # 1, with gradient
@@ -112,9 +107,6 @@ def cispo(tokens: Tokens, train: TrainConfig) -> Terms:
 OBJECTIVES: dict[str, Objective] = {f.__name__: f for f in (decoupled, naive, gspo, cispo)}
 
 
-# Parts ----------------------------------------------------------------------------------------
-
-
 def ratio(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:
     """exp of the difference; exactly 1, without gradient, where masked out."""
     return torch.where(mask_T, numerator_T - denominator_T, 0.0).exp()
@@ -129,23 +121,17 @@ def clipped_surrogate(
     return torch.minimum(free_T, bound_T), bound_T < free_T
 
 
-def uncorrected(tokens: Tokens, ratio_T: Tensor) -> Behaviour:
-    return Behaviour(ratio_T, ratio_T, tokens.mask_T, torch.zeros_like(tokens.mask_T))
-
-
 def behaviour_weights(tokens: Tokens, train: TrainConfig, by_sequence: bool = False) -> Behaviour:
-    """w = π_prox/π_behav, of a token or as the geometric mean over its sequence's tokens."""
+    """w = π_prox/π_behav, of a token or as the geometric mean over its sequence's tokens. Tokens
+    whose w is above the cap, or not a number, are left out."""
     mask_T = tokens.mask_T
     log_w_T = torch.where(mask_T, (tokens.prox_T - tokens.behav_T).detach(), 0.0)
     if by_sequence:
         log_w_T = torch.where(mask_T, tokens.sequence_mean(log_w_T, mask_T), 0.0)
     raw_T = log_w_T.exp()
-    capped_T = mask_T & ~(raw_T <= train.behav_cap)  # so that nan is capped too
-    if train.behav_above == "clamp":
-        return Behaviour(raw_T.clamp(max=train.behav_cap), raw_T, mask_T, capped_T)
-    kept_T = mask_T & ~capped_T
+    kept_T = mask_T & (raw_T <= train.behav_cap)
     # where, not a product: a w that overflowed must not turn a masked token into nan.
-    return Behaviour(torch.where(kept_T, raw_T, 0.0), raw_T, kept_T, capped_T)
+    return Behaviour(torch.where(kept_T, raw_T, 0.0), raw_T, kept_T)
 
 
 def loglinear_prox(
@@ -160,12 +146,6 @@ def loglinear_prox(
     return behav_T + share_T * (logprobs_T.detach() - behav_T)
 
 
-def kl_estimate(logprobs_T: Tensor, ref_T: Tensor) -> Tensor:
-    """KL(π‖π_ref) at one sampled token: k3 = exp(d) - d - 1 with d = log π_ref - log π."""
-    d_T = ref_T - logprobs_T
-    return d_T.exp() - d_T - 1
-
-
 def loss_of(name: str, tokens: Tokens, train: TrainConfig) -> tuple[Tensor, Sums]:
     """Minus the objective of this name, summed over tokens, and sums of metrics."""
     terms = (OBJECTIVES.get(name) or load_function("train.objective", name))(tokens, train)
@@ -173,34 +153,26 @@ def loss_of(name: str, tokens: Tokens, train: TrainConfig) -> tuple[Tensor, Sums
     if objective_T.shape != mask_T.shape:
         rule = f"its objective_T has shape {[*objective_T.shape]}, not {[*mask_T.shape]}"
         raise RecipeError("train.objective", name, rule, "give one value per token, and no sum")
-    behav = terms.behav or uncorrected(tokens, torch.ones_like(objective_T))
+    ones_T = torch.ones_like(objective_T)
+    _, ratio_T, kept_T = terms.behav or Behaviour(ones_T, ones_T, mask_T)
     clipped_T = torch.zeros_like(mask_T) if terms.clipped_T is None else terms.clipped_T
-    objective_T = torch.where(behav.kept_T, objective_T, 0.0)
+    objective_T = torch.where(kept_T, objective_T, 0.0)
     kl_T = torch.zeros_like(objective_T)
     if tokens.ref_T is not None:
         # where on both sides: exp of garbage in a masked token must not reach the gradient.
         ours_T, ref_T = (torch.where(mask_T, x, 0.0) for x in (tokens.logprobs_T, tokens.ref_T))
-        kl_T = kl_estimate(ours_T, ref_T)
+        d_T = ref_T - ours_T
+        kl_T = d_T.exp() - d_T - 1  # k3, an estimate of KL(π‖π_ref) at one sampled token
         objective_T = objective_T - train.kl_coef * kl_T
     if tokens.weights_T is not None:
         objective_T = objective_T * tokens.weights_T
     return -objective_T.sum(), {
         "tokens": mask_T.sum(),
-        "clipped": (clipped_T & behav.kept_T).sum(),
-        "capped": behav.capped_T.sum(),
-        "behav_ratio": torch.where(mask_T, behav.raw_T, 0.0).sum(),  # capped tokens included
+        "clipped": (clipped_T & kept_T).sum(),
+        "capped": (mask_T & ~kept_T).sum(),
+        "behav_ratio": torch.where(mask_T, ratio_T, 0.0).sum(),  # capped tokens included
         "kl": kl_T.detach().sum(),
     }
-
-
-# Of a micro-batch under a recipe --------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class MicroLoss:
-    loss: Tensor  # summed over tokens, with the graph
-    logprobs_T: Tensor  # log π_θ, detached
-    sums: Sums  # of metrics
 
 
 def forward(
@@ -214,8 +186,9 @@ def forward(
 
 def micro_loss(
     policy: nn.Module, micro: MicroBatch, config: Config, progress: float = 0.0
-) -> MicroLoss:
-    """`progress` is the share of the step's minibatches that were trained before this one."""
+) -> tuple[Tensor, Tensor, Sums]:
+    """The loss, summed over tokens, log π_θ, detached, and sums of metrics. `progress` is the share
+    of the step's minibatches that were trained before this one."""
     logprobs_T, entropy_T = forward(policy, micro, config)
     prox_T = logprobs_T.detach() if micro.prox_T is None else micro.prox_T
     if micro.prox_T is None and config.train.proximal == "loglinear":
@@ -240,4 +213,4 @@ def micro_loss(
         sums[f"{name}gap"] = torch.where(at_T, gap_T, 0.0).sum()
         sums[f"{name}compared"] = at_T.sum()
     sums |= {"loss": loss.detach(), "entropy": entropy_T[micro.trainable_T].sum()}
-    return MicroLoss(loss, logprobs_T.detach(), sums)
+    return loss, logprobs_T.detach(), sums

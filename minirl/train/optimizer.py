@@ -1,7 +1,7 @@
 """Stage 7, update: AdamW over a model, its learning rate, DDP, and its state by parameter name.
 
-Takes a model, gives a replica of it that takes steps. With `is_sharded` each rank keeps the state
-of its share of the parameters (ZeRO's first stage), updates those, and broadcasts them.
+Takes a model, gives a replica of it that takes steps. With train.shard_optimizer each rank keeps
+the state of its share of the parameters (ZeRO's first stage), updates those, and broadcasts them.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -58,14 +58,22 @@ def join_ranks(setup: RankSetup) -> None:
         )
 
 
+def over_ranks(value: Tensor) -> Tensor:
+    """Its sum over all ranks, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(value)
+    return value
+
+
 class Replica:
     """One rank's copy of a model that is trained (the policy or the critic), with its optimizer.
     DDP sums gradients over the ranks in the last backward of a step, which `syncing` marks."""
 
-    def __init__(self, module: nn.Module, config: TrainConfig, lr: float, is_sharded: bool = False):
+    def __init__(self, module: nn.Module, config: TrainConfig, lr: float):
         self.module, self.config, self.lr = module, config, lr
-        self.optimizer = build_optimizer(module, lr, config.weight_decay, is_sharded)
+        self.optimizer = build_optimizer(module, lr, config.weight_decay, config.shard_optimizer)
         self.parallel: nn.Module = module
+        self.named: Any = getattr(module, "model", module)  # whose names a checkpoint has
 
     def join(self, num_ranks: int, kind: str) -> None:
         """The other ranks. After a checkpoint was loaded: DDP sends what rank 0 has."""
@@ -89,9 +97,6 @@ class Replica:
             return nullcontext()
         return self.parallel.no_sync()  # type: ignore[operator]
 
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-
     def clip(self) -> Tensor:
         """The gradient's norm before it was clipped. If it is not finite, nothing is clipped: that
         would spread over the whole gradient and hide its origin."""
@@ -113,39 +118,31 @@ class Replica:
         bad = (~norms.isfinite()).nonzero()
         return named[int(bad[0, 0])][0] if len(bad) else ""
 
-    def bad_state(self) -> str:
-        """The same of the optimizer's state, which would spoil every resume."""
-        states = [state for state in self.optimizer.state.values() if state]  # its share has one
-        values = ((name, state[name]) for state in states for name in STATE)
-        bad = (name for name, value in values if not value.isfinite().all())
-        return next((f"{name} of an optimizer" for name in bad), "")
-
     def gather_state(self) -> None:
         """By every rank before rank 0 asks for `state_by_name`; nothing to do unless sharded."""
         if hasattr(self.optimizer, "consolidate_state_dict"):
             self.optimizer.consolidate_state_dict(to=0)
 
-    def state_by_name(self, named: nn.Module) -> dict[str, Tensor]:
-        """Under the names that the parameters have in `named`."""
+    def state_by_name(self) -> dict[str, Tensor]:
         state = self.optimizer.state_dict()["state"]
         return {
             f"{name}/{field}": torch.as_tensor(value)
-            for index, (name, _) in enumerate(self._trained(named))
+            for index, (name, _) in enumerate(self._trained())
             for field, value in state.get(index, {}).items()
         }
 
-    def load_state(self, named: nn.Module, found: dict[str, Tensor]) -> None:
+    def load_state(self, found: dict[str, Tensor]) -> None:
         """Each rank is given all of it and keeps what is its own."""
         state = optim.Optimizer.state_dict(self.optimizer)  # a sharded one has its own
         state["state"] = {  # `step` too: a fused AdamW keeps it where the weights are
             index: {field: found[f"{name}/{field}"].to(p.device) for field in STATE}
-            for index, (name, p) in enumerate(self._trained(named))
+            for index, (name, p) in enumerate(self._trained())
             if f"{name}/step" in found
         }
         self.optimizer.load_state_dict(state)
 
-    def _trained(self, named: nn.Module) -> list[tuple[str, Tensor]]:
+    def _trained(self) -> list[tuple[str, Tensor]]:
         """Names and parameters in the optimizer's order."""
-        names = {id(parameter): name for name, parameter in named.named_parameters()}
+        names = {id(parameter): name for name, parameter in self.named.named_parameters()}
         groups = self.optimizer.param_groups
         return [(names[id(p)], p) for group in groups for p in group["params"]]

@@ -2,8 +2,7 @@
 
 Takes tokens packed end to end with their boundaries (`attention.boundaries`), gives for each needed
 token its logprob under the prefix, with gradient, and the entropy of the distribution it came from,
-without. `HeadLogprobs` goes through the vocabulary in chunks. Weights are float32 masters; with
-"bfloat16" the forward runs under autocast, on CUDA only (on a CPU it is slower than float32).
+without. Weights are float32 masters; with "bfloat16" the forward runs under autocast, on CUDA only.
 Leaves out heads that do more than a product (bias, soft cap, scaling): `load_policy` refuses them.
 
 Axes: T tokens of all sequences, N tokens whose logprob is needed, C of them in one chunk,
@@ -25,6 +24,7 @@ hide_broken_torchvision()
 from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 
 CHUNK = 1024  # rows of logits in memory at once: 600 MB at a vocabulary of 150 k
+AUTOCAST_ON = {"cuda"}  # on a CPU bfloat16 is slower than float32
 
 
 class Policy(nn.Module):
@@ -33,7 +33,6 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.model, self.dtype = model, dtype
-        self.autocast_on = {"cuda"}
 
     def forward(
         self,
@@ -50,16 +49,8 @@ class Policy(nn.Module):
         the graph even when no token is needed: a dummy micro-batch gives zero gradients to DDP."""
         # transformers shares config objects between models: another may have switched ours.
         assert self.model.config._attn_implementation == attention.NAME
-        kind = tokens_T.device.type
-        use_bf16 = kind in self.autocast_on and self.dtype == torch.bfloat16
-        with torch.autocast(kind, torch.bfloat16, enabled=use_bf16):
-            hidden_TE = self.model.base_model(
-                input_ids=tokens_T[None],
-                position_ids=positions_T[None],
-                cu_seqlens=cu_seqlens_S1,
-                max_seqlen=max_seqlen,
-                use_cache=False,
-            ).last_hidden_state[0]
+        bounds = attention.Boundaries(positions_T, cu_seqlens_S1, max_seqlen)
+        hidden_TE, dtype = hidden_states(self.model.base_model, self.dtype, tokens_T, bounds)
         predicted_T = positions_T > 0 if needed_T is None else (positions_T > 0) & needed_T
         at_N = predicted_T.nonzero()[:, 0]
         logprobs_N, entropy_N = HeadLogprobs.apply(
@@ -68,10 +59,27 @@ class Policy(nn.Module):
             tokens_T[at_N],
             temperature,
             CHUNK,
-            torch.bfloat16 if use_bf16 else hidden_TE.dtype,
+            dtype,
         )
         zeros_T = logprobs_N.new_zeros(len(tokens_T))
         return zeros_T.index_put((at_N,), logprobs_N), zeros_T.index_put((at_N,), entropy_N)
+
+
+def hidden_states(
+    backbone: nn.Module, dtype: torch.dtype, tokens_T: Tensor, bounds: attention.Boundaries
+) -> tuple[Tensor, torch.dtype]:
+    """(hidden_TE, the dtype that products are computed in)."""
+    kind = tokens_T.device.type
+    use_bf16 = kind in AUTOCAST_ON and dtype == torch.bfloat16
+    with torch.autocast(kind, torch.bfloat16, enabled=use_bf16):
+        hidden_TE = backbone(
+            input_ids=tokens_T[None],
+            position_ids=bounds.positions_T[None],
+            cu_seqlens=bounds.cu_seqlens_S1,
+            max_seqlen=bounds.max_seqlen,
+            use_cache=False,
+        ).last_hidden_state[0]
+    return hidden_TE, torch.bfloat16 if use_bf16 else hidden_TE.dtype
 
 
 class HeadLogprobs(torch.autograd.Function):
@@ -137,7 +145,9 @@ def _logits(hidden_CE: Tensor, weight_VE: Tensor, temperature: float) -> Tensor:
 def build_policy(config: Config, folder: str) -> Policy:
     """The policy as a recipe trains it: whole or by LoRA adapters, compiled or not."""
     model, train = config.model, config.train
-    policy = load_policy(folder, model.dtype, train.gradient_checkpointing, model.trust_remote_code)
+    options = {"gradient_checkpointing": train.gradient_checkpointing}
+    options["trust_remote_code"] = model.trust_remote_code
+    policy = load_policy(folder, model.dtype, **options)
     if train.lora_rank:
         torch.manual_seed(config.seed)  # every rank draws the same adapters
         lora.add_adapters(policy.model, train.lora_rank)
@@ -148,16 +158,10 @@ def build_policy(config: Config, folder: str) -> Policy:
     return policy
 
 
-def load_policy(
-    folder: str,
-    dtype_str: str = "float32",
-    gradient_checkpointing: bool = False,
-    trust_remote_code: bool = False,
-) -> Policy:
+def load_policy(folder: str, dtype_str: str = "float32", **options: bool) -> Policy:
     """From a Hugging Face folder or hub name. Weights are float32 whatever the file holds;
-    `dtype_str` is what the forward computes in on CUDA ("float32" or "bfloat16")."""
-    kind = AutoModelForCausalLM
-    model, info = load_weights(kind, folder, gradient_checkpointing, trust_remote_code)
+    `dtype_str` is what the forward computes in on CUDA. Options are those of `load_weights`."""
+    model, info = load_weights(AutoModelForCausalLM, folder, **options)
     check_loaded(folder, info)
     policy = Policy(model, getattr(torch, dtype_str))
     check_head(policy)
@@ -165,7 +169,7 @@ def load_policy(
 
 
 def load_weights(
-    kind: type, folder: str, gradient_checkpointing: bool, trust_remote_code: bool
+    kind: type, folder: str, gradient_checkpointing: bool = False, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A model of `kind`, one of transformers' Auto classes, and what was amiss with its file."""
     model, info = kind.from_pretrained(  # type: ignore[attr-defined]
@@ -188,14 +192,14 @@ def load_weights(
 
 def check_loaded(folder: str, info: dict[str, Any]) -> None:
     """transformers fills what it does not find with random numbers, and only says so in a log."""
-    remedy = "its weights are not those of its config.json: fetch the model again"
-    for name, found, wanted in sorted(info["mismatched_keys"], key=str):
-        rule = f"{name} is {list(found)}, and config.json makes it {list(wanted)}"
-        raise RecipeError("model.path", folder, rule, remedy)
-    for kind, rule in (("missing_keys", "lacks"), ("unexpected_keys", "has, for no layer,")):
-        if names := sorted(info[kind]):
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise RecipeError("model.path", folder, f"{rule} {names[0]}{more}", remedy)
+    wrong = [
+        *(f"{n} is {[*a]}, and config.json makes it {[*b]}" for n, a, b in info["mismatched_keys"]),
+        *(f"lacks {name}" for name in info["missing_keys"]),
+        *(f"has, for no layer, {name}" for name in info["unexpected_keys"]),
+    ]
+    if wrong:
+        remedy = "its weights are not those of its config.json: fetch the model again"
+        raise RecipeError("model.path", folder, min(wrong), remedy)
 
 
 @torch.no_grad()
@@ -203,17 +207,11 @@ def check_head(policy: Policy) -> None:
     """The policy's logprobs must be those of the model's own forward."""
     tokens_T = torch.arange(1, 9, device=next(policy.parameters()).device)
     bounds = attention.boundaries([len(tokens_T)], tokens_T.device)
-    logits_TV = policy.model(
-        input_ids=tokens_T[None],
-        cu_seqlens=bounds.cu_seqlens_S1,
-        max_seqlen=bounds.max_seqlen,
-        use_cache=False,
-    ).logits[0]
+    packed = {"cu_seqlens": bounds.cu_seqlens_S1, "max_seqlen": bounds.max_seqlen}
+    logits_TV = policy.model(tokens_T[None], use_cache=False, **packed).logits[0]
     own_T = logits_TV[:-1].float().log_softmax(-1).gather(1, tokens_T[1:, None])[:, 0]
     ours_T, _ = policy(tokens_T, *bounds)
     gap = (ours_T[1:] - own_T).abs().max().item()
     if not gap < 1e-3:
-        raise MinirlError(
-            f"{type(policy.model).__name__} does more to its logits than a product with the head's "
-            f"weight (logprobs differ by {gap:.1e}): minirl cannot train it yet"
-        )
+        does = f"does more to its logits than a product (logprobs differ by {gap:.1e})"
+        raise MinirlError(f"{type(policy.model).__name__} {does}: minirl cannot train it yet")

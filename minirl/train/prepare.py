@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -23,9 +22,17 @@ from minirl.config import Config
 from minirl.messages import TrainerSetup
 from minirl.records import Batch
 from minirl.train.advantage import EPSILON, estimate, gae
-from minirl.train.batch import Item, MicroBatch, items_of, loss_weights, minibatches, pack
+from minirl.train.batch import (
+    Item,
+    MicroBatch,
+    items_of,
+    loss_weights,
+    minibatches,
+    num_trainable,
+    own_micro_batches,
+)
 from minirl.train.objective import forward
-from minirl.train.packing import split_over_ranks
+from minirl.train.optimizer import over_ranks
 
 Column = NDArray[np.float32]
 
@@ -61,10 +68,6 @@ class Preparer:
     def config(self) -> Config:
         return self.setup.config
 
-    @property
-    def device(self) -> str:
-        return self.setup.placement.torch_device
-
     def prepare(self, batch: Batch) -> Prepared:
         train = self.config.train
         groups = items_of(batch, self.setup.ring, self.config.buffer.max_staleness)
@@ -87,10 +90,7 @@ class Preparer:
         return Prepared(finished, items, columns["advantages_T"], values)
 
     def micro_batches(self, items: list[Item]) -> list[MicroBatch]:
-        """Every rank computes the same split and takes its own part."""
-        lengths, max_tokens = [item.length for item in items], self.config.train.max_tokens
-        own = split_over_ranks(lengths, self.setup.num_ranks, max_tokens)[self.setup.rank]
-        return [pack([items[place] for place in places], self.device) for places in own]
+        return own_micro_batches(items, self.setup)
 
     @torch.no_grad()
     def with_forwards(self, micro: MicroBatch) -> MicroBatch:
@@ -113,13 +113,11 @@ class Preparer:
         self, flat: list[MicroBatch], num_tokens: int, of: Callable[[MicroBatch], Tensor]
     ) -> Column:
         """A column that each rank computes for its own tokens, and every rank gets whole."""
-        column_A = torch.zeros(num_tokens, device=self.device)
+        column_A = torch.zeros(num_tokens, device=self.setup.placement.torch_device)
         for micro in flat:
             if not micro.is_dummy:
                 column_A[micro.index_T] = of(micro)
-        if self.setup.num_ranks > 1:
-            dist.all_reduce(column_A)
-        return column_A.cpu().numpy()
+        return over_ranks(column_A).cpu().numpy()
 
     def penalties(
         self, items: list[Item], flat: list[MicroBatch]
@@ -178,10 +176,6 @@ class Preparer:
             for item, weight in zip(part, found, strict=True):
                 weights_A[item.place] = weight
         return weights_A
-
-
-def num_trainable(items: list[Item]) -> int:
-    return sum(int(item.trainable.sum()) for item in items)
 
 
 def with_columns(micro: MicroBatch, columns: dict[str, Column]) -> MicroBatch:

@@ -3,10 +3,7 @@
 Rank 0 gives Learned before the first step and after each, then Saved; Stop from the controller ends
 the run after the step. An *example* is a prompt and the answer to learn: the task's worked answer
 or its `solution`, and the token that ends it. Every rank draws the same batches, and the loss is
-the mean of -logprob over the answers' tokens of a whole batch, so neither the number of ranks nor
-the micro-batch split changes an update. `SftRank` also warms the tiny model up.
-
-Axes: T tokens of all sequences in a micro-batch.
+the mean of -logprob over the answers' tokens of a whole batch. `SftRank` also warms the tiny model.
 """
 
 import time
@@ -15,35 +12,25 @@ from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from minirl import devices
 from minirl.config import Config
 from minirl.errors import RecipeError
-from minirl.messages import Learned, Saved, SftSetup
+from minirl.messages import Learned, RankSetup, Saved, SftSetup
 from minirl.model import load_tokenizer
 from minirl.records import Example
 from minirl.shm.board import BoardWriter, State
 from minirl.tasks import Task
 from minirl.tasks.prompts import PromptStream, encode
 from minirl.tasks.registry import make_task
-from minirl.train import attention, checkpoint
-from minirl.train.optimizer import Replica, join_ranks
-from minirl.train.packing import split_over_ranks
+from minirl.train import checkpoint
+from minirl.train.batch import Item, MicroBatch, example_item, num_trainable, own_micro_batches
+from minirl.train.optimizer import Replica, join_ranks, over_ranks
 from minirl.train.policy import Policy, build_policy
-
-
-class SftExample(NamedTuple):
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt) + len(self.answer)
 
 
 class SftData:
@@ -54,8 +41,8 @@ class SftData:
         self._stream = PromptStream(task, tokenizer, config.seed)
         self.num_too_long = 0
 
-    def batch(self, size: int) -> list[SftExample]:
-        found: list[SftExample] = []
+    def batch(self, size: int) -> list[Item]:
+        found: list[Item] = []
         for _ in range(1000 + 100 * size):
             prompt = self._stream.next()
             found += self._fitting(prompt.example, prompt.tokens)
@@ -65,18 +52,18 @@ class SftData:
         limit, remedy = self.config.rollout.max_new_tokens, "raise it, or tasks.max_prompt_tokens"
         raise RecipeError("rollout.max_new_tokens", limit, rule, remedy)
 
-    def heldout(self, count: int) -> list[SftExample]:
+    def heldout(self, count: int) -> list[Item]:
         examples = self._task.heldout(count)
         return [f for e in examples for f in self._fitting(e, encode(e, self._tokenizer))]
 
-    def _fitting(self, asked: Example, prompt: tuple[int, ...]) -> list[SftExample]:
+    def _fitting(self, asked: Example, prompt: tuple[int, ...]) -> list[Item]:
         """The example, or nothing where it is too long."""
         text = asked.worked or self._task.solution(asked)
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         answer = (*ids, self._tokenizer.eos_token_id)
         most = (self.config.tasks.max_prompt_tokens, self.config.rollout.max_new_tokens)
         if len(prompt) <= most[0] and len(answer) <= most[1]:
-            return [SftExample(prompt, answer)]
+            return [example_item(prompt, answer)]
         self.num_too_long += 1
         return []
 
@@ -85,73 +72,49 @@ class SftData:
 class SftRank:
     """One rank's policy and how it takes a step."""
 
+    setup: RankSetup
     replica: Replica
-    max_tokens: int
-    device: str = "cpu"
-    rank: int = 0
-    num_ranks: int = 1
 
-    def learn(self, examples: Sequence[SftExample]) -> tuple[float, float | None]:
+    def learn(self, examples: Sequence[Item]) -> tuple[float, float | None]:
         """The loss before it, and the gradient's norm: None where it was not finite, and no step
         was taken. All ranks are given the same examples; each takes its own part."""
-        self.replica.zero_grad()
-        num_tokens = sum(len(example.answer) for example in examples)
-        scale = self.num_ranks / num_tokens  # DDP averages over ranks; the loss is a sum over them
-        mine, total = self.micro_batches(examples), torch.zeros((), device=self.device)
+        self.replica.optimizer.zero_grad()
+        num_tokens = num_trainable(examples)
+        scale = self.setup.num_ranks / num_tokens  # DDP averages over ranks; the loss is their sum
+        mine, total = own_micro_batches(examples, self.setup), self.zero()
         for i, micro in enumerate(mine):
             with self.replica.syncing(i == len(mine) - 1):
-                loss = self.loss_sum(self.replica.parallel, micro)
+                loss = loss_sum(self.replica.parallel, micro)
                 (loss * scale).backward()
             total += loss.detach()
         norm = self.replica.clip()
-        total = self.over_ranks(total)
-        is_finite = bool((total + norm).isfinite())  # the same on every rank
+        is_finite = bool((over_ranks(total) + norm).isfinite())  # the same on every rank
         if is_finite:
             self.replica.optimizer.step()
         return float(total) / num_tokens, float(norm) if is_finite else None
 
     @torch.no_grad()
-    def loss(self, examples: Sequence[SftExample]) -> float | None:
+    def loss(self, examples: Sequence[Item]) -> float | None:
         """Of examples that are not learned."""
-        num_tokens = sum(len(example.answer) for example in examples)
-        total = torch.zeros((), device=self.device)
-        for micro in self.micro_batches(examples):
-            total += self.loss_sum(self.replica.module, micro)
-        return float(self.over_ranks(total)) / num_tokens if num_tokens else None
+        num_tokens, total = num_trainable(examples), self.zero()
+        for micro in own_micro_batches(examples, self.setup):
+            total += loss_sum(self.replica.module, micro)
+        return float(over_ranks(total)) / num_tokens if num_tokens else None
 
-    def loss_sum(self, policy: nn.Module, examples: Sequence[SftExample]) -> Tensor:
-        """Examples end to end. Where there are none: one token that teaches nothing, for DDP."""
-        tokens = [token for e in examples for token in (*e.prompt, *e.answer)]
-        is_answer = [i >= len(e.prompt) for e in examples for i in range(e.length)]
-        device = torch.device(self.device)
-        bounds = attention.boundaries([e.length for e in examples] or [1], device)
-        logprobs_T, _ = policy(
-            torch.tensor(tokens or [0], device=device),
-            bounds.positions_T,
-            bounds.cu_seqlens_S1,
-            bounds.max_seqlen,
-            needed_T=torch.tensor(is_answer or [False], device=device),
-        )
-        return -logprobs_T.sum()
+    def zero(self) -> Tensor:
+        return torch.zeros((), device=self.setup.placement.torch_device)
 
-    def micro_batches(self, examples: Sequence[SftExample]) -> list[list[SftExample]]:
-        """This rank's part."""
-        lengths = [example.length for example in examples]
-        split = split_over_ranks(lengths, self.num_ranks, self.max_tokens)
-        return [[examples[i] for i in places] for places in split[self.rank]]
 
-    def over_ranks(self, total: Tensor) -> Tensor:
-        if self.num_ranks > 1:
-            dist.all_reduce(total)
-        return total
+def loss_sum(policy: nn.Module, micro: MicroBatch) -> Tensor:
+    return -policy(*micro.inputs, needed_T=micro.trainable_T)[0].sum()
 
 
 def build_rank(setup: SftSetup) -> SftRank:
     train, place = setup.config.train, setup.placement
     policy = build_policy(setup.config, setup.folder).to(place.torch_device)
-    replica = Replica(policy, train, train.lr, train.shard_optimizer)
+    replica = Replica(policy, train, train.lr)
     replica.join(setup.num_ranks, place.kind)
-    return SftRank(replica, train.max_tokens, place.torch_device, setup.rank, setup.num_ranks)
+    return SftRank(setup, replica)
 
 
 def run(setup: SftSetup, board: BoardWriter, pipe: Connection) -> None:
@@ -164,16 +127,16 @@ def run(setup: SftSetup, board: BoardWriter, pipe: Connection) -> None:
     heldout, every = data.heldout(config.eval.num_prompts), config.eval.every
     values: dict[str, float | None] = {"sft/heldout_loss": own.loss(heldout)}
     for done in count():
-        if own.rank == 0:
+        if setup.rank == 0:
             pipe.send(Learned(done, values, data.num_too_long))
-        is_stopped = own.over_ranks(torch.tensor(float(pipe.poll()), device=own.device)) > 0
+        is_stopped = over_ranks(own.zero() + pipe.poll()) > 0
         if is_stopped or done == config.train.steps:
             break
         board.enter(State.TRAINING)
         values = step(own, data, config.train.batch_size, done)
         if done + 1 == config.train.steps or (every and (done + 1) % every == 0):
             values["sft/heldout_loss"] = own.loss(heldout)
-    if own.rank == 0:
+    if setup.rank == 0:
         with checkpoint.written_aside(Path(setup.output)) as aside:
             checkpoint.save_model(aside, cast(Policy, own.replica.module), source)
         pipe.send(Saved(setup.output))
@@ -189,6 +152,6 @@ def step(own: SftRank, data: SftData, size: int, number: int) -> dict[str, float
         "train/grad_norm": norm,
         "train/skipped_updates": float(norm is None),
         "train/lr": lr,
-        "train/tokens": float(sum(len(e.answer) for e in batch)),
+        "train/tokens": float(num_trainable(batch)),
         "train/tokens_per_s": sum(e.length for e in batch) / (time.perf_counter() - started),
     }

@@ -2,8 +2,8 @@
 
 Takes a seed; gives an ordinary Hugging Face folder in the cache. Two phases of supervised learning
 (sft.py) on worked answers of the arithmetic task: a clean one that teaches the skill, then a sloppy
-one that teaches to guess and to slip, which RL is to unlearn. A probe on held-out problems follows
-each phase; a model that fails it is replaced by one from the next sub-seed.
+one that teaches to guess and to slip, which RL is to unlearn. A probe on held-out problems follows;
+a model that fails it is replaced by one from the next sub-seed.
 
 torch is loaded when a model is built, not before: the controller only asks where the folder is.
 Axes: B sequences, T positions.
@@ -14,15 +14,16 @@ import hashlib
 import os
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from minirl.config import TasksConfig, TrainConfig
+from minirl.config import Config, TasksConfig, TrainConfig
+from minirl.devices import Placement
 from minirl.errors import MinirlError
+from minirl.messages import RankSetup
 from minirl.records import Answer, Example, StopReason
 from minirl.shm.board import BoardWriter
 from minirl.tasks.arithmetic import Arithmetic, Stream, draw_problem
@@ -33,7 +34,8 @@ from minirl.train import checkpoint
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from minirl.train.sft import SftExample, SftRank
+    from minirl.train.batch import Item
+    from minirl.train.sft import SftRank
 
 Report = Callable[[str], None]
 
@@ -56,35 +58,22 @@ MODEL: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Steps and learning rates of the warm-up, and what the probe must find."""
-
-    batch_size: int = 16  # steps count, not tokens
-    lr: float = 3e-3
-    ramp_steps: int = 50
-    hold_steps: int = 400
-    cool_steps: int = 300
-    num_probes: int = 128
-    min_skill: float = 0.9  # greedy accuracy after the clean phase
-    sloppy_lr: float = 6e-4
-    sloppy_steps: int = 100
-    no_working: float = 0.65  # above a half, so that greedy decoding guesses
-    slip: float = 0.15
-    max_greedy: float = 0.40  # accuracy after the sloppy phase
-    sampled: tuple[float, float] = (0.15, 0.45)
-    max_attempts: int = 5
+STEPS = (400, 300, 100)  # at the full learning rate, at a falling one, and of the sloppy phase
+SAMPLED = (0.15, 0.45)  # accuracy of sampled answers that the probe must find
+NUM_PROBES, MAX_ATTEMPTS = 128, 5
+LR, SLOPPY_LR = 3e-3, 6e-4
+RAMP_STEPS = 50
+BATCH_SIZE = 16  # steps count, not tokens
+NO_WORKING = 0.65  # above a half, so that greedy decoding guesses
+SLIP = 0.15
 
 
-SCHEDULE = Schedule()
-
-
-def tiny_model_folder(seed: int, schedule: Schedule = SCHEDULE) -> Path:
+def tiny_model_folder(seed: int) -> Path:
     """Named by a hash of the constants and of a sample of the task: others give another model."""
     cache = Path(os.environ.get("MINIRL_CACHE") or Path.home() / ".cache" / "minirl")
-    taught = "".join(_taught(50))
-    key = hashlib.sha256(f"{MODEL}{schedule}{PIECES}{taught}".encode()).hexdigest()[:8]
-    return cache / f"tiny-{key}-seed{seed}"
+    schedule = (STEPS, SAMPLED, LR, SLOPPY_LR, RAMP_STEPS, BATCH_SIZE, NO_WORKING, SLIP)
+    key = hashlib.sha256(f"{MODEL}{schedule}{PIECES}{''.join(_taught(50))}".encode())
+    return cache / f"tiny-{key.hexdigest()[:8]}-seed{seed}"
 
 
 def _taught(count: int) -> Iterator[str]:
@@ -92,16 +81,16 @@ def _taught(count: int) -> Iterator[str]:
         yield problem.prompt + clean(problem)
 
 
-def ensure_tiny_model(seed: int, report: Report, schedule: Schedule = SCHEDULE) -> Path:
+def ensure_tiny_model(seed: int, report: Report) -> Path:
     """The folder, built when absent. Of two processes one builds and the other waits."""
-    folder = tiny_model_folder(seed, schedule)
+    folder = tiny_model_folder(seed)
     if folder.exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_name(folder.name + ".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released when its holder ends, however it ends
         if not folder.exists():
-            build_tiny_model(folder, seed, report, schedule)
+            build_tiny_model(folder, seed, report)
     return folder
 
 
@@ -136,25 +125,47 @@ def tiny_tokenizer() -> SimpleNamespace:
 
 
 def build_tiny_model(
-    folder: Path, seed: int, report: Report, schedule: Schedule = SCHEDULE
+    folder: Path,
+    seed: int,
+    report: Report,
+    steps: tuple[int, int, int] = STEPS,
+    sampled: tuple[float, float] = SAMPLED,
 ) -> None:
-    """Make, warm up and write the model."""
+    """Make, warm up, probe and write the model."""
     import torch
 
     tokenizer = build_tokenizer()
     with torch.random.fork_rng(devices=[]):
-        for attempt in range(schedule.max_attempts):
-            sub_seed = seed + 1_000_003 * attempt
+        for sub_seed in range(seed, seed + 1_000_003 * MAX_ATTEMPTS, 1_000_003):
             torch.manual_seed(sub_seed)
-            rank = _new_rank(tokenizer, schedule.lr)
-            if Warmup(rank, tokenizer, schedule, sub_seed, report).succeeds():
+            rank = _new_rank(tokenizer)
+            _warm_up(rank, tokenizer, sub_seed, steps)
+            right = _probe(rank, tokenizer, sub_seed)
+            report(f"warm-up: {sum(steps)} steps, {right:.0%} of sampled answers are right")
+            if sampled[0] <= right <= sampled[1]:
                 _write(folder, rank, tokenizer)
                 return
-            report(f"warm-up: attempt {attempt + 1} failed, starting over with another sub-seed")
-    raise MinirlError(f"warm-up: no model after {schedule.max_attempts} attempts with seed {seed}")
+            report("warm-up: that is no start for RL; retrying with another sub-seed")
+    raise MinirlError(f"warm-up: no model after {MAX_ATTEMPTS} attempts with seed {seed}")
 
 
-def _new_rank(tokenizer: "Tokenizer", lr: float) -> "SftRank":
+def _warm_up(
+    rank: "SftRank", tokenizer: "Tokenizer", seed: int, steps: tuple[int, int, int]
+) -> None:
+    """Hold the learning rate while the model takes off, let it fall; then make it sloppy, until
+    greedy decoding guesses and sampling is right at times."""
+    hold, cool, sloppy_steps = steps
+    rates = [LR] * hold + _falling(LR, LR / 20, cool)
+    ramp = [min(1.0, (step + 1) / RAMP_STEPS) for step in range(len(rates))]
+    rates = [a * b for a, b in zip(rates, ramp, strict=True)]
+    sloppy_rates = _falling(SLOPPY_LR, SLOPPY_LR / 10, sloppy_steps)
+    for phase, lrs in {"clean": rates, "sloppy": sloppy_rates}.items():
+        for lr, examples in zip(lrs, _batches(tokenizer, seed, phase), strict=False):
+            rank.replica.set_learning_rate(lr)
+            rank.learn(examples)
+
+
+def _new_rank(tokenizer: "Tokenizer") -> "SftRank":
     from minirl.train import attention
     from minirl.train.optimizer import Replica
     from minirl.train.policy import Policy
@@ -162,7 +173,7 @@ def _new_rank(tokenizer: "Tokenizer", lr: float) -> "SftRank":
 
     from transformers import Qwen3Config, Qwen3ForCausalLM  # isort: skip
 
-    config = Qwen3Config(
+    shape = Qwen3Config(
         **MODEL,
         pad_token_id=PAD,
         eos_token_id=EOS,
@@ -170,85 +181,50 @@ def _new_rank(tokenizer: "Tokenizer", lr: float) -> "SftRank":
         vocab_size=tokenizer.get_vocab_size(),
         attn_implementation=attention.NAME,
     )
-    policy, train = Policy(Qwen3ForCausalLM(config)), TrainConfig(weight_decay=0.0, grad_clip=1.0)
-    return SftRank(Replica(policy, train, lr), max_tokens=16384)  # one micro-batch
+    train = TrainConfig(weight_decay=0.0, grad_clip=1.0, max_tokens=16384)  # one micro-batch
+    setup = RankSetup(config=Config(train=train), folder="", placement=Placement("cpu"))
+    return SftRank(setup, Replica(Policy(Qwen3ForCausalLM(shape)), train, LR))
 
 
-@dataclass(frozen=True)
-class Warmup:
-    rank: "SftRank"
-    tokenizer: "Tokenizer"
-    schedule: Schedule
-    seed: int
-    report: Report
+def _batches(tokenizer: "Tokenizer", seed: int, phase: str) -> "Iterator[list[Item]]":
+    """Without end. All numbers of steps are equally likely, so that long chains are learned too;
+    pools of four batches are sorted by length, so that runs of equal length are long."""
+    from minirl.train.batch import example_item
 
-    def succeeds(self) -> bool:
-        """Hold the learning rate while the model takes off, let it fall; then make it sloppy, until
-        greedy decoding guesses and sampling is right at times."""
-        plan = self.schedule
-        rates = [plan.lr] * plan.hold_steps + _falling(plan.lr, plan.lr / 20, plan.cool_steps)
-        ramp = [min(1.0, (step + 1) / plan.ramp_steps) for step in range(len(rates))]
-        self.train([a * b for a, b in zip(rates, ramp, strict=True)], is_sloppy=False)
-        skill = self.probe(is_sampled=False)
-        self.report(f"warm-up: step {len(rates)}, {skill:.0%} right")
-        if skill < plan.min_skill:
-            return False
-        rates = _falling(plan.sloppy_lr, plan.sloppy_lr / 10, plan.sloppy_steps)
-        self.train(rates, is_sloppy=True)
-        greedy, sampled = self.probe(is_sampled=False), self.probe(is_sampled=True)
-        self.report(f"warm-up: made sloppy, {greedy:.0%} right greedy, {sampled:.0%} sampled")
-        return greedy <= plan.max_greedy and plan.sampled[0] <= sampled <= plan.sampled[1]
+    for first in count(1 << 30 if phase == "sloppy" else 0, 4 * BATCH_SIZE):
+        rng = random.Random(f"{seed}/{phase}/{first}")
+        indices = range(first, first + 4 * BATCH_SIZE)
+        drawn = [draw_problem(seed, Stream.WARMUP, i, (1,) * 7) for i in indices]
+        examples = []
+        for p in sorted(drawn, key=lambda problem: len(problem.steps)):
+            answer = sloppy(p, rng, NO_WORKING, SLIP) if phase == "sloppy" else clean(p)
+            tokens = [tokenizer.encode(text).ids for text in (p.prompt, answer)]
+            examples.append(example_item(tokens[0], [*tokens[1], EOS]))
+        for start in rng.sample(range(0, 4 * BATCH_SIZE, BATCH_SIZE), 4):
+            yield examples[start : start + BATCH_SIZE]
 
-    def train(self, rates: list[float], is_sloppy: bool) -> None:
-        for lr, examples in zip(rates, self.batches(is_sloppy), strict=False):
-            self.rank.replica.set_learning_rate(lr)
-            self.rank.learn(examples)
 
-    def batches(self, is_sloppy: bool) -> "Iterator[list[SftExample]]":
-        """Without end. All numbers of steps are equally likely, so that long chains are learned
-        too; pools of four batches are sorted by length, so that runs of equal length are long."""
-        from minirl.train.sft import SftExample
+def _probe(rank: "SftRank", tokenizer: "Tokenizer", seed: int) -> float:
+    """Mean reward of answers to held-out problems, sampled at temperature 1."""
+    import torch
 
-        plan, size = self.schedule, self.schedule.batch_size
-        phase = "sloppy" if is_sloppy else "clean"
-        for first in count(1 << 30 if is_sloppy else 0, 4 * size):
-            rng = random.Random(f"{self.seed}/{phase}/{first}")
-            indices = range(first, first + 4 * size)
-            drawn = [draw_problem(self.seed, Stream.WARMUP, i, (1,) * 7) for i in indices]
-            examples = []
-            for p in sorted(drawn, key=lambda problem: len(problem.steps)):
-                answer = sloppy(p, rng, plan.no_working, plan.slip) if is_sloppy else clean(p)
-                tokens = [tuple(self.tokenizer.encode(text).ids) for text in (p.prompt, answer)]
-                examples.append(SftExample(tokens[0], (*tokens[1], EOS)))
-            for start in rng.sample(range(0, 4 * size, size), 4):
-                yield examples[start : start + size]
+    from minirl.train import attention
 
-    def probe(self, is_sampled: bool) -> float:
-        """Mean reward of generated answers to held-out problems, at temperature 1 or greedy."""
-        import torch
-
-        from minirl.train import attention
-
-        indices, model = range(self.schedule.num_probes), cast(Any, self.rank.replica.module).model
-        problems = [draw_problem(self.seed, Stream.PROBE, index) for index in indices]
-        prompts = [self.tokenizer.encode(problem.prompt).ids for problem in problems]
-        width = max(map(len, prompts))
-        tokens_BT = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])
-        model.set_attn_implementation("sdpa")  # generation pads; it knows no packed sequences
-        written_BT = model.generate(
-            tokens_BT,
-            attention_mask=(tokens_BT != PAD).long(),
-            do_sample=is_sampled,
-            top_k=0 if is_sampled else None,  # by default transformers samples among 50
-            max_new_tokens=128,
-        )
-        model.set_attn_implementation(attention.NAME)
-        task, total = Arithmetic(TasksConfig()), 0.0
-        for problem, written in zip(problems, written_BT[:, width:].tolist(), strict=True):
-            stop = StopReason.STOP if EOS in written else StopReason.LENGTH
-            answer = Answer(self.tokenizer.decode(written), stop, len(written))
-            total += task.reward(Example(problem.prompt, str(problem.result)), answer)
-        return total / len(problems)
+    model: Any = rank.replica.module.model
+    problems = [draw_problem(seed, Stream.PROBE, index) for index in range(NUM_PROBES)]
+    prompts = [tokenizer.encode(problem.prompt).ids for problem in problems]
+    width = max(map(len, prompts))
+    tokens_BT = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])
+    model.set_attn_implementation("sdpa")  # generation pads; it knows no packed sequences
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 128}
+    written_BT = model.generate(tokens_BT, attention_mask=(tokens_BT != PAD).long(), **options)
+    model.set_attn_implementation(attention.NAME)
+    task, total = Arithmetic(TasksConfig()), 0.0
+    for problem, written in zip(problems, written_BT[:, width:].tolist(), strict=True):
+        stop = StopReason.STOP if EOS in written else StopReason.LENGTH
+        answer = Answer(tokenizer.decode(written), stop, len(written))
+        total += task.reward(Example(problem.prompt, str(problem.result)), answer)
+    return total / len(problems)
 
 
 def _falling(first: float, last: float, count: int) -> list[float]:

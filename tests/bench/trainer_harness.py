@@ -44,8 +44,7 @@ class FixedCount(Preparer):
         order = longest_first([item.length for item in items])
         starts = range(0, len(order), self.count)
         return [
-            pack([items[i] for i in order[start : start + self.count]], self.device)
-            for start in starts
+            pack([items[i] for i in order[start : start + self.count]], "cpu") for start in starts
         ]
 
 
