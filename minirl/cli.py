@@ -131,10 +131,9 @@ def evaluate(
     compare: Annotated[tuple[str, str] | None, Option(metavar="A B", help="Two of them.")] = None,
     task: Annotated[str, Option(metavar="KIND", help="As tasks.kind in a recipe.")] = "",
     recipe: Annotated[Path | None, Option(help="Task and sampling for a model.")] = None,
-    k: Annotated[int, Option("--k", help="Answers to each problem.")] = 1,
+    k: Annotated[int, Option("--k", min=1, max=1024, help="Answers to each problem.")] = 1,
     temperature: Temperature = None,
     problems: Annotated[int | None, Option(help="Default: eval.num_prompts.")] = None,
-    checkpoint: Annotated[str, Option(metavar="last|best", help="Of a run.")] = "",
     out: Out = None,
     overrides: Overrides = None,
 ) -> None:
@@ -151,16 +150,16 @@ def evaluate(
 
     given = {"tasks.kind": task or None, "eval.num_prompts": problems}
     values = tool.as_overrides({**given, "eval.temperature": temperature})
-    options = tool.Options(recipe, checkpoint, k, (*(overrides or ()), *values))
+    options = tool.Options(recipe, k, (*(overrides or ()), *values))
     if (compare is None) == (target is None):
         remedy = "minirl eval MODEL_OR_RUN, or minirl eval --compare A B"
         raise RecipeError("MODEL_OR_RUN", target or "", "one target, or --compare", remedy)
     if compare is not None:
         _show(tool.compare_named(compare, options, out))
         return
-    done = tool.evaluate(tool.resolve(cast(str, target), options), options, out)
-    _show(done.rows)
-    raise typer.Exit(0 if done.summary["accuracy"] is not None else 1)
+    _, found = tool.evaluate(tool.resolve(cast(str, target), options), options, out)
+    _show(tool.summary_rows(found))
+    raise typer.Exit(0 if found["accuracy"] is not None else 1)
 
 
 @app.command()
@@ -186,10 +185,11 @@ def sample(
     given = {"tasks.kind": kind, "eval.temperature": temperature}
     values = as_overrides({**given, "rollout.max_new_tokens": max_new_tokens})
     options = Options(overrides=(*values, *(overrides or ())))
-    for i, answer in enumerate(draw(resolve(model, options), prompt, num, raw), start=1):
-        num, total = len(answer.tokens), sum(value for _, value in answer.tokens)
+    drawn = draw(resolve(model, options), prompt, num, raw)
+    for i, (answer, written) in enumerate(drawn, start=1):
+        num, total = len(written), sum(value for _, value in written)
         typer.echo(f"--- {i}: {num} tokens, {answer.stop}, mean logprob {total / max(1, num):.3f}")
-        lines = [f"{value:9.4f}  {piece!r}" for piece, value in answer.tokens]
+        lines = [f"{value:9.4f}  {piece!r}" for piece, value in written]
         typer.echo("\n".join(lines) if tokens else answer.text)
 
 
@@ -228,8 +228,9 @@ def data(
     """
     from minirl.model import load_tokenizer_alone
     from minirl.recipe import check_task, load
+    from minirl.tasks.prompts import render
     from minirl.tasks.registry import make_task, self_check
-    from minirl.tools.data import Survey
+    from minirl.tools.data import survey
     from minirl.train.tiny import tiny_tokenizer
 
     config = load(recipe, overrides or []).config
@@ -237,11 +238,12 @@ def data(
     task = make_task(config)
     checked = self_check(task, config.tasks.kind)
     tiny = tiny_tokenizer() if config.model.path == "tiny" else None
-    found = Survey(config, task, tiny or load_tokenizer_alone(config))
-    for heading, text, reference in found.shown(count):
-        typer.echo(f"--- {heading}\n{text}\n--- reference: {reference}\n")
+    tokenizer = tiny or load_tokenizer_alone(config)
+    for example in map(task.train, range(min(count, task.num_train))):
+        typer.echo(f"{render(example, tokenizer)}\n--- reference: {example.reference}\n")
     source = config.tasks.data or getattr(task, "data", "")
-    _show([("task", f"{config.tasks.kind} {source}"), ("self-check", str(checked)), *found.rows()])
+    rows = [("task", f"{config.tasks.kind} {source}"), ("self-check", str(checked))]
+    _show([*rows, *survey(config, task, tokenizer)])
 
 
 @app.command()

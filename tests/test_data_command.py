@@ -13,7 +13,7 @@ from minirl.model import load_tokenizer
 from minirl.records import Example
 from minirl.tasks.prompts import encode, render
 from minirl.tasks.registry import make_task
-from minirl.tools.data import Survey
+from minirl.tools.data import survey
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
 ROWS = [
@@ -106,6 +106,6 @@ def test_a_generated_task_is_looked_at_up_to_a_limit() -> None:
     from minirl.train.tiny import tiny_tokenizer
 
     config = Config()
-    rows = dict(Survey(config, make_task(config), tiny_tokenizer(), most=300).rows())
+    rows = dict(survey(config, make_task(config), tiny_tokenizer(), most=300))
     assert rows["train"].endswith("examples, of which 300 are looked at")
     assert rows["in both"] == "0 of 256 held-out prompts are trained on"

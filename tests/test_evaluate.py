@@ -18,7 +18,6 @@ from minirl.tools.evaluate import (
     Result,
     as_overrides,
     compare,
-    find_checkpoint,
     num_at_once,
     read,
     resolve,
@@ -89,21 +88,15 @@ def run_dir(tmp_path: Path) -> Path:
         trainer = run / "checkpoints" / f"step-{step:06d}" / "trainer"
         trainer.mkdir(parents=True)
         (trainer.parent / "config.json").write_text("{}")
-        state = {"step": step, "history": {"version": step}, "consumed_below": 0}
-        (trainer / "state.json").write_text(json.dumps(state))
-    lines = [{"step": s, "version": s, "accuracy": a} for s, a in ((10, 0.5), (20, 0.75))]
-    (run / "evals.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (trainer / "state.json").touch()
     (run / "recipe.toml").write_text(to_toml(Config()))
     return run
 
 
 def test_a_run_gives_its_recipe_and_a_checkpoint(run_dir: Path) -> None:
-    steps = [find_checkpoint(run_dir, w).name for w in ("", "last", "best")]
-    assert steps == [f"step-{n:06d}" for n in (30, 30, 20)]
-    with pytest.raises(RecipeError, match='"last" or "best"'):
-        find_checkpoint(run_dir, "15")
-    checkpoint = run_dir / "checkpoints" / "step-000010"
-    assert resolve(str(checkpoint), Options()).folder == checkpoint
+    first, *_, last = sorted((run_dir / "checkpoints").iterdir())
+    assert resolve(str(run_dir), Options()).folder == last
+    assert resolve(str(first), Options()).folder == first
     values = {"eval.num_prompts": 7, "seed": 3, "tasks.data": None}
     target = resolve(str(run_dir), Options(overrides=as_overrides(values)))
     assert (target.config.eval.num_prompts, target.config.seed) == (7, 3)
@@ -139,7 +132,7 @@ def test_problems_are_asked_in_turns_where_memory_is_short() -> None:
         (["eval"], "MODEL_OR_RUN"),
         (["eval", "no/such/folder", "--task", "gsm8k"], "no such folder"),
         (["eval", "tiny", "--task", "gsm9k"], 'did you mean "gsm8k"'),
-        (["eval", "tiny", "--task", "arithmetic", "--k", "0"], "--k = 0"),
+        (["eval", "tiny", "--task", "arithmetic", "--k", "0"], "value for '--k'"),
         (["eval", "tiny", "--task=arithmetic", "--set", "devices.rollout=99"], "rollout = 99"),
         (["eval", "--compare", "pyproject.toml", "Makefile"], "no results of an eval"),
         (["sample", "tiny", "hello", "-n", "0"], "value for '-n'"),
@@ -181,7 +174,7 @@ def test_a_model_is_evaluated_and_sampled(engines: int, tied_folder: Path, tmp_p
     results = read(tmp_path / "out")
     assert [r.problem for r in results] == list(range(12))
     answers = [answer for r in results for answer in r.answers]
-    assert len(answers) == 36 and summary["engines"] == engines
+    assert len(answers) == 36
     failed = [answer for answer in answers if answer.reward is None]
     assert summary["answers_failed"] == len(failed) > 0
     assert all(answer.error and answer.text for answer in failed)

@@ -7,12 +7,7 @@ from typing import Any
 
 from minirl.shm.board import Board, State
 from minirl.shm.tracer import LANES, STATES, TraceFile, Tracer
-from minirl.view.trace import kind_of, read_window
-
-
-def begun(run_dir: Path) -> TraceFile:
-    file = TraceFile(run_dir / "trace.json")
-    return file
+from minirl.view.trace import COLOURS, colour_of, read_rows
 
 
 def events_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -24,7 +19,7 @@ def test_states_phases_and_sequences_become_slices_on_a_track_each(tmp_path: Pat
     engine, rank = Board(1).writer(0), Board(1).writer(0)
     rank.enter(State.TRAINING, phase="not traced")
     for _ in range(2):  # a resumed run appends, and each worker keeps its track
-        file = begun(tmp_path)
+        file = TraceFile(tmp_path / "trace.json")
         engine.tracer, rank.tracer = Tracer(file, "rollout-0"), Tracer(file, "train-0")
         engine.enter(State.GENERATING)
         for key in (0, 1):
@@ -57,7 +52,7 @@ def test_states_phases_and_sequences_become_slices_on_a_track_each(tmp_path: Pat
 
 
 def test_workers_append_at_once_without_mixing_lines(tmp_path: Path) -> None:
-    file = begun(tmp_path)
+    file = TraceFile(tmp_path / "trace.json")
 
     def work(number: int) -> None:
         tracer = Tracer(file, f"verify-{number}")
@@ -71,8 +66,8 @@ def test_workers_append_at_once_without_mixing_lines(tmp_path: Path) -> None:
 
 
 def test_the_report_reads_the_steps_before_the_last(tmp_path: Path) -> None:
-    assert read_window(tmp_path) is None
-    file = begun(tmp_path)
+    assert read_rows(tmp_path) == {}
+    file = TraceFile(tmp_path / "trace.json")
     rank, engine = Tracer(file, "train-0"), Tracer(file, "rollout-0")
     engine.state("generating", {})
     for step in range(1, 9):
@@ -82,13 +77,13 @@ def test_the_report_reads_the_steps_before_the_last(tmp_path: Path) -> None:
     engine.close()
     with (tmp_path / "trace.json").open("a") as out:
         out.write('not json "tid":0,\n["tid":0,]\n')
-    window = read_window(tmp_path)
-    assert window is not None
-    assert [step.name for step in window.steps] == [f"training: pack step {n}" for n in range(3, 8)]
-    assert list(window.rows) == ["rollout-0", "train-0"]
-    assert window.rows["rollout-0"] == [("generating", 0.0, window.seconds)]
-    assert window.steps[0] in window.rows["train-0"]
+    rows = read_rows(tmp_path)
+    steps = [name for name, *_ in rows["train-0"] if "waiting" not in name]
+    assert steps == [f"training: pack step {n}" for n in range(3, 8)]
+    assert list(rows) == ["rollout-0", "train-0"]
+    ((name, start, length),) = rows["rollout-0"]
+    assert (name, start) == ("generating", 0.0) and length > 0
     phases = ("prefill after a reload", "prox forward", "forward and backward", "optimizer step")
-    kinds = [kind_of(f"training: {phase}") for phase in phases]
-    assert kinds == ["prefill", "forward", "training", "optimizer"]
-    assert kind_of("waiting for batch") == ""
+    colours = [colour_of(f"training: {phase}") for phase in phases]
+    assert colours == [COLOURS[word] for word in ("prefill", "forward", "backward", "optimizer")]
+    assert colour_of("waiting for batch") == ""

@@ -1,17 +1,10 @@
 """`minirl eval`: how good a model is, how sure that is, and what changed between two.
 
 Takes what a person typed: a run (its recipe and a checkpoint), one of its checkpoints, or a model
-under a recipe. Gives a folder:
-
-    results.jsonl   one line per problem: prompt, reference, answers with reward, length, stop
-    summary.json    accuracy with its interval, pass@k, lengths, truncation, failures
-    recipe.toml     every value that was used
-
-A reward that failed is null with its reason: it counts nowhere, and is counted. An answer is
-*right* where its reward is 1 or more; accuracy is the mean reward, which is the same where rewards
-are 0 or 1.
-
-Leaves out: how answers are collected (collect.py), how figures are computed (statistics.py).
+under a recipe. Gives a folder with results.jsonl (one line per problem), summary.json and
+recipe.toml (docs/evaluation.md). A reward that failed is null with its reason: it is left out of
+all figures, and counted. Leaves out: how answers are collected (collect.py), how figures are
+computed (statistics.py).
 """
 
 import json
@@ -25,21 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from minirl import model
+from minirl import model, recipe
 from minirl.config import TINY, Config
 from minirl.devices import find_devices
 from minirl.errors import RecipeError
 from minirl.launch import heldout_prompts, model_folder
-from minirl.recipe import (
-    check_devices,
-    check_model,
-    check_task,
-    find_model,
-    load,
-    read_model_config,
-    to_toml,
-)
-from minirl.run_dir import RunDir, read_lines, write_text
+from minirl.run_dir import read_lines, write_text
 from minirl.shm.ring import TrajectoryRing
 from minirl.statistics import bootstrap, interval_of, mcnemar, pass_at, usual_ks
 from minirl.tasks import Task
@@ -58,10 +42,7 @@ TEST = "McNemar, exact"  # where a problem has several answers: of its mean rewa
 
 @dataclass(frozen=True)
 class Options:
-    """What may be given beside the target."""
-
     recipe: Path | None = None
-    checkpoint: str = ""  # of a run: "last" (or ""), or "best" by its own evaluations
     k: int = 1
     overrides: tuple[str, ...] = ()  # as of --set
 
@@ -96,50 +77,33 @@ def run_of(name: str) -> Path | None:
 
 def resolve(name: str, options: Options) -> Target:
     """Checks all that needs no machine. Raises RecipeError with what is missing."""
-    if not 1 <= options.k <= 1024:
-        raise RecipeError("--k", options.k, "must be 1 to 1024", "8 is usual")
     run = run_of(name)
-    folder, recipe, values = None, options.recipe, [*options.overrides, NO_LIMIT]
+    folder, path, values = None, options.recipe, [*options.overrides, NO_LIMIT]
     if run is not None:
-        folder = find_checkpoint(run, options.checkpoint) if run == Path(name) else Path(name)
-        recipe = recipe or run / "recipe.toml"
-    elif recipe is None and not options.names("tasks.kind"):
+        folder = last_checkpoint(run) if run == Path(name) else Path(name)
+        path = path or run / "recipe.toml"
+    elif path is None and not options.names("tasks.kind"):
         remedy = "name a recipe with --recipe, or set tasks.kind"
         raise RecipeError("MODEL_OR_RUN", name, "is a model, which comes with no task", remedy)
     else:
         values = [*as_overrides({"model.path": name}), *values]
-    config = load(recipe, values).config
-    check_task(config)
+    config = recipe.load(path, values).config
+    recipe.check_task(config)
     if run is None and config.model.path != TINY:
-        find_model(config)  # raises where the path leads nowhere
+        recipe.find_model(config)  # raises where the path leads nowhere
     if options.k > 1 and config.eval.temperature == 0:  # else all answers would be alike
         sampled = replace(config.eval, temperature=config.rollout.temperature)
         config = replace(config, eval=sampled)
     return Target(name, config, folder, run)
 
 
-def find_checkpoint(run_dir: Path, which: str) -> Path:
+def last_checkpoint(run_dir: Path) -> Path:
     whole = [p for p in checkpoint.found(run_dir) if (p / "trainer" / "state.json").is_file()]
-    if not whole and (run_dir / "model" / "config.json").is_file():
-        return run_dir / "model"  # of `minirl sft`
-    if not whole:
+    folders = [path for path in (run_dir / "model", *whole) if (path / "config.json").is_file()]
+    if not folders:  # model/ is of `minirl sft`
         remedy = "wait for its first checkpoint, or name a model folder"
         raise RecipeError("run", str(run_dir), "has no checkpoint yet", remedy)
-    if which not in ("", "last", "best"):
-        remedy = f"or name one of {run_dir / 'checkpoints'} in the run's place"
-        raise RecipeError("--checkpoint", which, 'must be "last" or "best"', remedy)
-    return _best(run_dir, whole) if which == "best" else whole[-1]
-
-
-def _best(run_dir: Path, whole: Sequence[Path]) -> Path:
-    scores = {line["version"]: line.get("accuracy") for line in RunDir(run_dir).evals}
-    found = [(scores.get(checkpoint.read_state(p).history.version), p) for p in whole]
-    known = [(score, path) for score, path in found if score is not None]
-    if not known:
-        rule = "no checkpoint of this run has a version that was evaluated"
-        remedy = 'take "last", or train with checkpoint.every = eval.every'
-        raise RecipeError("--checkpoint", "best", rule, remedy)
-    return max(known)[1]
+    return folders[-1]
 
 
 def with_devices(config: Config, num_devices: int | None) -> Config:
@@ -149,7 +113,7 @@ def with_devices(config: Config, num_devices: int | None) -> Config:
     everything = available // width * width if kind == "cuda" else width
     own = replace(config.devices, rollout=num_devices or everything)
     config = replace(config, devices=own)
-    check_devices(config, kind, available, own.rollout - own.train)  # nothing is trained
+    recipe.check_devices(config, kind, available, own.rollout - own.train)  # nothing is trained
     return config
 
 
@@ -185,8 +149,6 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def summarise(results: Sequence[Result]) -> dict[str, Any]:
-    """The same whatever order the problems were done in: draws and sums depend on it."""
-    results = sorted(results, key=lambda result: result.problem)
     answers = [answer for result in results for answer in result.answers]
     failed = [answer for answer in answers if answer.reward is None]
     found = interval_of([result.rewards for result in results])
@@ -221,35 +183,29 @@ def read(path: Path) -> list[Result]:
 # One evaluation -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    folder: Path
-    results: list[Result]
-    summary: dict[str, Any]
-
-    @property
-    def rows(self) -> list[tuple[str, str]]:
-        """As `minirl eval` prints it."""
-        found = self.summary
-        accuracy = "unknown: not one answer could be graded"
-        if found["accuracy"] is not None:
-            low, high = found["interval_95"]
-            accuracy = f"{found['accuracy']:.1%}   95 % interval {low:.1%} to {high:.1%}"
-        passed = {f"pass@{k}": share for k, share in found["pass_at"].items() if share is not None}
-        dropped = ("answers_failed", "failures", "prompts_too_long")
-        return [
-            ("problems", f"{found['problems']} × {found['answers_each']} answers"),
-            ("accuracy", accuracy),
-            *((name, f"{share:.1%}") for name, share in passed.items()),
-            ("tokens", f"{found['length_mean']:.1f}, {found['truncated_frac']:.1%} truncated"),
-            *((name.replace("_", " "), str(found[name])) for name in dropped if found[name]),
-            ("speed", f"{found['tokens_per_s']:,.0f} tokens/s, {found['seconds']:.0f} s"),
-            ("results", str(self.folder)),
-        ]
+def summary_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """As `minirl eval` prints it."""
+    accuracy = "unknown: not one answer could be graded"
+    if found["accuracy"] is not None:
+        low, high = found["interval_95"]
+        accuracy = f"{found['accuracy']:.1%}   95 % interval {low:.1%} to {high:.1%}"
+    passed = {f"pass@{k}": share for k, share in found["pass_at"].items() if share is not None}
+    dropped = ("answers_failed", "failures", "prompts_too_long")
+    return [
+        ("problems", f"{found['problems']} × {found['answers_each']} answers"),
+        ("accuracy", accuracy),
+        *((name, f"{share:.1%}") for name, share in passed.items()),
+        ("tokens", f"{found['length_mean']:.1f}, {found['truncated_frac']:.1%} truncated"),
+        *((name.replace("_", " "), str(found[name])) for name in dropped if found[name]),
+        ("speed", f"{found['tokens_per_s']:,.0f} tokens/s, {found['seconds']:.0f} s"),
+        ("results", found["folder"]),
+    ]
 
 
-def evaluate(target: Target, options: Options, out: Path | None) -> Evaluated:
-    """Ctrl-C leaves the problems that were done in results.jsonl, and no process."""
+def evaluate(
+    target: Target, options: Options, out: Path | None
+) -> tuple[list[Result], dict[str, Any]]:
+    """The results and their summary. Ctrl-C leaves the problems that were done in results.jsonl."""
     asked = target.config.devices.rollout if options.names("devices.rollout") else None
     config = with_devices(target.config, asked)
     task = make_task(config)
@@ -258,15 +214,14 @@ def evaluate(target: Target, options: Options, out: Path | None) -> Evaluated:
     bar = Bar("problems")
     bar.note(f"{target.folder or target.name} on {config.tasks.kind}; results in {folder}")
     source = target.folder or model_folder(config, folder / "logs", bar.note)
-    check_model(config, read_model_config(config, source))
-    (folder / "recipe.toml").write_text(to_toml(config))
+    recipe.check_model(config, recipe.read_model_config(config, source))
+    (folder / "recipe.toml").write_text(recipe.to_toml(config))
     results, figures = _ask(config, task, source, folder, options.k, bar)
-    engines = config.devices.rollout // config.devices.tensor_parallel
-    summary = {"target": target.name, "model": str(source), "engines": engines}
-    summary |= {**summarise(results), **figures}
+    names = {"target": target.name, "model": str(source), "folder": str(folder)}
+    summary = {**names, **summarise(results), **figures}
     write_text(folder / RESULTS, "".join(result.line for result in results))  # now in order
     write_text(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
-    return Evaluated(folder, results, summary)
+    return results, summary
 
 
 def _ask(
@@ -324,7 +279,7 @@ def choose_folder(target: Target, out: Path | None) -> Path:
 # Two of them --------------------------------------------------------------------------------------
 
 
-def compare(a: Sequence[Result], b: Sequence[Result], num_shown: int = 2) -> dict[str, Any]:
+def compare(a: Sequence[Result], b: Sequence[Result]) -> dict[str, Any]:
     """Problems are matched by prompt and reference. The test asks whether among the problems whose
     mean reward changed more were gained than lost; the difference's interval is a bootstrap."""
     left, right = _by_key(a), _by_key(b)
@@ -347,7 +302,7 @@ def compare(a: Sequence[Result], b: Sequence[Result], num_shown: int = 2) -> dic
         "test": TEST,
         "gained": [pairs[i][0].problem for i in gained],
         "lost": [pairs[i][0].problem for i in lost],
-        "shown": [_shown(*pairs[i]) for i in gained[:num_shown] + lost[:num_shown]],
+        "shown": [_shown(*pairs[i]) for i in gained[:2] + lost[:2]],
     }
 
 
@@ -368,7 +323,7 @@ def _shown(left: Result, right: Result) -> dict[str, Any]:
 def compare_named(
     names: tuple[str, str], options: Options, out: Path | None
 ) -> list[tuple[str, str]]:
-    """`minirl eval --compare`: evaluates what is no results yet, gives what is printed."""
+    """Evaluates what is no results yet, gives what is printed."""
     runs = [run for name in names if (run := run_of(name)) and not is_results(name)]
     if runs and not options.names("tasks.kind") and options.recipe is None:
         options = replace(options, recipe=runs[0] / "recipe.toml")  # the same problems for both
@@ -377,8 +332,8 @@ def compare_named(
         if is_results(name):
             sides.append(read(Path(name)))
             continue
-        own = options if run_of(name) else replace(options, checkpoint="")
-        sides.append(evaluate(resolve(name, own), own, out / letter if out else None).results)
+        folder = out / letter if out else None
+        sides.append(evaluate(resolve(name, options), options, folder)[0])
     found = compare(sides[0], sides[1])
     if out is not None:
         write_text(out / "compare.json", json.dumps(found, indent=2) + "\n")
@@ -387,16 +342,12 @@ def compare_named(
 
 def _comparison_rows(names: tuple[str, str], found: dict[str, Any]) -> list[tuple[str, str]]:
     low, high = (f"{100 * bound:+.1f}" for bound in found["interval_95"])
-    changed = f"{len(found['gained'])} gained, {len(found['lost'])} lost"
+    changed = [f"{len(found[side])} {side} {found[side][:9]}" for side in ("gained", "lost")]
     means = [f"{mean:.1%} ({a:.1%} to {b:.1%})" for mean, a, b in found["accuracies"]]
-    rows = [
+    return [
         (f"A, {names[0]}", means[0]),
         (f"B, {names[1]}", means[1]),
         ("B - A", f"{100 * found['difference']:+.1f} points   95 % interval {low} to {high}"),
         ("p", f"{found['p']:.2g}   {found['test']}"),
-        ("problems", f"{found['problems']}: {changed}; {found['unmatched']} left out"),
+        ("problems", f"{found['problems']}: {', '.join(changed)}; {found['unmatched']} left out"),
     ]
-    for pair in found["shown"]:
-        rows += [(f"problem {pair['problem']}", pair["question"])]
-        rows += [(f"{side} ({pair[f'{side}_reward']:g})", pair[side].strip()) for side in "ab"]
-    return rows

@@ -1,13 +1,11 @@
 """`minirl sample`: a few answers to one prompt, with the logprob of each token. Takes a model.
 
-The prompt goes through the model's chat template as what a user says, where the model has one and
-unless it is to be taken as it is. Logprobs are those of the distribution that was sampled from; at
-temperature 0 that is the model's own.
+Logprobs are those of the distribution that was sampled from; at temperature 0 the model's own.
 """
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +15,15 @@ from minirl.launch import model_folder
 from minirl.recipe import check_model, read_model_config
 from minirl.records import Example, Prompt
 from minirl.tasks.prompts import encode, has_template
-from minirl.tools.collect import collecting
+from minirl.tools.collect import Attempt, collecting
 from minirl.tools.evaluate import Target, with_devices
 from minirl.view.console import Bar
 
 
-@dataclass(frozen=True)
-class Sampled:
-    text: str
-    stop: str
-    tokens: list[tuple[str, float]]  # text and logprob of each
-
-
-def sample(target: Target, text: str, count: int, is_raw: bool) -> Iterator[Sampled]:
+def sample(
+    target: Target, text: str, count: int, is_raw: bool
+) -> Iterator[tuple[Attempt, list[tuple[str, float]]]]:
+    """Answers, with text and logprob of each token."""
     config = with_devices(target.config, target.config.devices.tensor_parallel)
     bar = Bar("answers")
     with tempfile.TemporaryDirectory(prefix="minirl-sample-") as name:
@@ -49,7 +43,7 @@ def sample(target: Target, text: str, count: int, is_raw: bool) -> Iterator[Samp
                 written = view.mask == 1
                 pieces = [tokenizer.decode([token]) for token in view.tokens[written].tolist()]
                 tokens = zip(pieces, view.logprobs[written].tolist(), strict=True)
-                yield Sampled(answer.text, answer.stop, list(tokens))
+                yield answer, list(tokens)
 
 
 def render(text: str, tokenizer: Any, is_raw: bool) -> Prompt:

@@ -1,8 +1,7 @@
 """The dashboard: draws a Status on the terminal, live (Reporter) or from status.json (`watch`).
 
 Takes a Status, gives a picture of any size: panels are lists of lines of rich Segments (Text and
-Table would take three times as long). Control characters in texts of models become dots; each state
-has a glyph, for terminals without colours. Leaves out: where a Status comes from (status.py).
+Table would take three times as long). Leaves out: where a Status comes from (status.py).
 """
 
 import contextlib
@@ -35,11 +34,13 @@ DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # braille, by r
 COLOURS = {"█": "green", "▓": "magenta", "▒": "cyan"}  # of a strip's letters; others are dim
 MIN_SIZE = (50, 14)  # in a smaller terminal plain lines say more
 LOOK_S = 1.0
+SILENT_S = 5.0
 KEYS = " q finish and save   p another sample   s save a checkpoint now"
 WATCH_KEYS = " q leave (the run continues)   p another sample"
 
 
 def paint(text: str, style: str = "") -> Segment:
+    """Control characters in texts of models become dots."""
     if not text.isprintable():
         text = "".join(c if c.isprintable() else " " if c.isspace() else "·" for c in text)
     return Segment(text, Style.parse(style))
@@ -135,10 +136,11 @@ def plot(title: str, points: list[Point], form: str, width: int, height: int) ->
 
 
 def bars(title: str, counts: dict[str, int], form: str, width: int) -> list[Line]:
-    lines, total = [header(title, width)], max(1, sum(counts.values()))
+    lines = [header(title, width)]
     for name, number in counts.items():
-        filled = paint(bar(number / total, max(1, width - 14)), "green")
-        lines.append([paint(f"{name:<9}"), filled, paint(form.format(number, number / total))])
+        share = number / max(1, sum(counts.values()))
+        filled = paint(bar(share, max(1, width - 14)), "green")
+        lines.append([paint(f"{name:<9}"), filled, paint(form.format(number, share))])
     return lines
 
 
@@ -168,10 +170,9 @@ def headline(status: Status, now: float) -> tuple[str, str]:
     """How it ended, silence, or what limits throughput; and its style."""
     age = max(0.0, now - status.time)
     if status.is_over:
-        why = status.reason or status.verdict
         style = "bold red" if status.state == "failed" else "green"
-        return f"ended {clock(age)} ago, {status.state}: {why}".removesuffix(": "), style
-    if age >= 5:
+        return f"ended {clock(age)} ago, {status.state}: {status.reason or status.verdict}", style
+    if age >= SILENT_S:
         return f"no news for {age:.0f} s", "bold red"
     verdict = status.verdict or "what limits throughput is known after two steps"
     return f"{status.doing} · {verdict}" if status.doing else verdict, "bold"
@@ -187,9 +188,8 @@ def body(status: Status, width: int, height: int, which: int) -> list[Line]:
     reward = plot("reward", status.curves.get("reward/mean", []), "{:.3f}", half, rows)
     accuracy = plot("held-out", status.curves.get("eval/accuracy", []), "{:.1%}", half, rows)
     lines += beside(rows, (reward, half), (accuracy, half))
-    newer, older = status.staleness[:4], status.staleness[4:]
-    counts = {str(age): count for age, count in enumerate(newer)}
-    counts |= {"older": sum(older)} if older else {}
+    counts = {str(age): count for age, count in enumerate(status.staleness[:4])}
+    counts |= {"older": sum(status.staleness[4:])} if status.staleness[4:] else {}
     stale = bars(f"staleness, η {status.max_staleness}", counts, "{1:>5.0%}", quarter)
     slots = bars(f"{sum(status.slots.values())} slots", status.slots, "{0:>5}", quarter)
     lines += beside(6, (stale, quarter), (slots, quarter), (speed(status, rest), rest))
@@ -220,11 +220,11 @@ def picture(
 
 def can_draw(console: Console) -> bool:
     """A terminal that is large enough, and ours: a process in the background would be stopped for
-    using it. NO_COLOR only takes the colours away."""
-    is_small = any(have < needed for have, needed in zip(console.size, MIN_SIZE, strict=True))
+    using it."""
+    is_large = console.width >= MIN_SIZE[0] and console.height >= MIN_SIZE[1]
     with contextlib.suppress(OSError):  # it is not a terminal, or not that of this session
         is_ours = os.isatty(0) and os.tcgetpgrp(1) == os.getpgrp()
-        return is_ours and not is_small and not console.is_dumb_terminal
+        return is_ours and is_large and not console.is_dumb_terminal
     return False
 
 
@@ -323,19 +323,17 @@ class Reporter:
 def look(run_dir: Path) -> Status:
     """A controller that is silent and does not hold its lock was killed."""
     found = Status.read(run_dir)
-    is_silent = not found.is_over and time.time() - found.time >= 5
-    if is_silent and RunDir(run_dir).state != "running":
-        return replace(found, state="failed", reason="its process is gone")
-    return found
+    if found.is_over or time.time() - found.time < SILENT_S or RunDir(run_dir).state == "running":
+        return found
+    return replace(found, state="failed", reason="its process is gone")
 
 
 def watch(run_dir: Path, once: bool = False) -> None:
     """Until `q`; once, where there is no terminal."""
     console = Console(highlight=False, soft_wrap=True)
     if once or not can_draw(console):
-        height = max(24, console.height)
-        console.print(picture(look(run_dir), time.time(), console.width, height))
+        console.print(picture(look(run_dir), time.time(), console.width, max(24, console.height)))
         return
     with Screen(console, WATCH_KEYS) as screen, contextlib.suppress(KeyboardInterrupt):
         while "q" not in screen.show(look(run_dir)):
-            continue
+            pass

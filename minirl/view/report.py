@@ -17,10 +17,11 @@ from typing import Any
 
 from minirl.config import KEYS, Config, get
 from minirl.errors import MinirlError, RecipeError
+from minirl.metrics import DROPPED
 from minirl.run_dir import Line, RunDir
 from minirl.view.charts import CHARTS, Family, draw_charts, families, number
 from minirl.view.runs import formatted, prompt_text, short_names
-from minirl.view.trace import draw_timeline, read_window
+from minirl.view.trace import draw_timeline, read_rows
 
 MAX_TIMELINES = 4
 MAX_SAMPLES = 12  # with tokens, evenly spread over a run
@@ -47,6 +48,10 @@ def result_rows(run: RunDir) -> dict[str, str]:
             form = ".1%" if chart.is_share else ",.0f" if max(values) >= 100 else ".3g"
             text = f"{fmean(values[-5:]):{form}} (largest {max(values):{form}})"
             rows[f"{chart.title}: {word}" if word else chart.title] = text
+    last = run.metrics[-1] if run.metrics else {}
+    for reason, name in DROPPED.items():
+        if num := last.get(name):
+            rows[f"Groups dropped: {reason.replace('_', ' ')}"] = f"{num:,} in all"
     return {**rows, "Balance": str(run.summary.get("balance", "—"))}
 
 
@@ -104,15 +109,15 @@ def write(runs: Sequence[RunDir], folder: Path) -> list[Path]:
     """The files, the page first."""
     if not find_spec("jinja2") or not find_spec("matplotlib"):
         raise MinirlError('a report needs jinja2 and matplotlib: pip install "minirl[report]"')
-    found, timeline, windows = families(runs), "", {}
+    found, timeline, traced = families(runs), "", {}
     for name, (first, *_) in found[:MAX_TIMELINES]:
-        if window := read_window(first.path):
-            windows[f"{name} (η = {first.recipe.get('buffer.max_staleness', '?')})"] = window
+        if rows := read_rows(first.path):
+            traced[f"{name} (η = {first.recipe.get('buffer.max_staleness', '?')})"] = rows
     try:
         folder.mkdir(parents=True, exist_ok=True)
         drawn = [(chart, save(figure, folder / chart.name)) for chart, figure in draw_charts(found)]
-        if windows:
-            timeline = save(draw_timeline(windows), folder / "timeline")
+        if traced:
+            timeline = save(draw_timeline(traced), folder / "timeline")
             (folder / "timeline.svg").write_text(timeline)
         (folder / "report.html").write_text(page(found, drawn, timeline))
     except OSError as error:
