@@ -1,7 +1,7 @@
 """The command line: parse, call, exit code. The only module that imports typer.
 
-Imports stay inside the commands, so that `minirl --help` answers at once. Every MinirlError and
-usage error ends as one line on stderr. A command's docstring is its help. Leaves out: work.
+Imports stay inside the commands, so that `minirl --help` answers at once. Every MinirlError, usage
+error and path that cannot be used ends as one line on stderr. A command's docstring is its help.
 """
 
 import os
@@ -40,17 +40,19 @@ app = typer.Typer(
 Recipe = Annotated[Path, Argument(metavar="RECIPE", help="A TOML file, as recipes/smoke.toml.")]
 Overrides = Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="Repeatable.")]
 RunDirectory = Annotated[Path | None, Option("--run-dir", help="Default: runs/<recipe>-<time>.")]
-Out = Annotated[Path | None, Option("--out", metavar="DIR", help="Where the results go.")]
+Out = Annotated[Path | None, Option(metavar="DIR", help="Where the results go.")]
 Temperature = Annotated[float | None, Option(help="0 is greedy.")]
 
 
 def main() -> None:
     try:
         sys.exit(app(args=sys.argv[1:] or ["-h"], prog_name="minirl", standalone_mode=False))
-    except (MinirlError, UsageError) as error:
-        text = str(error) if isinstance(error, MinirlError) else _usage(error)
+    except (MinirlError, UsageError, OSError) as error:
+        if isinstance(error, OSError) and error.filename is None:  # not a path: a fault
+            raise
+        text = _usage(error) if isinstance(error, UsageError) else str(error)
         print(f"minirl: {one_line(text, limit=2000)}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        sys.exit(getattr(error, "exit_code", 2))
     except KeyboardInterrupt:
         sys.exit(130)
     finally:  # output that cannot be written must not change the exit code
@@ -62,10 +64,10 @@ def main() -> None:
 
 
 def _usage(error: typer.BadParameter) -> str:
+    for key, use in REMOVED.items():
+        if {*key.split()} <= {*sys.argv[1:]}:
+            return f"{error.message.partition('. ')[0].rstrip('.')}; use {use}"
     path = error.ctx.command_path if error.ctx else "minirl"
-    words = {*sys.argv[1:]}
-    if removed := next((use for key, use in REMOVED.items() if {*key.split()} <= words), ""):
-        return f"{error.message.partition('. ')[0].rstrip('.')}; use {removed}"
     return f"{error.format_message().rstrip('.')}; see {path} --help"
 
 
@@ -103,12 +105,11 @@ def train(
     dry_run: Annotated[bool, Option("--dry-run", help="Check, show the plan, stop.")] = False,
 ) -> None:
     """Train by a recipe. It leaves checkpoints/ (which transformers and vLLM load as they are),
-    recipe.toml with every value, metrics.jsonl with one line per step, evals.jsonl, samples.jsonl,
-    batches.jsonl and summary.json. Ctrl-C once: finish the step, save, exit. Twice: now.
+    recipe.toml, metrics.jsonl, evals.jsonl, samples.jsonl, batches.jsonl and summary.json. Ctrl-C
+    once: finish the step, save, exit. Twice: now.
 
     \b
     minirl train recipes/smoke.toml --set train.steps=10 --set buffer.max_staleness=0
-    minirl train recipes/gsm8k.toml --resume
     minirl train recipes/gsm8k.toml --run-dir runs/mine    # again: resumes it
     """
     from minirl.recipe import load
@@ -142,7 +143,6 @@ def evaluate(
     needs --task or --recipe. It leaves results.jsonl and summary.json in RUN/evals/… or evals/….
 
     \b
-    minirl eval runs/smoke-…
     minirl eval Qwen/Qwen3-0.6B --task gsm8k --k 8 --problems 200
     minirl eval --compare tiny runs/smoke-…               before and after RL
     """
@@ -175,7 +175,6 @@ def sample(
 ) -> None:
     """Print answers of a model to one prompt, with their logprobs.
 
-    \b
     minirl sample runs/smoke-… "Tom has 7 apples. Tom buys 5 more. How many has Tom?" --tokens
     """
     from minirl.tools.evaluate import Options, as_overrides, resolve, run_of
@@ -207,7 +206,7 @@ def sft(recipe: Recipe, overrides: Overrides = None, run_dir: RunDirectory = Non
     config = load(recipe, overrides or []).config
     check_task(config)
     folder = run_dir or new_run_dir(f"{recipe.stem}-sft")
-    if folder.is_file() or any(folder.glob("*")):
+    if any(folder.iterdir() if folder.exists() else ()):
         raise RecipeError("--run-dir", str(folder), "is not empty", "name a new directory")
     from minirl.tools.sft_run import sft as learn
 
@@ -223,7 +222,6 @@ def data(
     """Show what the model will see: prompts, lengths, duplicates. It runs the task's self-check
     (references score 1, shuffled ones less) and loads no model.
 
-    \b
     minirl data recipes/gsm8k.toml --set tasks.data=my_rows.jsonl --show 5
     """
     from minirl.model import load_tokenizer_alone
@@ -252,13 +250,13 @@ def plan(
     overrides: Overrides = None,
     gpu: Annotated[str, Option(help="H100, H800, A100-80, A100-40, L40S, 4090, 3090.")] = "H100",
     gpus: Annotated[int, Option(help="Of them. Default: the recipe's rollout + train.")] = 0,
-    mean: Annotated[float, Option(help="Tokens of an answer. Default: 0.4 of the limit.")] = 0.0,
+    mean: Annotated[
+        float, Option(min=0, help="Tokens of an answer. Default: 0.4 of the limit.")
+    ] = 0.0,
 ) -> None:
     """Say whether a recipe fits on GPUs, how fast, and which split. No GPU is needed: memory is
     computed, every split is simulated. docs/planning.md says how far to trust it.
 
-    \b
-    minirl plan recipes/gsm8k.toml
     minirl plan recipes/gsm8k.toml --gpu 4090 --gpus 4 --mean 300
     """
     from minirl.recipe import load
@@ -282,7 +280,6 @@ def sweep(
     """Train with some keys varied, over several seeds, into one table. The same command resumes a
     sweep, or shows it again. It leaves table.json and the runs in sweeps/<recipe>/.
 
-    \b
     minirl sweep recipes/smoke.toml --vary buffer.max_staleness=0,2,8 --seeds 3
     """
     from minirl.tools.sweep import Sweep, parse_vary
@@ -298,7 +295,6 @@ def sweep(
 def config(recipe: Recipe, overrides: Overrides = None) -> None:
     """Print the whole recipe as TOML, with the origin of each value.
 
-    \b
     minirl config recipes/smoke.toml --set train.lr=1e-4 > mine.toml
     """
     from minirl.recipe import load, to_toml
@@ -327,7 +323,6 @@ def watch(
     """Show the dashboard of a run that was started elsewhere. Keys: q leaves (the run continues),
     p shows another sample. Without a terminal it prints one line per step.
 
-    \b
     minirl watch runs/smoke-… --once > now.txt
     """
     from minirl.view import dashboard, status
@@ -354,7 +349,6 @@ def inspect(
 ) -> None:
     """Print what a step trained: rewards, versions, lengths, answers.
 
-    \b
     minirl inspect runs/smoke-… --step 12
     """
     opened = open_run(run)
@@ -371,7 +365,6 @@ def report(runs: Annotated[list[Path], Argument(metavar="RUN…")], out: Out = N
     """Write one HTML page and PNGs about one run, or several. They go to RUN/report, for several
     runs to ./report. Runs that differ only in their seed are one curve with a band.
 
-    \b
     minirl report runs/seed-* runs/other-seed-* --out comparison
     """
     from minirl.view.report import write
@@ -383,15 +376,11 @@ def report(runs: Annotated[list[Path], Argument(metavar="RUN…")], out: Out = N
 
 
 @app.command()
-def replay(
-    path: Annotated[Path, Argument(metavar="PATH", help="A batch that a run saved.")],
-) -> None:
+def replay(path: Annotated[Path, Argument(metavar="PATH")]) -> None:
     """Compute a saved batch again. PATH is a folder of bad_batches/, or a file of record/
     (log.record = true), which is compared with its record after those between the last checkpoint
     and it. Exit code 1 if a loss is not finite, or differs from the recorded one.
 
-    \b
-    minirl replay runs/smoke-20260101-120000/bad_batches/step-000012
     minirl replay runs/smoke-20260101-120000/record/step-000012.safetensors
     """
     from minirl.train import bad_batch

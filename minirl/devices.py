@@ -7,30 +7,31 @@ vLLM or torch processes that both think they own all cores run up to 30 times sl
 
 import os
 import platform
+import re
 import runpy
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import metadata, util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import psutil
 import pynvml
 
 from minirl.config import Config
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 PACKAGES = ("minirl", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     name: str  # as its driver calls it
     memory_bytes: int
 
@@ -75,24 +76,16 @@ def gpus() -> list[Gpu]:
 
 def _visible(available: int) -> list[str]:
     every = ",".join(map(str, range(available)))
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
-    return [name.strip() for name in names if name.strip()]
+    return os.environ.get("CUDA_VISIBLE_DEVICES", every).replace(",", " ").split()
 
 
 def free_memory_bytes() -> int:
     """What can still be allocated, the container's limit included."""
-    free = int(_field("/proc/meminfo", "MemAvailable").split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
+    free, group = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
     with suppress(OSError, ValueError):  # "max" where there is no limit
         limit = int((group / "memory.max").read_text())
         free = min(free, limit - int((group / "memory.current").read_text()))
     return free
-
-
-def _field(path: str, name: str) -> str:
-    """The value of the first line that begins with a name, in a file of /proc; or ""."""
-    lines = Path(path).read_text().splitlines()
-    return next((s.partition(":")[2].strip() for s in lines if s.startswith(name)), "")
 
 
 def describe(kind: str) -> dict[str, Any]:
@@ -104,7 +97,7 @@ def describe(kind: str) -> dict[str, Any]:
         "cuda": torch_cuda() if kind == "cuda" else None,
         "cpu": cpu_name(),
         "cores": num_cores(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "packages": {name: version_of(name) or "not installed" for name in packages},
@@ -112,7 +105,8 @@ def describe(kind: str) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    return _field("/proc/cpuinfo", "model name") or platform.machine()
+    found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else platform.machine()
 
 
 def version_of(package: str) -> str:
@@ -128,7 +122,6 @@ class Placement:
 
     kind: str  # "cpu" or "cuda"
     cores: tuple[int, ...] = ()
-    gpus: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -172,18 +165,12 @@ def _placement(kind: str, part: tuple[Any, ...], shards: int, env: dict[str, str
     # One box: ranks find each other through a file, and talk on no other address.
     own = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **env}
     if kind == "cuda":
-        return Placement(kind, gpus=part, env={**own, "CUDA_VISIBLE_DEVICES": ",".join(part)})
+        return Placement(kind, env={**own, "CUDA_VISIBLE_DEVICES": ",".join(part)})
     each = _shares(part, shards)
     own |= {"OMP_NUM_THREADS": str(len(each[0])), "CUDA_VISIBLE_DEVICES": ""}
     if shards > 1:  # one part of an engine's cores to each of its processes, in vLLM's own words
         own["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, cores)) for cores in each)
     return Placement(kind, cores=part, env=own)
-
-
-def bind(placement: Placement) -> None:
-    """First thing in a child: take the placement that was given."""
-    if placement.cores:
-        os.sched_setaffinity(0, placement.cores)
 
 
 def vllm_environment(kind: str) -> dict[str, str]:
@@ -222,24 +209,15 @@ def keep_weights_writable() -> None:
 
 
 def with_own_temp(place: Placement, folder: Path) -> Placement:
-    """vLLM on CPU leaves files, and under tensor parallelism named shared memory: `sweep_temp`
-    finds both again in a temp folder of its own."""
-    if place.kind != "cpu":
-        return place
-    sockets = {"VLLM_RPC_BASE_PATH": tempfile.gettempdir()}  # their paths must stay short
-    return replace(place, env={**place.env, **sockets, "TMPDIR": str(folder.absolute())})
-
-
-def remember_segments() -> None:
-    """In a tensor-parallel process: what its shared memory is called, for `sweep_temp`."""
-    if name := os.environ.get("VLLM_DIST_IDENT"):
-        (Path(tempfile.gettempdir()) / f"segment-{name}").touch()
+    """For what vLLM on CPU leaves. The paths of its sockets must stay short."""
+    own = {"VLLM_RPC_BASE_PATH": tempfile.gettempdir(), "TMPDIR": str(folder.absolute())}
+    return replace(place, env={**place.env, **own}) if place.kind == "cpu" else place
 
 
 def sweep_temp(folder: Path) -> None:
-    """When all engines have ended, however they did."""
-    for path in folder.glob("segment-*"):
-        for segment in Path("/dev/shm").glob(f"{path.name.removeprefix('segment-')}*"):
+    """When all engines have ended: files, and under tensor parallelism named shared memory."""
+    for path in folder.glob("vllm_dist_*"):  # segments have the name of the rendezvous file
+        for segment in Path("/dev/shm").glob(f"{path.name}*"):
             segment.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -252,45 +230,15 @@ def hide_broken_torchvision() -> None:
             sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
 
-def use_training_device(placement: Placement) -> None:
-    """In a trainer rank, before the model is loaded."""
+def use_training_device(placement: Placement, shared: "Tensor | None" = None) -> None:
+    """In a trainer rank, before the model is loaded. `shared` is where weights are published: on
+    CUDA it is pinned, as far as the system allows, and must stay mapped."""
     import torch
 
-    if placement.kind == "cuda":
-        # No TF32: its logprobs are 2e-3 off an engine's float32, and the canary's limit is 1e-3.
-        torch.cuda.set_device(0)
-    else:
+    if placement.kind == "cpu":
         torch.set_num_threads(max(1, len(placement.cores)))
-
-
-class Publisher:
-    """Copies tensors into shared memory. On CUDA that memory is pinned, and the copies run on a
-    stream of their own until `wait`: sources must not change before that."""
-
-    def __init__(self, kind: str, memory: "torch.Tensor"):
-        self._stream: torch.cuda.Stream | None = None
-        if kind == "cuda":
-            from torch import cuda
-
-            # Where the system refuses to lock so much, copies are slower and still right.
-            cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-            self._memory = memory  # registered by its address: it must stay mapped
-            self._stream = cuda.Stream()
-
-    def copy(
-        self, destinations: Iterable["torch.Tensor"], sources: Iterable["torch.Tensor"]
-    ) -> None:
-        import torch
-
-        if self._stream is None:  # one call: in a small model the calls cost more than the bytes
-            torch._foreach_copy_(list(destinations), list(sources))
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for destination, source in zip(destinations, sources, strict=True):
-                # To the right type on the device: half the bytes go over the bus.
-                destination.copy_(source.to(destination.dtype), non_blocking=True)
-
-    def wait(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
+        return
+    # No TF32: its logprobs are 2e-3 off an engine's float32, and the canary's limit is 1e-3.
+    torch.cuda.set_device(0)
+    if shared is not None:
+        torch.cuda.cudart().cudaHostRegister(shared.data_ptr(), shared.nbytes, 0)

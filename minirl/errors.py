@@ -7,7 +7,7 @@
     └── Stalled            exit 3: nothing moved for too long; stacks are in the run directory
     Interrupted            exit 130: Ctrl-C or SIGTERM, where nothing is waited for any more
 
-Leaves out: a failed rollout or reward. Those are data: a dropped group with a reason and a count.
+A failed rollout or reward is data: a dropped group with a reason and a count.
 """
 
 import json

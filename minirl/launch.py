@@ -1,7 +1,5 @@
-"""`minirl train`. Takes a recipe, gives a finished run and an exit code.
-
-The only place that picks classes, devices and processes, and that tears them down. However a run
-ends, only its run directory is left.
+"""`minirl train`: takes a recipe, gives a finished run and an exit code. The only place that picks
+classes, devices and processes, and that tears them down: only the run directory is left.
 """
 
 import json
@@ -19,18 +17,11 @@ from minirl import devices, model
 from minirl.balance import measured
 from minirl.buffer import Buffer, History, OnStale
 from minirl.config import TINY, Config
-from minirl.devices import Placement
+from minirl.devices import Placement, with_own_temp
 from minirl.errors import MinirlError, RecipeError
 from minirl.loop import Loop
-from minirl.messages import Died, RankSetup, Role, Stop, TrainerSetup
-from minirl.recipe import (
-    Loaded,
-    check_devices,
-    check_memory,
-    check_model,
-    read_model_config,
-    to_toml,
-)
+from minirl.messages import RankSetup, Role, Started, Stop, TrainerSetup
+from minirl.recipe import Loaded, check_devices, check_memory, check_model, to_toml
 from minirl.records import Prompt
 from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
 from minirl.rollout.worker import RolloutSetup
@@ -51,6 +42,7 @@ from minirl.view.loggers import Loggers
 from minirl.workers import LossyStream, Workers, graceful, signals
 
 INTERRUPTED = 130
+BUILD_LIMIT_S = 1800.0  # of the tiny model
 TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
 BODIES = {
     Role.TRAIN: "minirl.train.trainer:run",
@@ -63,8 +55,6 @@ BODIES = {
 
 @dataclass(frozen=True)
 class Job:
-    """What to train, where, and on what."""
-
     config: Config
     task: Task
     run_dir: Path
@@ -100,8 +90,7 @@ def _make_job(config: Config, recipe: Path, run_dir: Path, resume: bool) -> Job:
         gpu = plan.recognise(found[0].name, found[0].memory_bytes) if found else None
         config = plan.with_auto_split(config, gpu)
     check_devices(config, kind, available)
-    if (free := devices.free_memory_bytes()) is not None:
-        check_memory(config, free)
+    check_memory(config, devices.free_memory_bytes())
     task = make_task(config)
     self_check(task, config.tasks.kind)
     check_functions(config)
@@ -125,7 +114,7 @@ def _prepare(job: Job, resume: bool, is_plain: bool) -> int:
         if config.model.trust_remote_code:
             view.note(f"warning: model.trust_remote_code: code of {config.model.path} is run here")
         source = model_folder(config, logs, view.note)
-        check_model(config, read_model_config(config, source))
+        check_model(config, source)
         model.check_folder(source)
         start = start if start.state else replace(start, folder=source)
         return _run(job, source, start, view)
@@ -136,7 +125,6 @@ def _prepare(job: Job, resume: bool, is_plain: bool) -> int:
 
 
 def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
-    """From the first process to the last; gives an exit code."""
     config, run_dir, task = job.config, job.run_dir, job.task
     num_workers = len(job.engines) + len(job.ranks) + config.tasks.verifiers
     trace = run_dir / "trace.json" if config.log.trace else None
@@ -150,7 +138,8 @@ def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
         tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
         stream = PromptStream(task, tokenizer, config.seed, start.consumed)
         heldout = heldout_prompts(config, task, tokenizer)
-        _check_prompt_lengths(config, task, tokenizer)
+        first = [task.train(i) for i in range(min(64, task.num_train))]
+        _check_lengths(config, [len(encode(e, tokenizer)) for e in first], "training")
         saver = BatchSaver(config, run_dir, ring, store, source, len(job.ranks[0].cores))
         under_way = start.state.evaluating if start.state else None
         log = RunLog(config, run_dir, workers, view, start.step, saver, under_way)
@@ -176,13 +165,13 @@ def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
 
 def _finish(job: Job, loop: Loop, log: RunLog, view: ConsoleView) -> int:
     """The summary, and an error where something is not on the disk."""
-    config, is_whole = job.config, loop.step == job.config.train.steps
+    is_whole = loop.step == job.config.train.steps
     word = "GPU" if job.kind == "cuda" else "process"
     extra = {
         "run_dir": str(job.run_dir),
-        "seed": config.seed,
+        "seed": job.config.seed,
         "drops": dict(loop.buffer.drops),
-        "balance": measured(config, log.metrics, word) or None,
+        "balance": measured(job.config, log.metrics, word) or None,
         "ended": time.strftime(TIME_FORMAT),
         **devices.describe(job.kind),
     }
@@ -191,8 +180,8 @@ def _finish(job: Job, loop: Loop, log: RunLog, view: ConsoleView) -> int:
     synchronous = f"minirl train {job.recipe} --set buffer.max_staleness=0  # the same, synchronous"
     view.finished(summary, synchronous if is_whole else _resume_command(job.recipe, job.run_dir))
     if loop.save_error:
-        kept = log.last_checkpoint
-        log.problems.append(f"no checkpoint of the last step: {loop.save_error}; {kept}")
+        problem = f"no checkpoint of the last step: {loop.save_error}; {log.last_checkpoint}"
+        log.problems.append(problem)
     if log.problems:
         raise MinirlError(f"not all could be written: {'; '.join(log.problems)}")
     return 0 if is_whole else INTERRUPTED
@@ -245,8 +234,7 @@ def spawn_engines(
 ) -> None:
     """`first` is engine 0's set-up; each has a seed of its own."""
     for rank, place in enumerate(places):
-        setup = replace(first, seed=(first.seed + rank) % 2**31)
-        own = devices.with_own_temp(place, temp)
+        setup, own = replace(first, seed=(first.seed + rank) % 2**31), with_own_temp(place, temp)
         workers.spawn(Role.ROLLOUT, rank, BODIES[Role.ROLLOUT], setup, own)
 
 
@@ -280,51 +268,38 @@ def model_folder(config: Config, logs: Path, note: Callable[[str], None]) -> Pat
     """The recipe's model on this machine; the tiny one is built the first time, in a process."""
     if config.model.path != TINY:
         return model.local_folder(config)
-    folder = tiny_model_folder(config.seed)
-    if folder.is_dir():
+    if (folder := tiny_model_folder(config.seed)).is_dir():
         return folder
     note(f"building the tiny model of seed {config.seed}, once: about a minute and a half")
     place = Placement("cpu", env={"OMP_NUM_THREADS": "1"})  # more threads are slower
     workers = Workers(logs, 1)
     try:
         workers.spawn(Role.WARMUP, 0, BODIES[Role.WARMUP], config.seed, place)
-        while True:
-            for worker, message in workers.receive(1.0):
-                if not isinstance(message, Died):
-                    note(str(message))
-                elif folder.is_dir():
-                    return folder
-                else:
-                    raise workers.exit_error(worker, message)
+        while not isinstance(message := workers.next_message(BUILD_LIMIT_S), Started):
+            note(str(message))
+        return folder
     finally:
         workers.kill()
 
 
 def heldout_prompts(config: Config, task: Task, tokenizer: Any) -> list[Prompt]:
+    """Without those that are too long."""
     examples = task.heldout(config.eval.num_prompts)
     prompts = [Prompt(i, e, encode(e, tokenizer)) for i, e in enumerate(examples)]
+    _check_lengths(config, [len(prompt.tokens) for prompt in prompts], "held-out")
+    return [prompt for prompt in prompts if len(prompt.tokens) <= config.tasks.max_prompt_tokens]
+
+
+def _check_lengths(config: Config, lengths: list[int], what: str) -> None:
+    """Single prompts that are too long are dropped; all of them is a wrong recipe."""
     limit = config.tasks.max_prompt_tokens
-    short = [prompt for prompt in prompts if len(prompt.tokens) <= limit]
-    if not short:
-        rule = f"none of {len(prompts)} held-out prompts is as short as that"
-        remedy = "raise it" if prompts else "the task must give held-out examples"
-        raise RecipeError("tasks.max_prompt_tokens", limit, rule, remedy)
-    return short
-
-
-def _check_prompt_lengths(config: Config, task: Task, tokenizer: Any) -> None:
-    """Single prompts that are too long are dropped and counted; all of them is a wrong recipe."""
-    limit, count = config.tasks.max_prompt_tokens, min(64, task.num_train)
-    lengths = [len(encode(task.train(i), tokenizer)) for i in range(count)]
-    if min(lengths) > limit:
-        rule = f"the first {count} prompts have {min(lengths)} to {max(lengths)} tokens"
-        remedy = f"raise it to {max(lengths)} or more"
+    if min(lengths, default=limit + 1) > limit:
+        rule = f"none of {len(lengths)} {what} prompts is as short as that"
+        remedy = f"raise it to {max(lengths)}" if lengths else "the task must give examples"
         raise RecipeError("tasks.max_prompt_tokens", limit, rule, remedy)
 
 
 def _signals(loop: Loop, view: ConsoleView) -> AbstractContextManager[list[int]]:
-    """Ctrl-C or SIGTERM once: finish the step, save, end. Twice: now."""
-
     def stop(name: str) -> None:
         loop.is_interrupted = True
         what = "finishing the step and saving" if loop.is_ready else "ending, while workers start"

@@ -226,7 +226,7 @@ class Loop:
             evaluating=self.evaluated_version if self.groups.evaluation else None,
             recipe=to_toml(self.config),
         )
-        folder = self.log.checkpoint_folder(self.step)
+        folder = self.log.run_dir / "checkpoints" / f"step-{self.step:06d}"
         self.to_ranks(Save(str(folder), state, tuple(self.log.accuracies)))
 
     def on_saved(self, saved: Saved) -> None:

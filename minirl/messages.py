@@ -1,14 +1,12 @@
-"""Everything that processes say to each other, one table per worker. Plain records, apart from the
-workers themselves, so that the controller loads neither vLLM nor a model's code.
+"""Everything that processes say to each other. Records apart from the workers themselves, so that
+the controller loads neither vLLM nor a model's code. Tokens and weights never go through a pipe:
+they are in shared memory (shm/), and messages name cells and versions.
 
     worker    is sent                          says
     any       Stop                             Started; Died comes from workers.py
     engine    Submit, Abort, Continue          Pinned, Finished, TurnEnded, Gone
     verifier  Grade, Ask                       Graded, Replied
     rank      Train, Save                      Trained, Saved (of `minirl sft`: Learned, Saved)
-
-Tokens and weights never go through a pipe: they are in shared memory (shm/), and messages name
-cells and versions.
 """
 
 from dataclasses import dataclass, field
@@ -39,14 +37,12 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Stop:
-    pass
+class Stop: ...
 
 
 @dataclass(frozen=True)
 class Died:
-    """The worker is gone and every message it sent was received. A worker that fails sends its own
-    account as its last message."""
+    """The worker is gone, and all that it sent was received. One that fails says so itself."""
 
     how: str
     is_final: bool  # a MinirlError: a new worker would fail the same way
@@ -57,11 +53,9 @@ class Died:
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """One group to sample: a prompt, and a ring cell for each trajectory."""
-
     group_id: int
     prompt: tuple[int, ...]
-    cells: tuple[int, ...]
+    cells: tuple[int, ...]  # of the ring, one for each trajectory
     is_eval: bool = False  # sampled as [eval] says, under one pinned version
 
 
@@ -85,9 +79,7 @@ class Continue:
 
 @dataclass(frozen=True)
 class Pinned:
-    """To a Submit with evaluation groups: all of these will be sampled under this version."""
-
-    version: int
+    version: int  # that the evaluation groups of a Submit are sampled under
 
 
 @dataclass(frozen=True)
@@ -106,9 +98,7 @@ class TurnEnded:
 
 @dataclass(frozen=True)
 class Gone:
-    """A group of which nothing will come, and whose cells are no longer written to."""
-
-    group_id: int
+    group_id: int  # nothing will come of it, and its cells are no longer written to
     why: str  # empty where the controller asked for it
 
 
@@ -153,8 +143,6 @@ class Replied:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSetup:
-    """What a rank is spawned with."""
-
     config: Config
     folder: str  # of the model; on resume, the checkpoint
     placement: Placement
@@ -173,23 +161,17 @@ class TrainerSetup(RankSetup):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftSetup(RankSetup):
-    """Of `minirl sft`. [train] of its config has the values of [sft]."""
-
+class SftSetup(RankSetup):  # [train] of its config has the values of [sft]
     output: str  # the folder of the trained model
 
 
 @dataclass(frozen=True)
 class Train:
-    """To every rank: the whole batch. Each rank works out its own part."""
-
-    batch: Batch
+    batch: Batch  # the whole: each rank works out its own part
 
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """The controller's part of a checkpoint."""
-
     step: int
     history: History
     consumed_below: int  # prompts: all before this one, and those of `consumed_above`
@@ -201,17 +183,13 @@ class CheckpointState:
 
 @dataclass(frozen=True)
 class Save:
-    """To every rank: rank 0 writes a checkpoint, with the controller's state beside its own."""
-
-    folder: str
+    folder: str  # rank 0 writes it
     state: CheckpointState
     accuracies: tuple[tuple[int, float], ...] = ()  # by version: the best checkpoint stays
 
 
 @dataclass(frozen=True)
-class AnswerTokens:
-    """The tokens of one readable answer, as samples.jsonl has them."""
-
+class AnswerTokens:  # of one readable answer, in samples.jsonl
     tokens: list[str]
     token_versions: list[int]
     token_gaps: list[float | None]  # |engine's logprob - trainer's|; None: not known
@@ -230,10 +208,8 @@ class Trained:
 
 @dataclass(frozen=True)
 class Saved:
-    """From rank 0: the checkpoint is whole, or why there is none."""
-
     folder: str
-    error: str = ""
+    error: str = ""  # why there is no checkpoint
 
 
 @dataclass(frozen=True)

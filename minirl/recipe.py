@@ -1,9 +1,8 @@
 """A recipe's file: from TOML to a Config and back, and the rules between its fields.
 
 Takes a TOML file, what it `extends`, and `--set section.key=value`. Gives a Config and where each
-value came from, or a RecipeError: one line with key, value, rule and remedy. What the machine has
-is handed in, so that a dry run works anywhere. Leaves out: what one field may be (config.py),
-torch, the network, and running a user's code.
+value came from, or a RecipeError: one line with key, value, rule and remedy. Leaves out: what one
+field may be (config.py), torch, the network, and running a user's code.
 """
 
 import difflib
@@ -54,9 +53,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """One source of values: a file of the chain, or one --set."""
-
+class _Layer:  # a file of the chain, or one --set
     values: dict[str, Any]
     name: str
     folder: Path = Path()  # that files are looked for in first
@@ -88,8 +85,8 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Loaded:
 def build(values: Mapping[str, Any]) -> Config:
     """The Config of dotted keys."""
     made: dict[str, Any] = {}
+    split = [(*key.rpartition("."), value) for key, value in values.items()]
     for section, cls in {**SECTIONS, "": Config}.items():
-        split = [(*key.rpartition("."), value) for key, value in values.items()]
         given = dict(made) if cls is Config else {}
         given |= {name: value for here, _, name, value in split if here == section}
         try:
@@ -127,10 +124,10 @@ def _near(given: str, known: Iterable[str], otherwise: str) -> str:
 def _anchored(key: str, value: Any, folder: Path) -> Any:
     """A value that names a file beside its recipe, or else in the working folder, with the whole
     path: the run can then be resumed from anywhere."""
-    if not isinstance(value, str) or key not in (*BUILT_IN, "tasks.data"):
-        return value
-    file, colon, name = value.rpartition(":") if key in BUILT_IN else (value, "", "")
-    if file and (not colon or file.endswith(".py")):
+    file, colon, name = str(value), "", ""
+    if key in BUILT_IN:
+        file, colon, name = file.rpartition(":")
+    if file.endswith(".py") if key in BUILT_IN else key == "tasks.data" and value:
         for base in (folder, Path()):
             if os.path.exists(base / file):
                 return os.path.abspath(base / file) + colon + name
@@ -195,8 +192,7 @@ def _unknown(key: str) -> tuple[str, str]:
     there = [known for known in KEYS if known.startswith(f"{section or key}.")]
     if key in SECTIONS:
         return "is a section, not a key", f"write {there[0]}, …"
-    names = {known.rpartition(".")[2]: known for known in reversed(KEYS)}
-    names |= {known: known for known in KEYS}
+    names = {known.rpartition(".")[2]: known for known in reversed(KEYS)} | {k: k for k in KEYS}
     whole = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
     for near in whole or difflib.get_close_matches(name, names, n=1):
         return "no such key", f"did you mean {names[near]}?"
@@ -211,10 +207,8 @@ def validate(config: Config) -> None:
         if not is_kept:
             raise RecipeError(key, get(config, key), rule, remedy)
 
-    for key, divisor in (
-        ("train.batch_size", "train.num_minibatches"),
-        ("devices.rollout", "devices.tensor_parallel"),
-    ):
+    multiples = {"train.batch_size": "train.num_minibatches"}
+    for key, divisor in {**multiples, "devices.rollout": "devices.tensor_parallel"}.items():
         value, of = get(config, key), get(config, divisor)
         rule, remedy = f"must be a multiple of {divisor} = {of}", f"{-(-value // of) * of} is one"
         need(key, value % of == 0, rule, remedy)
@@ -301,7 +295,7 @@ def find_model(config: Config) -> Path | None:
 
 
 def read_model_config(config: Config, folder: Path) -> dict[str, Any]:
-    """What `check_model` takes: the folder's config.json."""
+    """The folder's config.json."""
     with suppress(OSError, ValueError, RecursionError):
         model_config = json.loads((folder / "config.json").read_bytes())
         if isinstance(model_config, dict):
@@ -310,8 +304,9 @@ def read_model_config(config: Config, folder: Path) -> dict[str, Any]:
     raise RecipeError("model.path", config.model.path, rule, remedy)
 
 
-def check_model(config: Config, model_config: dict[str, Any]) -> None:
+def check_model(config: Config, folder: Path) -> None:
     """What only the model's config.json can tell."""
+    model_config = read_model_config(config, folder)
     sizes = model_config.get("text_config") or model_config
     limit, longest = sizes.get("max_position_embeddings"), config.max_tokens_per_trajectory
     if limit and longest > limit:

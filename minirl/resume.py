@@ -1,8 +1,7 @@
 """Where a run begins: at nothing, or where it was left. Takes a run directory, gives a Start.
 
-A run keeps the recipe that it began with. A key may change where it cannot change what is learned
-(number of devices, memory, how often something is saved or shown); any other change is refused.
-Leaves out: what is in a checkpoint (train/checkpoint.py).
+A key of the recipe may change where it cannot change what is learned (number of devices, memory,
+how often something is saved or shown); any other change is refused.
 """
 
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from minirl.config import KEYS, Config, get
 from minirl.errors import RecipeError
 from minirl.messages import CheckpointState
 from minirl.recipe import load
-from minirl.run_dir import RunDir, holds_run
+from minirl.run_dir import RunDir
 from minirl.tasks.prompts import Consumed
 from minirl.train import checkpoint
 
@@ -56,21 +55,15 @@ def find_start(source: Path, run_dir: Path, is_resumed: bool) -> Start:
 
 
 def is_finished(run_dir: Path, config: Config) -> bool:
-    """All the steps that the recipe asks for are done, evaluated and summed up."""
     summary = RunDir(run_dir).summary
     return bool(summary.get("finished")) and summary.get("steps") == config.train.steps
 
 
 def check_changes(config: Config, run_dir: Path) -> list[str]:
     """The changes that are accepted, one each; a RecipeError that names all where any is not."""
-    if not holds_run(run_dir):
-        return []
     before = load(run_dir / "recipe.toml").config
-    changed = {
-        key: f"{key} {get(before, key)} → {get(config, key)}"
-        for key in KEYS
-        if get(config, key) != get(before, key)
-    }
+    pairs = {key: (get(before, key), get(config, key)) for key in KEYS}
+    changed = {key: f"{key} {old} → {new}" for key, (old, new) in pairs.items() if old != new}
     # Under a schedule the learning rate of every step depends on train.steps.
     fixed = () if config.train.schedule == "constant" else ("train.steps",)
     accepted = [key for key in changed if key.startswith(MAY_CHANGE) and key not in fixed]

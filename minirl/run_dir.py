@@ -1,8 +1,7 @@
 """The files of a run directory: how they are written, and how a run is read again.
 
-Takes lines, gives files; takes a run directory, gives a `RunDir`. The `.jsonl` files are
-append-only and every line has a step. A resume or a rollback to step n appends
-{"rolled_back_to": n}; `read_lines`, the one reader, drops what that cancels.
+The `.jsonl` files are append-only and every line has a step. A resume or a rollback to step n
+appends {"rolled_back_to": n}; `read_lines`, the one reader, drops what that cancels.
 Leaves out what the lines hold: docs/architecture.md lists every file and what writes it.
 """
 
@@ -29,8 +28,7 @@ RunState = Literal["running", "finished", "stopped", "failed"]
 
 @contextmanager
 def replacing(path: Path, sync: bool = True) -> Iterator[Path]:
-    """The one atomic write: a file to write, which then takes the name of `path`. Without `sync` it
-    does not wait for the disk."""
+    """The one atomic write: a file to write, which then takes the name of `path`."""
     aside = path.with_name(f".{path.name}.tmp")
     try:
         yield aside
@@ -48,8 +46,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 class JsonLines:
-    """Appends lines to a file. Those that a full disk does not take wait in memory and are retried
-    with the next: this is noted once, and `error` says why."""
+    """Appends lines. Those that a full disk does not take wait in memory and are retried with the
+    next: this is noted once, and `error` says why."""
 
     def __init__(self, path: Path, note: Callable[[str], object] = bool):
         self.path, self.error, self._note = path, "", note
@@ -81,8 +79,7 @@ class JsonLines:
 
 
 def read_lines(path: Path, key: str = "step") -> list[Line]:
-    """Whole JSON objects with a number under `key`, without those that a later rollback cancels. No
-    file: no lines."""
+    """Whole JSON objects with a number under `key`, without those that a later rollback cancels."""
     kept: list[Line] = []
     with suppress(OSError), path.open("rb") as file:
         for raw in file:
@@ -102,38 +99,39 @@ def hold(run_dir: Path) -> IO[str]:
     """Locks a run directory: one run at a time, and readers see that it runs. The kernel releases
     the lock however the controller ends."""
     file = (run_dir / LOCK).open("a")
-    try:
-        flock(file, LOCK_EX | LOCK_NB)
-    except OSError as error:
-        if isinstance(error, BlockingIOError):  # else: a file system without locks
-            remedy = "wait for it, stop it, or name another directory"
-            raise RecipeError("--run-dir", str(run_dir), "a run is using it", remedy) from None
+    if _is_locked(file, LOCK_EX):
+        remedy = "wait for it, stop it, or name another directory"
+        raise RecipeError("--run-dir", str(run_dir), "a run is using it", remedy)
     return file
+
+
+def _is_locked(file: IO[str], how: int) -> bool:
+    with suppress(OSError):  # a file system without locks
+        try:
+            flock(file, how | LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _lines(name: str) -> "cached_property[list[Line]]":
     return cached_property(lambda run: read_lines(run.path / name))
 
 
-def _object(name: str) -> "cached_property[Line]":
+def _object(name: str, loads: Callable[[str], Any] = json.loads) -> "cached_property[Line]":
     def read(run: "RunDir") -> Line:
-        try:
-            text = (run.path / name).read_text(errors="replace")
-            found = _flat(tomllib.loads(text)) if name.endswith("toml") else json.loads(text)
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        with suppress(OSError, ValueError):
+            found = loads((run.path / name).read_text(errors="replace"))
+            return found if isinstance(found, dict) else {}
+        return {}
 
     return cached_property(read)
 
 
-def _flat(tree: Line) -> Line:
+def _recipe(text: str) -> Line:
     """By dotted key."""
-    flat: Line = {}
-    for name, value in tree.items():
-        inner = {f"{name}.{k}": v for k, v in _flat(value).items()} if type(value) is dict else {}
-        flat |= inner or {name: value}
-    return flat
+    sections = {n: v if isinstance(v, dict) else {"": v} for n, v in tomllib.loads(text).items()}
+    return {f"{s}.{n}".rstrip("."): v for s, table in sections.items() for n, v in table.items()}
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,7 @@ class RunDir:
     batches = _lines("batches.jsonl")
     summary = _object("summary.json")
     machine = _object("machine.json")
-    recipe = _object("recipe.toml")  # by dotted key
+    recipe = _object("recipe.toml", _recipe)
 
     @property
     def name(self) -> str:
@@ -161,13 +159,9 @@ class RunDir:
 
     @property
     def state(self) -> RunState:
-        try:
-            with (self.path / LOCK).open() as file:
-                flock(file, LOCK_SH | LOCK_NB)
-        except BlockingIOError:
-            return "running"
-        except OSError:
-            pass  # no lock, or a file system without locks
+        with suppress(OSError), (self.path / LOCK).open() as file:
+            if _is_locked(file, LOCK_SH):
+                return "running"
         if not self.summary:
             return "failed"
         return "finished" if self.summary.get("finished") else "stopped"
@@ -196,7 +190,8 @@ def choose_run_dir(recipe: Path, run_dir: Path | None, resume: bool) -> Path:
         return run_dir if is_new else open_run(run_dir, "--run-dir").path
     if not resume:
         return new_run_dir(recipe.stem)
-    found = sorted(RUNS.glob(f"{recipe.stem}-????????-??????"))  # the form of new_run_dir
+    named = sorted(RUNS.glob(f"{recipe.stem}-????????-??????"))  # the form of new_run_dir
+    found = [path for path in named if holds_run(path)]
     if not found:
         remedy = "leave --resume out to start one, or name it with --run-dir"
         raise RecipeError("--resume", f"{RUNS}/{recipe.stem}-*", "no run of this recipe", remedy)

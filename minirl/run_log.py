@@ -1,8 +1,7 @@
 """What the controller writes about a run while it trains.
 
 Takes what the loop reports (a step, an evaluation, a rollback, a stall), gives the files of the run
-directory (run_dir.py) and what a person is shown (`View`). A resumed run remembers no more than its
-files. `problems` names what could not be written. Leaves out: what stands in a checkpoint.
+directory (run_dir.py) and what a person is shown. A resumed run remembers no more than its files.
 """
 
 import json
@@ -28,6 +27,7 @@ from minirl.records import Batch, Group, StopReason
 from minirl.run_dir import JsonLines, Line, read_lines, write_text
 from minirl.shm.board import Total
 from minirl.tasks.rewards import overlong_penalty
+from minirl.train import checkpoint
 from minirl.train.bad_batch import BatchSaver
 from minirl.workers import Workers
 
@@ -36,8 +36,6 @@ Values = dict[str, float | None]
 
 
 class View(Protocol):
-    """What a person sees while the run trains."""
-
     def note(self, text: str) -> None: ...
     def step(self, line: Metrics) -> None: ...
 
@@ -69,8 +67,8 @@ class Meter:
 
 
 class RunLog:
-    """Writes the run directory. `step` is that of the checkpoint a resumed run starts from, and
-    `evaluating` the version whose evaluation was under way when it was saved."""
+    """`step` is that of the checkpoint a resumed run starts from, `evaluating` the version whose
+    evaluation was under way when it was saved."""
 
     def __init__(
         self,
@@ -109,16 +107,13 @@ class RunLog:
     def seconds(self) -> float:
         return self._seconds_before + time.monotonic() - self._began
 
-    def checkpoint_folder(self, step: int) -> Path:
-        return self.run_dir / "checkpoints" / f"step-{step:06d}"
-
     @property
     def last_checkpoint(self) -> str:
-        found = sorted((self.run_dir / "checkpoints").glob("step-*"))
+        found = checkpoint.found(self.run_dir)
         return f"the last good checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
 
     def sync(self) -> None:
-        """Before a checkpoint: the lines of its steps are then on the disk."""
+        """Before a checkpoint."""
         for file in self._files.values():
             file.flush(sync=True)
 
@@ -136,9 +131,6 @@ class RunLog:
         if self._saver is not None:
             self._saver.forget_after(step)
 
-    def replaced(self, num_workers: int) -> None:
-        self.workers_replaced += num_workers
-
     def trained(
         self,
         step: int,
@@ -148,7 +140,6 @@ class RunLog:
         breaches: list[Breach],
         states: Mapping[int, GroupState],
     ) -> None:
-        """While the batch's ring cells are still its own."""
         line = metrics_line(
             {
                 "step": step,
@@ -170,8 +161,7 @@ class RunLog:
         self.metrics.append(line)
         self._files["metrics"].write(line)
         groups = [_group_line(group) for group in batch.groups]
-        trained_on = {"step": step, "version": batch.version, "groups": groups}
-        self._files["batches"].write(trained_on)
+        self._files["batches"].write({"step": step, "version": batch.version, "groups": groups})
         self._write_samples(step, batch, trained, states)
         if self._saver is not None and (problem := self._saver.record(batch, {**line})):
             self.note(problem)
@@ -199,7 +189,7 @@ class RunLog:
             self._files["samples"].write({**sample, **(asdict(shown) if shown else {})})
 
     def check(self, step: int, batch: Batch, trained: Trained, breaches: list[Breach]) -> None:
-        """Saves a batch that went bad and warns; raises where a limit stops the run."""
+        """Saves a batch that went bad; warns of a limit that was broken, or raises."""
         fatal, saved = [breach.text for breach in breaches if breach.is_fatal], ""
         if trained.problem:
             saved = self.save_bad(batch, batch.version, trained.problem, must_save=bool(fatal))
@@ -217,8 +207,8 @@ class RunLog:
     @property
     def accuracies(self) -> list[tuple[int, float]]:
         """(version, accuracy) of every evaluation that could be graded."""
-        graded = [line for line in self.evals if line.get("accuracy") is not None]
-        return [(line["version"], line["accuracy"]) for line in graded]
+        found = [(line["version"], line.get("accuracy")) for line in self.evals]
+        return [(version, accuracy) for version, accuracy in found if accuracy is not None]
 
     def is_evaluated(self, step: int) -> bool:
         return any(line["step"] >= step for line in self.evals)

@@ -50,10 +50,10 @@ FROM_OUTSIDE = ("SIGKILL", "without a heartbeat")  # no reward ends its verifier
 
 class Log(Protocol):
     run_dir: Path
+    workers_replaced: float
 
     def note(self, text: str) -> None: ...
     def stalled(self, report: str) -> Path: ...
-    def replaced(self, num_workers: int) -> None: ...
 
 
 class Controller(Protocol):
@@ -150,7 +150,7 @@ class Supervisor:
             )
         why = f" ({hint})" if hint else ""
         self.log.note(f"{worker.name} {death.how}: replaced{why}")
-        self.log.replaced(len(self._ranks) if worker.role is Role.TRAIN else 1)
+        self.log.workers_replaced += len(self._ranks) if worker.role is Role.TRAIN else 1
         return delay_s
 
     def _memory_hint(self, worker: Worker, death: Died) -> str:

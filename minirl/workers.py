@@ -1,11 +1,9 @@
 """Worker processes: spawn, message, replace, kill. Takes bodies and their set-up, gives messages.
 
-Each worker has its own pipe and shares no lock, so one that is killed at any instant blocks no
-other: its pipe ends, and `receive` reports it as Died. What a frozen worker does not take waits in
-its outbox here. Only small messages go through pipes. Output goes to one log per worker.
-A worker dies with the controller, whatever kills that, and ignores SIGINT and SIGTERM.
-
-Leaves out: which workers there are and why (launch.py), and what messages mean (loop.py).
+Each worker has its own pipe and log and shares no lock, so one that is killed at any instant blocks
+no other: its pipe ends, and `receive` reports it as Died. A worker dies with the controller,
+whatever kills that, and ignores SIGINT and SIGTERM. Leaves out: which workers there are and why
+(launch.py), and what messages mean (loop.py).
 """
 
 import contextlib
@@ -27,12 +25,11 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 import psutil
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from minirl import devices
 from minirl.devices import Placement
 from minirl.errors import Interrupted, MinirlError, Stalled, WorkerDied
 from minirl.messages import Died, Role
@@ -48,28 +45,27 @@ PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SECRET = re.compile(r"(?!TOKENIZER)TOKEN|SECRET|PASSW|CREDENTIAL|KEY$|APIKEY", re.I)
 
-Message = TypeVar("Message")
+Handler = Callable[[int, FrameType | None], object] | signal.Handlers
 
 
 class Worker:
     """`body` names the function that the process runs, "module:function" of (setup, board, pipe):
-    it is imported there, so that the controller loads neither vLLM nor a model's code.
-    """
+    it is imported there, so that the controller loads neither vLLM nor a model's code."""
 
     def __init__(self, role: Role, rank: int, row: int, body: str, setup: Any, place: Placement):
         self.role, self.rank, self.row = role, rank, row
         self.body, self.setup, self.placement = body, setup, place
         self.name, self.num_starts = f"{role}-{rank}", 0
         self.process: Any = None
+        self.pid = 0
         self.pipe: Connection
         self.failure: Died | None = None
         self.is_ready = False  # it has said so
         self.outbox = bytearray()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled for its own process."""
-        how = (self.body, self.setup, self.placement)
-        return Worker, (self.role, self.rank, self.row, *how)
+    def __reduce__(self) -> tuple[Any, ...]:  # for its own process
+        names = ("role", "rank", "row", "body", "setup", "placement")
+        return Worker, tuple(getattr(self, name) for name in names)
 
     def send(self, message: object) -> None:
         """Never waits: what the worker does not take now goes out at a later `receive`, which also
@@ -91,10 +87,6 @@ class Worker:
             self.outbox.clear()
         finally:
             end.detach()  # the pipe keeps the file descriptor
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
 
 
 class Workers:
@@ -134,7 +126,7 @@ class Workers:
             resource_tracker.ensure_running()  # here, since its first start unblocks signals
         with _environment(worker.placement.env), _deferred_signals():
             process.start()  # type: ignore[attr-defined]
-            worker.process = process
+            worker.process, worker.pid = process, process.pid  # type: ignore[attr-defined,assignment]
         theirs.close()
 
     def receive(self, timeout_s: float) -> Iterator[tuple[Worker, object]]:
@@ -161,19 +153,19 @@ class Workers:
             worker.process.join(STOP_GRACE_S)
             is_dead = True
         if is_dead:
-            yield worker.failure or Died(exit_reason(worker.process.exitcode), is_final=False)
+            code = worker.process.exitcode
+            killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+            yield worker.failure or Died(killed or f"ended with exit code {code}", is_final=False)
 
-    def wait_for(self, kind: type[Message], limit_s: float) -> Message:
-        """The next message of this kind; others are not kept. A death raises."""
+    def next_message(self, limit_s: float) -> object:
+        """Of any worker. A death raises."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             for worker, message in self.receive(LISTEN_S):
                 if isinstance(message, Died):
                     raise self.exit_error(worker, message)
-                if isinstance(message, kind):
-                    return message
-        what = kind.__name__.lower()
-        raise Stalled(f"no {what} for {limit_s:.0f} s; stacks:\n{self.stacks()}")
+                return message
+        raise Stalled(f"no message for {limit_s:.0f} s; stacks:\n{self.stacks()}")
 
     def exit_error(self, worker: Worker, death: Died) -> MinirlError:
         how = f"{worker.name}: {death.how}; its log is in {self.log_dir}"
@@ -243,11 +235,6 @@ class Workers:
             self.retire(worker)
 
 
-def exit_reason(code: int) -> str:
-    killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
-    return killed or f"ended with exit code {code}"
-
-
 def _join(workers: list[Worker], limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     for worker in workers:
@@ -260,9 +247,8 @@ def _read(log: Path) -> bytes:
 
 def _kill_tree(process: Any) -> None:
     """A vLLM engine may have children of its own (tensor parallelism): they go with it."""
-    children = []
-    if process.is_alive():  # or a zombie by now, which has none
-        children = psutil.Process(process.pid).children(recursive=True)
+    is_alive = process.is_alive()  # a zombie has none
+    children = psutil.Process(process.pid).children(recursive=True) if is_alive else []
     process.kill()
     process.join()
     for child in children:
@@ -275,9 +261,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 
 @contextlib.contextmanager
-def signals(
-    handler: Callable[[int, FrameType | None], None] | signal.Handlers = interrupt,
-) -> Iterator[None]:
+def signals(handler: Handler = interrupt) -> Iterator[None]:
     """SIGINT and SIGTERM go to `handler` meanwhile, also where a shell has had them ignored."""
     before = {number: signal.signal(number, handler) for number in SIGNALS}
     try:
@@ -345,8 +329,7 @@ def _child(
     delay_s: float,
 ) -> None:
     """What every worker process runs."""
-    parent = multiprocessing.parent_process()
-    libc = ctypes.CDLL(None)
+    parent, libc = multiprocessing.parent_process(), ctypes.CDLL(None)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     libc.prctl(PR_SET_NAME, f"rl-{worker.name}".encode())  # what top shows, at most 15 letters
     if parent is None or os.getppid() != parent.pid:  # it died before PDEATHSIG was set
@@ -356,7 +339,8 @@ def _child(
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*SIGNALS, signal.SIGUSR1))
     tqdm.set_lock(threading.RLock())  # its own lock is a named semaphore, which a kill would leave
-    devices.bind(worker.placement)
+    if worker.placement.cores:
+        os.sched_setaffinity(0, worker.placement.cores)
     writer = board.writer(worker.row)
     if trace is not None:
         writer.tracer = Tracer(trace, worker.name)

@@ -18,8 +18,8 @@ TRAINER_PLACE = Placement("cpu", env=ONE_THREAD)
 ENGINE_PLACE = Placement("cpu", env={**ONE_THREAD, **vllm_environment("cpu")})
 FIRST_GPU = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 ON_GPU = {"CUDA_VISIBLE_DEVICES": FIRST_GPU}
-CUDA_TRAINER_PLACE = Placement("cuda", gpus=(FIRST_GPU,), env=ON_GPU)
-CUDA_ENGINE_PLACE = Placement("cuda", gpus=(FIRST_GPU,), env={**ON_GPU, **vllm_environment("cuda")})
+CUDA_TRAINER_PLACE = Placement("cuda", env=ON_GPU)
+CUDA_ENGINE_PLACE = Placement("cuda", env={**ON_GPU, **vllm_environment("cuda")})
 
 Message = TypeVar("Message")
 

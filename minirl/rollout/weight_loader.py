@@ -18,7 +18,6 @@ class WeightLoader:
     """Mixed into vLLM's worker class by name (`worker_extension_cls`)."""
 
     def open_store(self, table: list[tuple[str, tuple[int, ...]]], dtype: str, path: str) -> None:
-        devices.remember_segments()
         specs = tuple(TensorSpec(name, tuple(shape)) for name, shape in table)
         self._store = WeightStore(specs, dtype, path)
         self._loaded: LoadedTensors | None = None

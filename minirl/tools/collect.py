@@ -94,6 +94,7 @@ class Collector:
         self.groups = Groups(self.config, None, Buffer(1, 0), engines, verifiers, self.note)
         self.supervisor = Supervisor(self.config, self.workers, self.groups, self, self)
         self.run_dir = self.workers.log_dir
+        self.workers_replaced = 0.0
 
     def answers(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, Ended]]:
         """By place, in the order in which they end. A prompt that stands there k times has k
@@ -144,6 +145,3 @@ class Collector:
         path = self.workers.log_dir / "stall.txt"
         path.write_text(report)
         return path
-
-    def replaced(self, num_workers: int) -> None:
-        pass

@@ -6,7 +6,6 @@ with a deadline: a broken driver or a mismatched build is then a finding, not a 
 Leaves out: the network (never tried) and importing vLLM (its metadata says enough).
 """
 
-import math
 import os
 import shutil
 import subprocess
@@ -95,7 +94,7 @@ def _space() -> Iterator[Finding]:
     shm = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0
     for name, free, needed, remedy in (
         ("/dev/shm", shm, 1 if devices.gpus() else 0, "docker run --shm-size=8g, or --ipc=host"),
-        ("memory", free_memory_bytes() or math.inf, 4, "close something"),
+        ("memory", free_memory_bytes(), 4, "close something"),
         ("disk here", shutil.disk_usage(".").free, 5, "free some, or work in another folder"),
     ):
         detail = f"{free / GIB:.1f} GiB free, at least {needed} needed"

@@ -28,7 +28,7 @@ def _model(config: Config) -> str:
     path, folder = config.model.path, recipe.find_model(config)
     if folder is None:
         return path if path == TINY else f"{path} (not in the local cache: not checked)"
-    recipe.check_model(config, recipe.read_model_config(config, folder))
+    recipe.check_model(config, folder)
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return f"{path}, {num_bytes / 2**20:,.1f} MiB of safetensors"
 
@@ -38,7 +38,7 @@ def machine_notes(config: Config) -> list[tuple[str, str]]:
     kind, available = find_devices(config.devices.kind)
     try:
         recipe.check_devices(config, kind, available)
-        recipe.check_memory(config, free_memory_bytes() or config.ring_bytes)
+        recipe.check_memory(config, free_memory_bytes())
     except RecipeError as error:
         if kind == "cpu" and config.devices.kind != "cuda":
             raise

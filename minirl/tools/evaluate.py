@@ -214,7 +214,7 @@ def evaluate(
     bar = Bar("problems")
     bar.note(f"{target.folder or target.name} on {config.tasks.kind}; results in {folder}")
     source = target.folder or model_folder(config, folder / "logs", bar.note)
-    recipe.check_model(config, recipe.read_model_config(config, source))
+    recipe.check_model(config, source)
     (folder / "recipe.toml").write_text(recipe.to_toml(config))
     results, figures = _ask(config, task, source, folder, options.k, bar)
     names = {"target": target.name, "model": str(source), "folder": str(folder)}

@@ -12,7 +12,7 @@ from typing import Any
 from minirl import model
 from minirl.errors import RecipeError
 from minirl.launch import model_folder
-from minirl.recipe import check_model, read_model_config
+from minirl.recipe import check_model
 from minirl.records import Example, Prompt
 from minirl.tasks.prompts import encode, has_template
 from minirl.tools.collect import Attempt, collecting
@@ -33,7 +33,7 @@ def sample(
         prompt = render(text, tokenizer, is_raw)
         limit = len(prompt.tokens)
         config = replace(config, tasks=replace(config.tasks, max_prompt_tokens=limit))
-        check_model(config, read_model_config(config, source))
+        check_model(config, source)
         with collecting(config, source, tokenizer, count, logs, bar.note, is_graded=False) as there:
             for _, ended in there.answers([prompt] * count):
                 answer, view = there.attempt(ended), there.view(ended)

@@ -20,7 +20,7 @@ from minirl.config import Config
 from minirl.launch import INTERRUPTED, model_folder, spawn_ranks
 from minirl.messages import Learned, Role, SftSetup, Stop
 from minirl.metrics import metrics_line
-from minirl.recipe import check_devices, check_model, read_model_config, to_toml
+from minirl.recipe import check_devices, check_model, to_toml
 from minirl.run_dir import JsonLines, write_text
 from minirl.tasks.registry import make_task, self_check
 from minirl.view.console import Bar
@@ -40,7 +40,7 @@ def sft(config: Config, run_dir: Path) -> int:
     rendezvous, output = run_dir.absolute() / "rendezvous", run_dir / "model"
     try:
         source = model_folder(config, run_dir / "logs", bar.note)
-        check_model(config, read_model_config(config, source))
+        check_model(config, source)
         places = devices.place(config, kind, available, engines=False)[1]
         setup = SftSetup(
             config=as_training(config),
@@ -73,7 +73,7 @@ def follow(setup: SftSetup, run_dir: Path, workers: Workers, bar: Bar, came: lis
     """Writes what the ranks report until the model is saved. Gives the last step's report."""
     config, limit_s = setup.config, START_LIMIT_S
     log, began, losses = JsonLines(run_dir / "metrics.jsonl"), time.monotonic(), []
-    while isinstance(message := workers.wait_for(object, limit_s), Learned):
+    while isinstance(message := workers.next_message(limit_s), Learned):
         learned, limit_s = message, config.log.stall_s
         if (loss := learned.values.get("sft/heldout_loss")) is not None:
             losses.append(loss)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from minirl.config import Config, TasksConfig, TrainConfig
 from minirl.devices import Placement
 from minirl.errors import MinirlError
-from minirl.messages import RankSetup
+from minirl.messages import RankSetup, Started
 from minirl.records import Answer, Example, StopReason
 from minirl.shm.board import BoardWriter
 from minirl.tasks.arithmetic import Arithmetic, Stream, draw_problem
@@ -97,6 +97,7 @@ def ensure_tiny_model(seed: int, report: Report) -> Path:
 def run(seed: int, board: BoardWriter, pipe: Connection) -> None:
     """The body of the process that builds it; it sends lines for a person to read."""
     ensure_tiny_model(seed, pipe.send)
+    pipe.send(Started())
 
 
 def build_tokenizer() -> "Tokenizer":

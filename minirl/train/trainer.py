@@ -61,7 +61,6 @@ class Trainer:
             checkpoint.load(Path(setup.folder), self.learner, self.critic)
         for replica in self.replicas:
             replica.join(setup.num_ranks, setup.placement.kind)
-        self.publisher = devices.Publisher(setup.placement.kind, setup.store.memory)
         reference = None  # the model that the run began with, frozen
         if train.kl_coef:
             trusts = {"trust_remote_code": model.trust_remote_code}
@@ -227,11 +226,10 @@ class Trainer:
         weights, store = lora.merged(self.policy.model), self.setup.store
         try:
             in_order = (weights[spec.name]() for spec in store.table)
-            # On CUDA the copies run on a stream of their own, beside the canary's forward.
             with store.publishing(version) as slot:
-                self.publisher.copy(slot.tensors, in_order)
+                for shared, weight in zip(slot.tensors, in_order, strict=True):
+                    shared.copy_(weight, non_blocking=True)  # on CUDA: the canary waits for all
                 slot.canary[:] = self.canary()
-                self.publisher.wait()
         except KeyError as missing:
             raise MinirlError(f"the model has no tensor {missing}, which its file has") from None
         return time.perf_counter() - started
@@ -263,7 +261,7 @@ class Trainer:
 
 def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
     """The body of a trainer rank."""
-    devices.use_training_device(setup.placement)
+    devices.use_training_device(setup.placement, setup.store.memory)
     torch.manual_seed(setup.config.seed)
     join_ranks(setup)
     trainer = Trainer(setup, board)
