@@ -3,36 +3,32 @@
 python -m tests.docs.metrics > docs/metrics.md
 """
 
-from minirl.metrics import METRICS
+from minirl.metrics import DROPPED, METRICS
 
 HEAD = """# Metrics
 
-One line per step in `metrics.jsonl`. A value that a step does not have is left out of
-its line. This page is printed by `python -m tests.docs.metrics`; a test keeps it so.
-
-"This step" is the time between two publications. "Trained tokens" are those that the
-model wrote and that are not too stale.
+`metrics.jsonl` has one line per step; values that a step lacks are left out. A step lasts from one
+publication to the next. "Trained tokens" are those that the model wrote and that are fresh enough.
+`python -m tests.docs.metrics` prints this page.
 
 """
 MIDDLE = """
 ## Evaluations
 
-One line per evaluation of the held-out prompts in `evals.jsonl`.
+`evals.jsonl` has one line per evaluation of the held-out prompts.
 
 """
-
-
 EVALS = {  # of a line of evals.jsonl: Evaluation.result, and what RunLog.evaluated adds
-    "step": "training steps done when the evaluation began",
+    "step": "training steps done at its start",
     "version": "the version that answered, on every engine",
-    "seconds": "wall time since training began, when the evaluation ended",
+    "seconds": "wall time since training began, at its end",
     "accuracy": "mean reward of the answers; null where none could be graded",
-    "low": "lower end of its 95 % interval (docs/evaluation.md)",
-    "high": "upper end of the same",
+    "low": "lower end of its 95 % interval ([rules](evaluation.md))",
+    "high": "upper end",
     "count": "answers that were graded",
-    "failures": "answers that could not be graded; left out of the mean",
-    "length_mean": "mean number of written tokens of the answers",
-    "truncated_frac": "share of the answers that was cut at rollout.max_new_tokens",
+    "failures": "answers not graded; left out of the mean",
+    "length_mean": "mean number of written tokens",
+    "truncated_frac": "share truncated at rollout.max_new_tokens",
     "answers": "log.samples of them: prompt, reference, answer, reward",
 }
 
@@ -42,8 +38,17 @@ def as_markdown(table: dict[str, str]) -> str:
     return "\n".join(["| name | definition |", "|---|---|", *rows]) + "\n"
 
 
+def of_steps() -> dict[str, str]:
+    """The table, with one row for all reasons of a drop."""
+    reasons = ", ".join(f"`{reason}`" for reason in DROPPED)
+    row = {"buffer/dropped_REASON": f"groups dropped since the run began, for one of: {reasons}"}
+    first = list(METRICS).index(next(iter(DROPPED.values())))
+    rows = [(name, text) for name, text in METRICS.items() if name not in DROPPED.values()]
+    return dict(rows[:first]) | row | dict(rows[first:])
+
+
 def document() -> str:
-    return HEAD + as_markdown(METRICS) + MIDDLE + as_markdown(EVALS)
+    return HEAD + as_markdown(of_steps()) + MIDDLE + as_markdown(EVALS)
 
 
 if __name__ == "__main__":

@@ -9,31 +9,21 @@ from typing import Literal, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from minirl.config import ALGORITHMS, KEYS, SECTIONS, Config, get
+from minirl.config import KEYS, SECTIONS, Config, get
 from minirl.errors import toml_value
 
 HEAD = """# Recipe
 
-A recipe is a TOML file; `minirl config RECIPE` prints all its values and where each came from, and
-`--set section.key=value` changes one. A recipe may say `extends = "base.toml"`: what it leaves out
-comes from there, then from the defaults below. This page is printed from the config classes by
-`python -m tests.docs.reference`; a test keeps it true. A wrong key or value is one line
-that names the key, the value, the rule and the remedy, and exit code 2. How staleness is bounded:
-[staleness](staleness.md); the formulas of training: [algorithms](algorithms.md).
+A recipe is a TOML file. `extends = "base.toml"` fills in what it leaves out, then the defaults below do.
+`--set section.key=value` changes a value; `minirl config RECIPE` prints all of them with their
+origin. A wrong key or value ends with exit code 2 and one line: key, value, rule, remedy. Presets and
+formulas: [algorithms](algorithms.md). `python -m tests.docs.reference` prints this page.
 
-"""
-PRESETS = """## Algorithms
-
-What `train.algorithm` sets otherwise than by default, where a recipe does not write the
-key itself.
-
-| algorithm | sets |
-|---|---|
 """
 
 
 def document() -> str:
-    return HEAD + "\n".join(_section(name) for name in ["", *SECTIONS]) + "\n" + _presets()
+    return HEAD + "\n".join(_section(name) for name in ["", *SECTIONS])
 
 
 def _section(section: str) -> str:
@@ -53,22 +43,19 @@ def _values(field: FieldInfo) -> str:
     if kind is Literal:
         return ", ".join(f"`{toml_value(choice)}`" for choice in args)
     if kind is tuple:
-        return "list of " + ("whole numbers" if int in get_args(args[0]) else "strings")
+        return "list of " + ("integers" if int in get_args(args[0]) else "strings")
     if kind is dict:
         return "table"
-    names = {int: "whole number", float: "number", str: "string", bool: "true or false"}
-    signs = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
-    limits = [limit for limit in field.metadata if type(limit) in signs]
-    shown = [f"{signs[type(limit)]} {astuple(limit)[0]:,.10g}" for limit in limits]
-    return ", ".join([names[field.annotation or str], *shown])
+    names = {int: "integer", float: "number", str: "string", bool: "boolean"}
+    low, high = (_limit(field, kinds) for kinds in ((Ge, Gt), (Le, Lt)))
+    return names[field.annotation or str] + (f" {low}…{high}" if low or high else "")
 
 
-def _presets() -> str:
-    rows = []
-    for name, values in ALGORITHMS.items():
-        shown = ", ".join(f"`{key} = {toml_value(value)}`" for key, value in values.items())
-        rows.append(f"| `{name}` | {shown or 'the defaults'} |")
-    return PRESETS + "\n".join(rows) + "\n"
+def _limit(field: FieldInfo, kinds: tuple[type, type]) -> str:
+    """One end of a range; one that is excluded has its sign."""
+    signs = {Gt: ">", Lt: "<"}
+    found = [limit for limit in field.metadata if isinstance(limit, kinds)]
+    return "".join(f"{signs.get(type(x), '')}{astuple(x)[0]:,.10g}" for x in found)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ FORMS = COLUMNS | {  # with the columns that only older tables have
     **dict.fromkeys(("gain_after", "gain_mean"), lambda value: f"{100 * value:+.1f}"),
 }
 ETA_HEAD = (
-    *("η", "trained tokens/s", "to η = 0", "engine idle", "trainer idle"),
+    *("η", "trained tokens/s", "over η = 0", "seed by seed", "engine idle", "trainer idle"),
     *("mean staleness", "seconds to 80 %", "accuracy at the end"),
 )
 
@@ -61,8 +61,8 @@ def made_by(command: str, machine: dict[str, Any]) -> str:
 
 def markdown(table: Sequence[tuple[str, ...]]) -> str:
     head, *body = table
-    lines = [head, tuple("---" for _ in head), *body]
-    return "".join(f"| {' | '.join(row)} |\n" for row in lines)
+    rows = [f"| {' | '.join(row)} |\n" for row in (head, *body)]
+    return "".join([rows[0], "|" + "---|" * len(head) + "\n", *rows[1:]])
 
 
 def async_table(data: dict[str, Any], _: Sequence[str]) -> str:
@@ -73,7 +73,8 @@ def async_table(data: dict[str, Any], _: Sequence[str]) -> str:
     for eta in etas:
         of = {name.removeprefix(f"eta_{eta}_"): v for name, v in values.items()}
         reached = f"{of['seconds_to_80']:.1f}" if "seconds_to_80" in of else "not in every seed"
-        rates = f"{of['tokens_per_s']:,.0f}", f"{of['over_sync']:.2f}"
+        ratio = of["tokens_per_s"] / values["eta_0_tokens_per_s"]
+        rates = f"{of['tokens_per_s']:,.0f}", f"{ratio:.2f}", f"{of['over_sync']:.2f}"
         idle = f"{of['rollout_idle']:.1%}", f"{of['train_idle']:.1%}"
         learned = f"{of['staleness']:.2f}", reached, f"{of['accuracy']:.1%}"
         table.append((str(eta), *rates, *idle, *learned))
