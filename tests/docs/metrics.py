@@ -34,8 +34,7 @@ EVALS = {  # of a line of evals.jsonl: Evaluation.result, and what RunLog.evalua
 
 
 def as_markdown(table: dict[str, str]) -> str:
-    rows = [f"| `{name}` | {text.replace('|', chr(92) + '|')} |" for name, text in table.items()]
-    return "\n".join(["| name | definition |", "|---|---|", *rows]) + "\n"
+    return "".join(f"- `{name}`: {text}\n" for name, text in table.items())
 
 
 def of_steps() -> dict[str, str]:

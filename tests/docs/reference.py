@@ -14,10 +14,11 @@ from minirl.errors import toml_value
 
 HEAD = """# Recipe
 
-A recipe is a TOML file. `extends = "base.toml"` fills in what it leaves out, then the defaults below do.
-`--set section.key=value` changes a value; `minirl config RECIPE` prints all of them with their
-origin. A wrong key or value ends with exit code 2 and one line: key, value, rule, remedy. Presets and
-formulas: [algorithms](algorithms.md). `python -m tests.docs.reference` prints this page.
+A recipe is a TOML file. `extends = "base.toml"` fills in what it leaves out, then the defaults do.
+`--set section.key=value` changes a value; `minirl config RECIPE` prints all with their origin.
+A wrong key or value ends with exit code 2 and one line: key, value, rule, remedy. Each key below
+has its default and, in brackets, what it may be. [Algorithms](algorithms.md) has presets and
+formulas. `python -m tests.docs.reference` prints this page.
 
 """
 
@@ -31,24 +32,25 @@ def _section(section: str) -> str:
     for key, info in KEYS.items():
         if key.rpartition(".")[0] == section:
             meaning, default = (info.description or "").split(), toml_value(get(Config(), key))
-            rows.append(f"| `{key}` | {_values(info)} | `{default}` | {' '.join(meaning)} |")
-    head = [f"## `[{section}]`" if section else "## Top level", ""]
-    head += ["| key | values | default | meaning |", "|---|---|---|---|"]
-    return "\n".join([*head, *rows, ""])
+            values = _values(info)
+            shown = f"`{default}`" + (f" ({values})" if values else "")
+            rows.append(f"- **`{key}`** {shown}: {' '.join(meaning)}")
+    head = f"## `[{section}]`" if section else "## Top level"
+    return "\n".join([head, "", *rows, ""])
 
 
 def _values(field: FieldInfo) -> str:
-    """What a field may be: its choices, or its type with its range."""
+    """What a field may be, where its default does not say it: its choices, or its range."""
     kind, args = get_origin(field.annotation), get_args(field.annotation)
     if kind is Literal:
         return ", ".join(f"`{toml_value(choice)}`" for choice in args)
     if kind is tuple:
-        return "list of " + ("integers" if int in get_args(args[0]) else "strings")
-    if kind is dict:
-        return "table"
-    names = {int: "integer", float: "number", str: "string", bool: "boolean"}
+        return "integers" if int in get_args(args[0]) else "strings"
+    names = {int: "integer", float: "number"}
+    if field.annotation not in names:
+        return ""
     low, high = (_limit(field, kinds) for kinds in ((Ge, Gt), (Le, Lt)))
-    return names[field.annotation or str] + (f" {low}…{high}" if low or high else "")
+    return f"{names[field.annotation]} {low}…{high}"
 
 
 def _limit(field: FieldInfo, kinds: tuple[type, type]) -> str:

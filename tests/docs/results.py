@@ -83,13 +83,17 @@ def async_table(data: dict[str, Any], _: Sequence[str]) -> str:
 
 
 def bench(data: dict[str, Any], names: Sequence[str]) -> str:
-    table: Table = [("figure", "value", "goal", "")]
+    shown = []
     for figure in data["figures"]:
         if figure["figure"] in names or not names:
-            goal = "" if figure["goal"] is None else f"{figure['goal']:g}"
-            verdict = "" if figure["goal"] is None else "reached" if figure["ok"] else "MISSED"
-            table.append((f"`{figure['figure']}`", f"{figure['value']:.3g}", goal, verdict))
-    return made_by(f"python -m tests.bench {data['bench']}", data["machine"]) + markdown(table)
+            verdict = "reached" if figure["ok"] else "MISSED"
+            goal = "" if figure["goal"] is None else f" (goal {figure['goal']:g}: {verdict})"
+            shown.append(f"`{figure['figure']}` {figure['value']:.3g}{goal}")
+    return (
+        made_by(f"python -m tests.bench {data['bench']}", data["machine"])
+        + ", ".join(shown)
+        + ".\n"
+    )
 
 
 def sweep(data: dict[str, Any], columns: Sequence[str]) -> str:
