@@ -17,8 +17,8 @@ HEAD = """# Recipe
 A recipe is a TOML file. `extends = "base.toml"` fills in what it leaves out, then the defaults do.
 `--set section.key=value` changes a value; `minirl config RECIPE` prints all with their origin.
 A wrong key or value ends with exit code 2 and one line: key, value, rule, remedy. Each key below
-has its default and, in brackets, what it may be. [Algorithms](algorithms.md) has presets and
-formulas. `python -m tests.docs.reference` prints this page.
+has its default and, in brackets, its range or other choices. [Algorithms](algorithms.md) has
+presets and formulas. `python -m tests.docs.reference` prints this page.
 
 """
 
@@ -32,18 +32,18 @@ def _section(section: str) -> str:
     for key, info in KEYS.items():
         if key.rpartition(".")[0] == section:
             meaning, default = (info.description or "").split(), toml_value(get(Config(), key))
-            values = _values(info)
+            values = _values(info, default)
             shown = f"`{default}`" + (f" ({values})" if values else "")
             rows.append(f"- **`{key}`** {shown}: {' '.join(meaning)}")
     head = f"## `[{section}]`" if section else "## Top level"
     return "\n".join([head, "", *rows, ""])
 
 
-def _values(field: FieldInfo) -> str:
-    """What a field may be, where its default does not say it: its choices, or its range."""
+def _values(field: FieldInfo, default: str) -> str:
+    """What else a field may be, where its default does not say it: other choices, or a range."""
     kind, args = get_origin(field.annotation), get_args(field.annotation)
     if kind is Literal:
-        return ", ".join(f"`{toml_value(choice)}`" for choice in args)
+        return ", ".join(f"`{x}`" for x in map(toml_value, args) if x != default)
     if kind is tuple:
         return "integers" if int in get_args(args[0]) else "strings"
     names = {int: "integer", float: "number"}

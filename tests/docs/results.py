@@ -97,13 +97,18 @@ def bench(data: dict[str, Any], names: Sequence[str]) -> str:
 
 
 def sweep(data: dict[str, Any], columns: Sequence[str]) -> str:
-    table: Table = [(*varied(data, data["rows"][0]), "runs", *columns)]
+    """A row per setting; the values of the last varied key stand side by side."""
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
     for row in data["rows"]:
-        texts = [
-            cell_text(Estimate(**row[name]) if row[name] else None, FORMS[name], row["runs"])
-            for name in columns
-        ]
-        table.append((*varied(data, row).values(), str(row["runs"]), *texts))
+        *keys, last = [*varied(data, row).values()] or [""]
+        found = cells.setdefault(tuple(keys), {})
+        for name in columns:
+            estimate = Estimate(**row[name]) if row[name] else None
+            text = cell_text(estimate, FORMS[name], row["runs"])
+            found[f"{last} {name}".strip()] = text
+    names = [*varied(data, data["rows"][0])][:-1]
+    table: Table = [(*names, *next(iter(cells.values())))]
+    table += [(*keys, *found.values()) for keys, found in cells.items()]
     return made_by(data["command"], data["machine"]) + markdown(table)
 
 
