@@ -46,11 +46,8 @@ def _values(field: FieldInfo, default: str) -> str:
         return ", ".join(f"`{x}`" for x in map(toml_value, args) if x != default)
     if kind is tuple:
         return "integers" if int in get_args(args[0]) else "strings"
-    names = {int: "integer", float: "number"}
-    if field.annotation not in names:
-        return ""
     low, high = (_limit(field, kinds) for kinds in ((Ge, Gt), (Le, Lt)))
-    return f"{names[field.annotation]} {low}…{high}"
+    return f"{low}…{high}" if low or high else ""
 
 
 def _limit(field: FieldInfo, kinds: tuple[type, type]) -> str:
