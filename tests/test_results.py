@@ -1,9 +1,25 @@
-"""docs/results.md: every table and plot in it is what its file says; and how lines are counted."""
+"""The pages: tables, plots and figures are what their files say, links lead somewhere, and they are
+short; and how lines are counted.
+"""
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
+from minirl.config import ALGORITHMS
+from minirl.errors import toml_value
 from tests.docs import lines, results
 from tests.docs.results import BLOCK, PAGE, draw, render
+
+ROOT = PAGE.parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted(PAGE.parent.glob("*.md"))]
+MAX_WORDS = 12_000
+
+
+def data_of(name: str) -> Any:
+    return json.loads((PAGE.parent / "results" / f"{name}.json").read_text())
 
 
 def test_the_page_is_what_its_files_say(tmp_path: Path) -> None:
@@ -16,6 +32,52 @@ def test_the_page_is_what_its_files_say(tmp_path: Path) -> None:
     assert (tmp_path / path.name).read_text() == path.read_text(), "the same curves, the same file"
     missing, _ = render("A <!-- bench none.json -->\nold <!-- end --> B", tmp_path)
     assert missing == "A <!-- bench none.json -->\nNot measured yet.\n<!-- end --> B"
+
+
+def test_figures_in_the_text_are_those_of_the_files() -> None:
+    page, readme = (" ".join(path.read_text().split()) for path in (PAGE, README))
+    for name in ("fixed", "waiting", "on_update", "proximal"):
+        speed = data_of(name)["rows"][1]["speed"]
+        assert f"{speed['mean']:.2f} ± {speed['half']:.2f}" in page
+    found = {figure["figure"]: figure["value"] for figure in data_of("async")["figures"]}
+    eta = found["best_eta"]
+    ratio = found[f"eta_{eta}_tokens_per_s"] / found["eta_0_tokens_per_s"]
+    assert f"reaches {ratio:.2f} of the {found['bound_over_sync']:.2f} of" in page
+    by_seed, share = found["async_over_sync"], found["share_of_bound"]
+    assert f"{ratio:.2f} × trained tokens/s at η = {eta} by medians" in readme
+    assert f"(seed by seed {by_seed:.2f} ×), which is {share:.0%}".replace("%", " %") in readme
+    (before, *_), (after, *_) = data_of("smollm2-compare")["accuracies"]
+    assert f"{100 * before:.1f} % to {100 * after:.1f} % of 192 held-out" in readme
+
+
+def test_algorithms_are_listed_with_what_they_set() -> None:
+    text = (PAGE.parent / "algorithms.md").read_text()
+    rows = dict(re.findall(r"^\| \[`(\S+)`\]\S+ \| (.*) \|$", text, re.MULTILINE))
+    assert rows.keys() == ALGORITHMS.keys()
+    for name, values in ALGORITHMS.items():
+        shown = [f"`{k.removeprefix('train.')} = {toml_value(v)}`" for k, v in values.items()]
+        assert re.findall("`[^`]+`", rows[name]) == shown
+
+
+def anchors(path: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def test_links_lead_somewhere_and_the_readme_to_every_page() -> None:
+    linked = set()
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+            name, _, anchor = target.partition("#")
+            path = (page.parent / name).resolve() if name else page
+            assert path.is_file(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(path), f"{page.name}: {target}"
+            linked |= {path} if page == README else set()
+    assert {*PAGES[1:]} <= linked
+
+
+def test_the_pages_are_short() -> None:
+    assert sum(len(page.read_text().split()) for page in PAGES) <= MAX_WORDS
 
 
 def test_lines_are_counted_by_room() -> None:
