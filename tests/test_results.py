@@ -46,6 +46,10 @@ def test_figures_in_the_text_are_those_of_the_files() -> None:
     by_seed, share = found["async_over_sync"], found["share_of_bound"]
     assert f"{ratio:.2f} × trained tokens/s at η = {eta} by medians" in readme
     assert f"(seed by seed {by_seed:.2f} ×), which is {share:.0%}".replace("%", " %") in readme
+    benchmarks = (PAGE.parent / "benchmarks.md").read_text()
+    for figure in data_of("rollout")["figures"] + data_of("train")["figures"]:
+        if figure["goal"] is not None:
+            assert f"| `{figure['figure']}` | {figure['value']:.3g} " in benchmarks
     (before, *_), (after, *_) = data_of("smollm2-compare")["accuracies"]
     assert f"{100 * before:.1f} % to {100 * after:.1f} % of 192 held-out" in readme
 
