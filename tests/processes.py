@@ -44,6 +44,7 @@ class Run:
         settings = {**SMALL, **_dotted(changes)} if small else _dotted(changes)
         overrides = [f"--set={key}={value}" for key, value in settings.items()]
         self.dir, here = run_dir, Path(__file__).parent
+        path = (here, here.parent, os.environ.get("PYTHONPATH", ""))
         self.before = set(os.listdir("/dev/shm"))
         self.process = subprocess.Popen(
             [
@@ -54,7 +55,7 @@ class Run:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (here, here.parent)))},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
         )
 
     def workers(self) -> dict[str, int]:

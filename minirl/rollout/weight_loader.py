@@ -4,6 +4,7 @@ Takes a slot number of the weight store, copies the tensors into the running mod
 gives the names of tensors that did not arrive (rule 6). Only small values cross vLLM's border.
 """
 
+import numpy as np
 import torch
 
 from minirl import devices
@@ -41,6 +42,7 @@ class WeightLoader:
 
     def reseed(self, seed: int) -> None:
         torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)  # where vLLM's model runner V2 draws seeds of requests
 
 
 class LoadedTensors:

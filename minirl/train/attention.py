@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E40
 
 NAME = "minirl_packed"
 HALF = (torch.bfloat16, torch.float16)  # what torch's variable-length kernel computes in
+VARLEN_ON = {"cuda"}  # where it has one
 
 
 class Boundaries(NamedTuple):
@@ -59,7 +60,7 @@ def packed_attention(
     """What transformers calls in each layer. `rest` holds its arguments for other kernels."""
     _refuse_unsupported(type(module).__name__, max_seqlen, rest)
     qkv_THD = [x[0].transpose(0, 1) for x in (query_1HTD, key_1HTD, value_1HTD)]
-    if value_1HTD.is_cuda and value_1HTD.dtype in HALF:
+    if value_1HTD.device.type in VARLEN_ON and value_1HTD.dtype in HALF:
         return _varlen(qkv_THD, cu_seqlens, max_seqlen, scaling)[None], None
     return _by_runs(qkv_THD, cu_seqlens, scaling)[None], None
 

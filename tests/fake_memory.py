@@ -1,0 +1,115 @@
+"""The peak memory of a training step, counted on fake tensors: no byte of it is allocated.
+
+Takes a recipe and a model's config, gives bytes: every storage is counted while it lives, through
+two micro-batches of train.max_tokens, forward and backward, as the trainer runs them on CUDA.
+What fake tensors cannot show is left out: CUDA's context, NCCL, workspaces and fragmentation.
+"""
+
+import weakref
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from minirl.config import Config
+from minirl.train import attention, policy
+from minirl.train.policy import Policy
+
+BLOCK_BYTES = 512  # CUDA's allocator rounds up to it
+LENGTH = 512  # of a sequence: what attention keeps does not depend on it
+WRITTEN = 0.8  # of all tokens: those whose logprobs are needed
+
+
+class Counter(TorchDispatchMode):
+    """Storages that were made since it began, and are alive."""
+
+    def __init__(self, known: set[int]):
+        super().__init__()
+        self.known, self.now, self.peak = known, 0, 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor):
+                self.add(tensor.untyped_storage())
+        return out
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
+        if key in self.known:
+            return
+        self.known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self.remove, key, size)
+
+    def remove(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+def peak_bytes(config: Config, shape: PretrainedConfig) -> float:
+    """Of one rank: weights, gradients, AdamW's state, activations and copies."""
+    mode, train, num_tokens = (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        config.train,
+        config.train.max_tokens,
+    )
+
+    def fake(size: Any, dtype: torch.dtype) -> Tensor:
+        with mode:
+            return FakeTensor(
+                mode, torch.empty(size, dtype=dtype, device="meta"), torch.device("cpu")
+            )
+
+    model = faked(shape, fake)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    num_needed = int(WRITTEN * num_tokens)
+    bounds = (fake(num_tokens, torch.int64), fake(num_tokens // LENGTH + 1, torch.int32), LENGTH)
+    with ExitStack() as stack:
+        for target, name, value in (
+            (attention, "VARLEN_ON", {"cpu"}),
+            (policy, "AUTOCAST_ON", {"cpu"}),
+            (Tensor, "nonzero", lambda self: fake((num_needed, 1), torch.int64)),
+        ):
+            stack.enter_context(patch.object(target, name, value))
+        stack.enter_context(mode)
+        if train.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        own = Policy(model, getattr(torch, config.model.dtype)).train()
+        counter = stack.enter_context(
+            Counter({p.untyped_storage()._cdata for p in own.parameters()})
+        )
+        for _ in range(2):
+            logprobs_T, _entropy_T = own(fake(num_tokens, torch.int64), *bounds)
+            logprobs_T.sum().backward()
+            del logprobs_T, _entropy_T
+    shards = config.devices.train if train.shard_optimizer else 1
+    return 4.0 * num_parameters + 8.0 * num_parameters / shards + counter.peak
+
+
+def faked(shape: PretrainedConfig, fake: Any) -> Any:
+    """The model, each tensor a fake one; tied ones stay tied."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            shape, attn_implementation=attention.NAME, dtype=torch.float32
+        )
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(fake(parameter.shape, parameter.dtype))
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = fake(buffer.shape, buffer.dtype)
+    return model
