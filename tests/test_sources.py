@@ -127,7 +127,11 @@ def test_built_in_tasks_take_ones_own_rows_and_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "line"),
     [
-        ("gsm8k", {"instrution": ""}, "is no option of this task; it has instruction"),
+        (
+            "gsm8k",
+            {"instrution": ""},
+            "is no option of this task; the defaults are {'instruction': ",
+        ),
         ("gsm8k", {"instruction": 3}, "must be of type str"),
         ("countdown", {"max_numbers": 11}, "must be at most 10"),
         ("countdown", {"min_numbers": 5}, "must be between 2 and max_numbers"),

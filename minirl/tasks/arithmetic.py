@@ -17,7 +17,7 @@ from enum import StrEnum
 
 from minirl.config import TasksConfig
 from minirl.records import Answer, Example, StopReason
-from minirl.tasks import Generated, need
+from minirl.tasks import Generated
 from minirl.tasks.countdown import evaluate
 
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
@@ -132,7 +132,7 @@ class Arithmetic(Generated):
         weights = self.options["step_weights"]
         is_weights = 1 <= len(weights) <= len(DAYS) and min(weights) >= 0 < sum(weights)
         rule = "must be the weights of 1, 2, … up to 7 steps, not all 0"
-        need(self, "step_weights", is_weights, rule)
+        self.check_option("step_weights", is_weights, rule)
 
     def draw(self, index: int, is_test: bool) -> Example:
         stream, weights = Stream.HELDOUT if is_test else Stream.TRAIN, self.options["step_weights"]
