@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from attacks import ESCAPES, FUNCTIONS, PROGRAMS, SHORT, World, world
+from attacks import ESCAPES, FUNCTIONS, NOBODY, PROGRAMS, SHORT, World, world
 from crew import wait_until
 
 import minirl
@@ -42,22 +42,18 @@ def test_the_same_holds_where_landlock_is_old(attacked: World) -> None:
     assert [wrong for name in ESCAPES if (wrong := attacked.got_away(name, max_abi=1))] == []
 
 
-@pytest.mark.parametrize("program", ["attacks.py", "as_nobody.py"])
+@pytest.mark.parametrize("uid", [os.getuid(), NOBODY])
 def test_the_same_holds_in_a_container_and_for_an_unprivileged_user(
-    tmp_path: Path, program: str
+    tmp_path: Path, uid: int
 ) -> None:
     """Both first give up namespaces and mounts."""
-    is_nobody = program == "as_nobody.py"
-    if is_nobody and os.getuid() != 0:
+    if uid != os.getuid() != 0:
         pytest.skip("the tests run unprivileged as it is")
-    names = [*list(ESCAPES)[::3], "fork bomb", "full disk"] if is_nobody else [str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, str(HERE / program), *names],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{HERE}", "MINIRL_ROOT": str(ROOT)},
-    )
-    uid = 65534 if is_nobody else os.getuid()
+    some = ("--nobody", *list(ESCAPES)[::3], "fork bomb", "full disk")
+    names = (str(tmp_path),) if uid == os.getuid() else some
+    program = [sys.executable, str(HERE / "attacks.py"), *names]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{HERE}"}
+    done = subprocess.run(program, capture_output=True, text=True, env=environment)
     assert (done.stdout, done.returncode) == (f"done {uid}\n", 0), done.stderr
 
 
