@@ -20,15 +20,13 @@ RIGHT = [
     "<answer>(3+5)*7 = 56</answer>",
     "<think><answer>3</answer></think><answer>3</answer> no: <answer> in <answer>(3+5)*7</answer>",
 ]
-WRONG = ["", "56", "(3+5)*7", "<answer>(3+5)*7", "<answer>(3+5)*7</answer> or <answer>3</answer>"]
-WRONG += [
-    f"<answer>{text}</answer>"
-    for text in (
-        *("", "(3+5)*7+0", "7*8", "7+7+7+7+7+7+7+7", "35+3*7", "3 5+21", "-(3+5)*-7", "2**3*7"),
-        *("(3+5)*7; import os", "__import__('os').getpid()", "(3+5)*7.0", "3/0", "3(5)7"),
-        *("(" * 90 + "3" + ")" * 90, "9" * 5000),
-    )
+BAD = [
+    *("", "(3+5)*7+0", "7*8", "7+7+7+7+7+7+7+7", "35+3*7", "3 5+21", "-(3+5)*-7", "2**3*7"),
+    *("(3+5)*7; import os", "__import__('os').getpid()", "(3+5)*7.0", "3/0", "3(5)7"),
+    *("(" * 90 + "3" + ")" * 90, "9" * 5000),
 ]
+WRONG = ["", "56", "(3+5)*7", "<answer>(3+5)*7", "<answer>(3+5)*7</answer> or <answer>3</answer>"]
+WRONG += [f"<answer>{text}</answer>" for text in BAD]
 
 
 def test_right_and_wrong() -> None:

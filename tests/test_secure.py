@@ -3,7 +3,6 @@
 import ast
 import os
 import re
-import stat
 from pathlib import Path
 
 import pytest
@@ -49,24 +48,8 @@ def test_no_data_is_run_as_code() -> None:
         "import pickle, os\nfrom yaml import load\ntorch.load(x)\neval(y)\nos.system(z)\n"
         "subprocess.run(a, shell=True)\nnp.fromfile(b, allow_pickle=True)\nmodel.eval()\n"
     )
-    assert dangers(source) == [
-        *("pickle", "yaml", "torch.load", "eval", "os.system", "shell", "allow_pickle")
-    ]
-
-
-@pytest.mark.parametrize("umask", [0o000, 0o077])
-def test_no_other_user_may_write_into_a_run(umask: int, tmp_path: Path) -> None:
-    before = os.umask(umask)
-    try:
-        run = tmp_path / "run"
-        run.mkdir(0o777)
-        _make_run_dir(Config(), run, "cpu")
-        (run / "new").mkdir()
-        (run / "new" / "file").write_text("")
-    finally:
-        os.umask(before)
-    for path in [run, *run.rglob("*")]:
-        assert not stat.S_IMODE(path.stat().st_mode) & 0o022, path
+    found = "pickle yaml torch.load eval os.system shell allow_pickle"
+    assert " ".join(dangers(source)) == found
 
 
 def test_a_directory_that_cannot_be_written_is_one_line() -> None:
