@@ -11,7 +11,7 @@ from attacks import ESCAPES, FUNCTIONS, NOBODY, PROGRAMS, SHORT, World, world
 from crew import wait_until
 
 import minirl
-from minirl.tasks.sandbox import Call, Limits, SandboxFailed, run, why_not
+from minirl.tasks.sandbox import Limits, SandboxFailed, run, why_not
 
 HERE, ROOT = Path(__file__).parent, Path(minirl.__file__).parent.parent
 pytestmark = pytest.mark.skipif("Landlock" in why_not(), reason="this kernel has no Landlock")
@@ -121,10 +121,6 @@ ORDINARY = [
 def test_ordinary_programs_run() -> None:
     for code, stdin, output in ORDINARY:
         assert run(code, stdin, limits=LONG).output.decode() == output
-    method = "class Solution:\n    def add(self, a, b):\n        return (a, {'sum': a + b})"
-    assert run(method, call=Call("add", (1, 2)), limits=LONG).output == b'[1, {"sum": 3}]'
-    noisy = "def f():\n    print('noise')\n    return 1"
-    assert run(noisy, call=Call("f", ()), limits=LONG).output == b"1"
     hashes = "print(list({'a', 'b', 'c', 'd', 'e'}))"
     assert run(hashes).output == run(hashes).output
 
