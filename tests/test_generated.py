@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from minirl.config import TasksConfig
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Generated, arithmetic
-from minirl.tasks.arithmetic import Arithmetic, Calculator, Stream, demonstration
+from minirl.tasks.arithmetic import Arithmetic, Calculator, Difficulty, Stream, demonstration
 from minirl.tasks.countdown import Countdown, evaluate
 from minirl.tasks.registry import self_check
 from minirl.tasks.turns import has_turns
@@ -53,8 +53,8 @@ def test_problems_are_the_same_again_and_solvable_and_none_is_on_both_sides(
 
 
 def drawn(seed: int, stream: Stream, count: int, num_steps: int = 0) -> list[arithmetic.Problem]:
-    weights = [i == num_steps for i in range(1, 8)] if num_steps else arithmetic.STEP_WEIGHTS
-    return [arithmetic.draw_problem(seed, stream, index, weights) for index in range(count)]
+    hard = Difficulty([i == num_steps for i in range(1, 8)]) if num_steps else Difficulty()
+    return [arithmetic.draw_problem(seed, stream, index, hard) for index in range(count)]
 
 
 def grade(result: int, text: str, stop: StopReason = StopReason.STOP) -> float:
@@ -78,7 +78,7 @@ def test_clean_demonstrations_score_1_and_damaged_ones_0(num_steps: int) -> None
         for clause, added in problem.steps:
             assert f" on {clause}." in problem.prompt and f" {clause}: {total}" in answer
             total += added or total
-            assert 1 <= total <= arithmetic.DigitLimits().max_total
+            assert 1 <= total <= Difficulty().max_total
         verbs = [clause.split()[1] for clause, added in problem.steps if added]
         assert total == problem.result and len(set(verbs)) == len(verbs), "no verb comes twice"
 
@@ -101,15 +101,15 @@ def test_sloppy_demonstrations_guess_and_slip_as_often_as_asked() -> None:
 
 
 def test_step_counts_follow_their_weights_and_few_problems_are_held_out_as_far_as_they_go() -> None:
-    for weights in (arithmetic.STEP_WEIGHTS, (0, 0, 0, 0, 0, 0.25, 0.75)):
+    for weights in (Difficulty().step_weights, (0, 0, 0, 0, 0, 0.25, 0.75)):
         task = Arithmetic(TasksConfig(options={"step_weights": list(weights)}), seed=3)
         for is_test in (False, True):
             prompts = [str(task.draw(index, is_test).prompt) for index in range(2000)]
             counts = Counter(prompt.count(" on ") for prompt in prompts)
             shares = [counts[num_steps] / 2000 for num_steps in range(1, 8)]
             assert shares == pytest.approx(weights, abs=0.04)
-    few = Arithmetic(TasksConfig(options={"step_weights": [1]}))
-    few.limits = arithmetic.DigitLimits(max_start=2, max_amount=1, max_total=3)
+    few = Arithmetic(TasksConfig())
+    few.difficulty = Difficulty([1], max_start=2, max_amount=1, max_total=3)
     assert 0 < len(few.heldout(500)) < 500
 
 

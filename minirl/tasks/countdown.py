@@ -56,10 +56,10 @@ class Countdown(Generated):
     def reward(self, example: Example, answer: Answer) -> float:
         tagged = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", final(answer.text), re.S)
         said = tagged[-1].translate(str.maketrans("×÷−–", "*/--")) if tagged else ""
-        found, known = evaluate(said.partition("=")[0].strip()), json.loads(example.reference)
-        if found is None or answer.stop is not StopReason.STOP:
-            return 0.0
-        return float(found == (known["target"], sorted(known["numbers"])))
+        known = json.loads(example.reference)
+        wanted = known["target"], sorted(known["numbers"])
+        is_right = evaluate(said.partition("=")[0]) == wanted
+        return float(is_right and answer.stop is StopReason.STOP)
 
     def solution(self, example: Example) -> str:
         return f"<answer>{json.loads(example.reference)['solution']}</answer>"
