@@ -132,22 +132,6 @@ def test_rewards_and_texts_come_in_order_and_a_failure_is_never_a_0(bench: Bench
     assert graded == Graded(6, (None, None, 1.0), ("", "raise", "right"), failures["raise"])
 
 
-def test_a_reward_that_hangs_is_on_the_board_and_its_verifier_can_be_replaced(bench: Bench) -> None:
-    bench.worker.send(bench.grade(1, "right", "hang"))
-
-    def hangs() -> bool:
-        row = bench.workers.board.row(bench.worker.row)
-        return row.state is State.GRADING and row.since_s > 0.3
-
-    bench.inbox.wait_until(hangs, listen_s=0.02)
-    bench.workers.replace(bench.worker)
-    assert bench.ask(bench.grade(2, "right")) == Graded(2, (1.0,), ("right",))
-    state, process = State.WAITING_FOR_ANSWERS, bench.worker.process
-    bench.inbox.wait_until(lambda: bench.workers.board.row(0).state is state, listen_s=0.01)
-    bench.workers.stop(goodbye="anything else")
-    assert process.exitcode == 0
-
-
 def test_a_reward_that_takes_too_much_memory_costs_its_verifier(bench: Bench) -> None:
     died = bench.ask(bench.grade(1, "right", "huge"))
     assert isinstance(died, Died) and died.how.startswith("MemoryError") and not died.is_final
@@ -171,6 +155,10 @@ def test_a_reply_is_given_as_its_own_tokens_and_none_ends_the_conversation(bench
     assert bench.ask(ended) == Replied(1, 0, ())
     graded = bench.ask(Grade(1, EXAMPLE, (ended.trajectory,)))  # by the last turn; people see all
     assert graded == Graded(1, (1.0,), ("wrong⟦text right⟧right",))
+    state, process = State.WAITING_FOR_ANSWERS, bench.worker.process
+    bench.inbox.wait_until(lambda: bench.workers.board.row(0).state is state, listen_s=0.01)
+    bench.workers.stop(goodbye="anything else")
+    assert process.exitcode == 0
 
 
 def test_a_reply_that_fails_says_why(bench: Bench) -> None:
