@@ -16,6 +16,7 @@ from minirl.config import TasksConfig
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Generated, arithmetic
 from minirl.tasks.arithmetic import Arithmetic, Calculator, Difficulty, Stream, demonstration
+from minirl.tasks.arithmetic import sloppy_demonstration as sloppy
 from minirl.tasks.countdown import Countdown, evaluate
 from minirl.tasks.registry import self_check
 from minirl.tasks.turns import has_turns
@@ -69,6 +70,7 @@ def test_the_warm_up_and_its_probe_keep_their_sides_too() -> None:
 
 @pytest.mark.parametrize("num_steps", range(1, 8))
 def test_clean_demonstrations_score_1_and_damaged_ones_0(num_steps: int) -> None:
+    rng = random.Random(0)
     for problem in drawn(3, Stream.TRAIN, 100, num_steps):
         answer, total = demonstration(problem), problem.start
         assert len(problem.steps) == num_steps and grade(problem.result, answer) == 1.0
@@ -81,23 +83,14 @@ def test_clean_demonstrations_score_1_and_damaged_ones_0(num_steps: int) -> None
             assert 1 <= total <= Difficulty().max_total
         verbs = [clause.split()[1] for clause, added in problem.steps if added]
         assert total == problem.result and len(set(verbs)) == len(verbs), "no verb comes twice"
+        guess, clean, slips = (sloppy(problem, rng, *p) for p in ((1, 0), (0, 0), (0, 1)))
+        assert (guess, clean) == (f" #### {total}", answer) and (slips != answer or total == 1)
 
 
 def test_the_number_after_the_last_mark_counts() -> None:
     right = ["#### 9", " #### 9.", "#### 4 #### 9", "7+2=9. #### 9 plums"]
     wrong = ["", "9", "####", "#### ", "#### nine", "#### 9 #### ", "####9"]
     assert all(grade(9, text) == (text in right) for text in right + wrong)
-
-
-def test_sloppy_demonstrations_guess_and_slip_as_often_as_asked() -> None:
-    rng, problems = random.Random(0), drawn(0, Stream.WARMUP, 2000, num_steps=3)
-    sloppy = arithmetic.sloppy_demonstration
-    guesses = [sloppy(p, rng, no_working=0.6, slip=0.0) for p in problems]
-    assert sum("=" not in g for g in guesses) / 2000 == pytest.approx(0.6, abs=0.04)
-    assert all(grade(p.result, g) == 1.0 for p, g in zip(problems, guesses, strict=True))
-    slips = [sloppy(p, rng, no_working=0.0, slip=0.2) for p in problems]
-    clean = sum(s == demonstration(p) for p, s in zip(problems, slips, strict=True))
-    assert clean / 2000 == pytest.approx(0.8**3, abs=0.04)
 
 
 def test_step_counts_follow_their_weights_and_few_problems_are_held_out_as_far_as_they_go() -> None:

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from attacks import ESCAPES, FUNCTIONS, NOBODY, PROGRAMS, SHORT, World, world
 from crew import wait_until
+from test_cli import python
 
-import minirl
 from minirl.tasks.sandbox import Limits, SandboxFailed, run, why_not
 
-HERE, ROOT = Path(__file__).parent, Path(minirl.__file__).parent.parent
 pytestmark = pytest.mark.skipif("Landlock" in why_not(), reason="this kernel has no Landlock")
 LONG = Limits(cpu_s=30, wall_s=60.0)
 STATUS = {
@@ -51,9 +50,7 @@ def test_the_same_holds_in_a_container_and_for_an_unprivileged_user(
         pytest.skip("the tests run unprivileged as it is")
     some = ("--nobody", *list(ESCAPES)[::3], "fork bomb", "full disk")
     names = (str(tmp_path),) if uid == os.getuid() else some
-    program = [sys.executable, str(HERE / "attacks.py"), *names]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{HERE}"}
-    done = subprocess.run(program, capture_output=True, text=True, env=environment)
+    done = python(str(Path(__file__).parent / "attacks.py"), *names)
     assert (done.stdout, done.returncode) == (f"done {uid}\n", 0), done.stderr
 
 
