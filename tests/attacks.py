@@ -3,14 +3,15 @@ got what it was after (one whose code returns: if it returns something true), or
 the secret that the tests expect; it is held if neither comes out. @HOME@, @PORT@, @PID@, @NAME@ and
 @FOLDER@ stand for the real ones of the attacked.
 
-`python attacks.py FOLDER NAME…` runs attacks in a process that may make no namespace.
+`python attacks.py FOLDER NAME…` runs attacks in a process that may make no namespace, and
+`python attacks.py --nobody NAME…` as an unprivileged user.
 """
 
 import os
 import re
 import secrets
+import shutil
 import socket
-import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -122,34 +123,53 @@ def world(folder: Path) -> Iterator[World]:
 
 CLONE, NEW_NAMESPACES = 56, 0x7E020080  # its flags
 FORBIDDEN = {"unshare": 272, "setns": 308, "mount": 165, "pivot_root": 155}
+NOBODY = 65534
+NEW_MOUNTS, PRIVATE, BIND = 0x00020000, 0x44000, 0x5000
 
 
 def enter_container(*more: int) -> None:
     """From here on this process and its children can make no namespace and mount nothing, as in the
     default profile of a container; `more` are calls that the kernel then does not know."""
-    program = [
-        (jail.LOAD, 0, 0, jail.NUMBER),
-        (jail.EQUAL, 0, 5, CLONE),
-        (jail.LOAD, 0, 0, jail.ARGUMENTS),
-        (jail.AND, 0, 0, NEW_NAMESPACES),
-        (jail.EQUAL, 0, 1, 0),
-        (jail.RETURN, 0, 0, jail.PASS),
-        (jail.RETURN, 0, 0, jail.EPERM),
-    ]
+    plain_clone = [*jail.passing(0, NEW_NAMESPACES, (0,)), (jail.RETURN, 0, 0, jail.PASS)]
+    program = [(jail.LOAD, 0, 0, jail.NUMBER), (jail.EQUAL, 0, len(plain_clone), CLONE)]
+    program += plain_clone
     refused = dict.fromkeys(FORBIDDEN.values(), jail.EPERM)
     for number, verdict in {**refused, **dict.fromkeys((jail.CLONE3, *more), jail.ENOSYS)}.items():
         program += [(jail.EQUAL, 0, 1, number), (jail.RETURN, 0, 0, verdict)]
-    program.append((jail.RETURN, 0, 0, jail.PASS))
     assert jail.LIBC.prctl(jail.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
-    jail.install(b"".join(struct.pack("<HBBI", *step) for step in program))
+    jail.install([*program, (jail.RETURN, 0, 0, jail.PASS)])
     assert jail.LIBC.unshare(0x10000000) == -1, "a user namespace"
+
+
+def as_nobody(names: list[str]) -> None:
+    """Starts this file anew as nobody: a Python and a minirl that only root may read are bound to
+    where nobody can reach them, in a mount namespace that ends with the process."""
+    libc, place = jail.LIBC, Path("/mnt")
+    assert libc.unshare(NEW_MOUNTS) == 0 and libc.mount(b"none", b"/", None, PRIVATE, None) == 0
+    assert libc.mount(b"none", b"/mnt", b"tmpfs", 0, b"mode=755") == 0
+    minirl, tests = Path(jail.__file__).parent.parent, Path(__file__).parent
+    for name, source in {"python": sys.base_prefix, "minirl": minirl, "tests": tests}.items():
+        (place / name).mkdir()
+        assert libc.mount(os.fsencode(source), bytes(place / name), None, BIND, None) == 0
+    (place / "world").mkdir()
+    shutil.chown(place / "world", NOBODY, NOBODY)
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+    os.chdir("/")
+    python = f"{place}/python/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+    environment = {"PYTHONPATH": f"{place}", "LD_LIBRARY_PATH": f"{place}/python/lib"}
+    os.execve(python, [python, "/mnt/tests/attacks.py", "/mnt/world", *names], environment)
 
 
 def main() -> None:
     """Prints what got away, one line each."""
+    folder, *names = sys.argv[1:]
+    if folder == "--nobody":
+        as_nobody(names)
     enter_container()
-    with world(Path(sys.argv[1])) as attacked:
-        for name in sys.argv[2:] or (*PROGRAMS, *FUNCTIONS):
+    with world(Path(folder)) as attacked:
+        for name in names or (*PROGRAMS, *FUNCTIONS):
             if wrong := attacked.got_away(name):
                 print(wrong)
     print("done", os.getuid())

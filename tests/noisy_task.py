@@ -2,28 +2,21 @@
 
 import os
 import time
-from collections.abc import Sequence
 from string import ascii_lowercase
 
-from minirl.config import TasksConfig
 from minirl.records import Answer, Example
+from minirl.tasks import Generated
 
 AGAIN = " again?"
 
 
-class EvenLength:
+class EvenLength(Generated):
     """Right is an answer of an even number of tokens: a random model is right half the time."""
 
     num_train = 100
 
-    def __init__(self, config: TasksConfig, seed: int):
-        pass
-
-    def train(self, index: int) -> Example:
-        return Example(f"Tom has {index} apples.", "even")
-
-    def heldout(self, count: int) -> Sequence[Example]:
-        return [Example(f"Ann has {index} pears.", "even") for index in range(count)]
+    def draw(self, index: int, is_test: bool) -> Example:
+        return Example(f"Ann has {index} pears." if is_test else f"Tom has {index} apples.", "even")
 
     def reward(self, example: Example, answer: Answer) -> float:
         return float(answer.num_tokens % 2 == 0 or answer.text == "right")

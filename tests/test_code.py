@@ -1,16 +1,13 @@
 """The code task: which answers pass, by which rule, and that the tests stay out of the sandbox."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_cli import python
 
-import minirl
 from minirl.config import Config, TasksConfig
 from minirl.errors import RecipeError
 from minirl.records import Answer, StopReason
@@ -39,8 +36,7 @@ def task_of(folder: Path, **changes: Any) -> Code:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("problems")
     for name in ("train", "test"):
-        text = "".join(json.dumps(row) + "\n" for row in (ADD, PAIR))
-        (folder / f"{name}.jsonl").write_text(text)
+        (folder / f"{name}.jsonl").write_text(f"{json.dumps(ADD)}\n{json.dumps(PAIR)}\n")
     return folder
 
 
@@ -118,14 +114,10 @@ def test_a_bad_row_is_one_line(tmp_path: Path, line: str, why: str) -> None:
 
 
 def test_where_there_is_no_landlock_code_is_refused(tmp_path: Path) -> None:
-    recipe, here = tmp_path / "code.toml", Path(__file__).parent
+    recipe = tmp_path / "code.toml"
     recipe.write_text('[tasks]\nkind = "code"\n[devices]\nkind = "cpu"\n')
     program = "import attacks\nattacks.enter_container(444)\nfrom minirl.cli import main\nmain()"
-    done = subprocess.run(
-        [sys.executable, "-c", program, "train", str(recipe), "--run-dir", str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": f"{Path(minirl.__file__).parent.parent}:{here}"},
-    )
+    arguments = ("train", str(recipe), "--run-dir", str(tmp_path / "run"))
+    done = python("-c", program, *arguments, cwd=Path(__file__).parent)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert 'tasks.kind = "code": code cannot be sandboxed here (Landlock: Func' in done.stderr

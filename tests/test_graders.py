@@ -11,9 +11,8 @@ from minirl.config import TasksConfig
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Task
 from minirl.tasks import math as mathematics
-from minirl.tasks.gsm8k import INSTRUCTION, Gsm8k
+from minirl.tasks.gsm8k import Gsm8k
 from minirl.tasks.math import Mathematics, is_equal
-from minirl.tasks.registry import self_check
 
 
 def verdict(task: Task, case: dict[str, object], stop: StopReason = StopReason.STOP) -> bool:
@@ -31,17 +30,6 @@ def test_every_label_is_met(name: str, kind: type[Task]) -> None:
     assert min(Counter(c["right"] for c in labelled).values()) >= 50, "both verdicts are tested"
     right = next(case for case in labelled if case["right"])
     assert not verdict(task, right, StopReason.LENGTH), "what was cut is not an answer"
-
-
-def test_gsm8ks_references_are_the_numbers_at_their_marks(tmp_path: Path) -> None:
-    answers = ["48 + 24 = 72\n#### 72", "A lot: <<1000*1.5=1500>>\n#### 1,500", "#### -0.25"]
-    rows = [{"question": f"{number}?", "answer": text} for number, text in enumerate(answers)]
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    task = Gsm8k(TasksConfig(data=str(tmp_path), test_split="train"))
-    assert [e.reference for e in task.heldout(9)] == ["72", "1500", "-1/4"]
-    assert task.train(1).worked == "A lot: \n#### 1,500"
-    assert task.train(1).prompt == ({"role": "user", "content": f"1?\n{INSTRUCTION}"},)
-    self_check(task, "gsm8k")
 
 
 def test_gsm8ks_own_references_score_1() -> None:

@@ -1,6 +1,8 @@
 """Prompts: each example once an epoch, and after a resume exactly what was not consumed."""
 
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,32 +11,22 @@ from minirl.records import Example
 from minirl.tasks.prompts import SHUFFLED_UP_TO, Consumed, PromptStream, encode
 
 
-class Counting:
-    """A task whose examples are their numbers."""
-
-    def __init__(self, num_train: int):
-        self.num_train = num_train
-
-    def train(self, index: int) -> Example:
-        assert 0 <= index < self.num_train
-        return Example(str(index), str(index))
-
-
 class Letters:
     """A tokenizer: one token per letter, and a begin token where special tokens are wanted."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [1] * add_special_tokens + [ord(letter) for letter in text]
 
-    def apply_chat_template(
-        self, messages: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool
-    ) -> str:
-        assert not tokenize and add_generation_prompt
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: bool) -> str:
+        assert options == {"tokenize": False, "add_generation_prompt": True}
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
 
 
 def stream(num_train: int = 10, seed: int = 0, consumed: Consumed | None = None) -> PromptStream:
-    return PromptStream(Counting(num_train), Letters(), seed, consumed)
+    """Of examples that are their numbers."""
+    examples = [Example(str(i), str(i)) for i in range(min(num_train, 100))]
+    task: Any = SimpleNamespace(num_train=num_train, train=examples.__getitem__)
+    return PromptStream(task, Letters(), seed, consumed)
 
 
 def take(prompts: PromptStream, count: int) -> list[tuple[int, int]]:

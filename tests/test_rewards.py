@@ -1,28 +1,24 @@
 """Which groups reach the buffer: failures, over-long answers, truncated answers, equal rewards."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from minirl.config import Config
+from minirl.config import BufferConfig, Config, TasksConfig
 from minirl.records import Drop, Group, StopReason, Trajectory
 from minirl.tasks.rewards import filter_group, overlong_penalty
 
 
 def config(**changes: Any) -> Config:
-    base = Config()
-    tasks = {k: v for k, v in changes.items() if hasattr(base.tasks, k)}
-    buffer = {k: v for k, v in changes.items() if hasattr(base.buffer, k)}
-    assert tasks.keys() | buffer.keys() == changes.keys()
-    return replace(base, tasks=replace(base.tasks, **tasks), buffer=replace(base.buffer, **buffer))
+    tasks = {k: v for k, v in changes.items() if k in ("max_failures", "overlong_tokens")}
+    buffer = {k: v for k, v in changes.items() if k not in tasks}
+    return Config(tasks=TasksConfig(**tasks), buffer=BufferConfig(**buffer))
 
 
 def answers(*lengths: int) -> list[Trajectory]:
     """Of these many tokens; those of 128 were truncated."""
-    stops = [StopReason.LENGTH if n == 128 else StopReason.STOP for n in lengths]
-    pairs = enumerate(zip(lengths, stops, strict=True))
-    return [Trajectory(i, n + 10, n, stop, i, i) for i, (n, stop) in pairs]
+    ends = [StopReason.LENGTH if n == 128 else StopReason.STOP for n in lengths]
+    return [Trajectory(i, n + 10, n, ends[i], i, i) for i, n in enumerate(lengths)]
 
 
 @pytest.mark.parametrize(
@@ -55,9 +51,7 @@ def test_others_pass_as_the_recipe_shapes_them() -> None:
     assert group.masked == {1} and group.rewards == (1.0, 0.0, 0.0), "it counts in the baseline"
     assert (group.head_version, group.newest_version) == (0, 2)
     assert passed((1.0, 0.0), 5, 6, drop_equal_rewards=True)
-    assert passed((1.0, 1.0), 5, 128, drop_equal_rewards=True, overlong_tokens=25), (
-        "after penalties"
-    )
+    assert passed((1.0, 1.0), 5, 128, drop_equal_rewards=True, overlong_tokens=25)  # penalties
 
 
 def test_the_penalty_rises_from_the_zone_to_the_limit_and_is_taken_off_the_reward() -> None:

@@ -1,72 +1,15 @@
-"""What minirl promises not to do: run data as code, hand tokens on, open itself to others."""
+"""What minirl promises not to do: hand tokens on, write where it may not. That it runs no data as
+code is a rule of the linter (pyproject.toml)."""
 
-import ast
 import os
-import re
-import stat
 from pathlib import Path
 
 import pytest
 
-import minirl
 from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.launch import _make_run_dir
 from minirl.workers import SECRET, _environment
-
-ROOT = Path(minirl.__file__).parent
-FORBIDDEN_CALLS = re.compile(
-    r"eval|exec|compile|__import__|os\.(system|popen)|subprocess\.getoutput|"
-    r"(pickle|torch|yaml|marshal|joblib|np|numpy)\.loads?|pickle\.Unpickler|shelve\.open"
-)
-FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "yaml"}
-# What the jail is for: a program that the model wrote, in a process that has given everything up.
-ALLOWED = {"tasks/jail.py": ["exec", "compile"]}
-
-
-def dangers(source: str) -> list[str]:
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        names: list[str] = []
-        if isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
-            found += [name] if FORBIDDEN_CALLS.fullmatch(name) else []
-            words = {k.arg: ast.unparse(k.value) for k in node.keywords}
-            found += [w for w in ("shell", "allow_pickle") if words.get(w, "False") != "False"]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
-        found += [name for name in names if name.split(".")[0] in FORBIDDEN_IMPORTS]
-    return found
-
-
-def test_no_data_is_run_as_code() -> None:
-    for path in sorted(ROOT.rglob("*.py")):
-        found = dangers(path.read_text())
-        assert found == ALLOWED.get(str(path.relative_to(ROOT)), []), path
-    source = (
-        "import pickle, os\nfrom yaml import load\ntorch.load(x)\neval(y)\nos.system(z)\n"
-        "subprocess.run(a, shell=True)\nnp.fromfile(b, allow_pickle=True)\nmodel.eval()\n"
-    )
-    assert dangers(source) == [
-        *("pickle", "yaml", "torch.load", "eval", "os.system", "shell", "allow_pickle")
-    ]
-
-
-@pytest.mark.parametrize("umask", [0o000, 0o077])
-def test_no_other_user_may_write_into_a_run(umask: int, tmp_path: Path) -> None:
-    before = os.umask(umask)
-    try:
-        run = tmp_path / "run"
-        run.mkdir(0o777)
-        _make_run_dir(Config(), run, "cpu")
-        (run / "new").mkdir()
-        (run / "new" / "file").write_text("")
-    finally:
-        os.umask(before)
-    for path in [run, *run.rglob("*")]:
-        assert not stat.S_IMODE(path.stat().st_mode) & 0o022, path
 
 
 def test_a_directory_that_cannot_be_written_is_one_line() -> None:

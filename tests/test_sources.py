@@ -108,17 +108,20 @@ def test_data_that_cannot_be_used_is_one_line_with_its_place(
 
 
 def test_built_in_tasks_take_ones_own_rows_and_columns(tmp_path: Path) -> None:
-    write(tmp_path / "train.jsonl")
+    answers = ["48 + 24 = 72\n#### 72", "A lot: <<1000*1.5=1500>>\n#### 1,500", "#### -0.25"]
+    write(tmp_path / "train.jsonl", [{"q": f"{i}?", "a": text} for i, text in enumerate(answers)])
+    gsm8k = Gsm8k(config(tmp_path, test_split="train"))
+    assert [e.reference for e in gsm8k.heldout(9)] == ["72", "1500", "-1/4"]
+    self_check(gsm8k, "gsm8k")
     bare = Gsm8k(config(tmp_path, options={"instruction": ""}))
-    message = {"role": "user", "content": "What is 4, twice?"}
-    assert bare.train(4) == Example((message,), "8", "8")
+    message = {"role": "user", "content": "1?"}
+    assert bare.train(1) == Example((message,), "1500", "A lot: \n#### 1,500")
     write(tmp_path / "dev.jsonl", [{"q": "x", "a": "none"}])
     with pytest.raises(RecipeError, match='no number in its column "a"'):
         Gsm8k(config(tmp_path, train_split="dev")).train(0)
-    worked = [{"q": "Half?", "a": r"It is \boxed{\frac{1}{2}}."}, {"q": "Third?", "a": "1/3"}]
-    write(tmp_path / "train.jsonl", worked)
-    math = Mathematics(config(tmp_path, test_split="train"))
-    assert [math.train(i).reference for i in range(2)] == [r"\frac{1}{2}", "1/3"]
+    write(tmp_path / "dev.jsonl", [{"q": "?", "a": r"It is \boxed{\frac{1}{2}}."}, ROWS[1]])
+    math = Mathematics(config(tmp_path, train_split="dev", test_split="dev"))
+    assert [math.train(i).reference for i in range(2)] == [r"\frac{1}{2}", "2"]
     self_check(math, "math")
     unread = Gsm8k(TasksConfig(data="gone.jsonl"))  # as a verifier has it
     assert unread.reward(Example("", "12"), Answer("#### 12", StopReason.STOP, 1)) == 1.0
@@ -127,7 +130,7 @@ def test_built_in_tasks_take_ones_own_rows_and_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "line"),
     [
-        ("gsm8k", {"instrution": ""}, "is no option of this task; it has instruction"),
+        ("gsm8k", {"instrution": ""}, "is no option of this task; the defaults are {'instruction'"),
         ("gsm8k", {"instruction": 3}, "must be of type str"),
         ("countdown", {"max_numbers": 11}, "must be at most 10"),
         ("countdown", {"min_numbers": 5}, "must be between 2 and max_numbers"),

@@ -1,7 +1,9 @@
 """Between texts and flat tokens: only a reply's own text is tokenised, and it comes back whole."""
 
+from typing import Any
+
 import pytest
-from tiny_models import EOS, POSITIONS
+from tiny_models import EOS, PAD, POSITIONS
 from tiny_models import tokenizer as tiny_tokenizer
 from tokenizers import Tokenizer
 
@@ -40,14 +42,12 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def test_a_task_without_replies_has_one_turn() -> None:
-    for task in (Arithmetic(TasksConfig()), object()):
-        assert dialogue_of(task, "mine", tiny_tokenizer(POSITIONS)) is None  # type: ignore[arg-type]
-
-
 def test_what_a_template_puts_between_two_answers_is_found_by_rendering_one() -> None:
     assert chatty()[0] == Dialogue((">>",), "<eos>", "\n[user]", "\n[assistant]")
     assert chatty(None)[0] == Dialogue((">>",))
+    one_turn: list[Any] = [Arithmetic(TasksConfig()), object()]
+    for task in one_turn:
+        assert dialogue_of(task, "mine", tiny_tokenizer(POSITIONS)) is None
 
 
 def test_a_template_without_a_second_turn_or_a_wrong_stop_text_is_one_line() -> None:
@@ -61,19 +61,19 @@ def test_a_template_without_a_second_turn_or_a_wrong_stop_text_is_one_line() -> 
             dialogue_of(task, "wrong", tiny_tokenizer(POSITIONS))
 
 
-def test_after_a_chat_models_own_end_a_reply_is_a_users_message() -> None:
-    dialogue, tokenizer = chatty()
-    found = reply_tokens("more", CHAT, EOS, tokenizer, dialogue)
-    assert found == ids(tokenizer, "\n[user]more\n[assistant]")  # the end is there already
-    other = tokenizer.token_to_id("<pad>")  # it ended with another special token
-    found = reply_tokens("more", CHAT, other, tokenizer, dialogue)
-    assert found == [EOS, *ids(tokenizer, "\n[user]more\n[assistant]")]
-
-
-def test_elsewhere_a_reply_is_its_text_alone() -> None:
-    for template, example, last in ((TEMPLATE, CHAT, 7), (TEMPLATE, TEXT, EOS), (None, CHAT, EOS)):
-        dialogue, tokenizer = chatty(template)
-        assert reply_tokens("more", example, last, tokenizer, dialogue) == ids(tokenizer, "more")
+@pytest.mark.parametrize(
+    ("template", "example", "last", "text"),
+    [
+        (TEMPLATE, CHAT, EOS, "\n[user]more\n[assistant]"),  # the end is there already
+        (TEMPLATE, CHAT, PAD, "<eos>\n[user]more\n[assistant]"),  # another special token
+        *((TEMPLATE, CHAT, 7, "more"), (TEMPLATE, TEXT, EOS, "more"), (None, CHAT, EOS, "more")),
+    ],
+)
+def test_after_a_chat_models_own_end_a_reply_is_a_users_message_elsewhere_its_text(
+    template: str | None, example: Example, last: int, text: str
+) -> None:
+    dialogue, tokenizer = chatty(template)
+    assert reply_tokens("more", example, last, tokenizer, dialogue) == ids(tokenizer, text)
 
 
 @pytest.mark.parametrize("is_ended", [True, False])

@@ -13,7 +13,7 @@ from ranks import CONFIG, FRESH, MIXED, RECIPES, Data, LocalRank, are_equal
 from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.recipe import load
-from minirl.tasks.registry import check_functions
+from minirl.tasks.registry import FUNCTIONS, check_functions
 from minirl.train.advantage import estimate
 from minirl.train.objective import Tokens, loss_of
 
@@ -45,24 +45,25 @@ def test_the_tutorials_code_trains_as_the_built_in_ones(
 
 
 @pytest.mark.parametrize(
-    ("key", "code", "said"),
+    ("key", "code", "why"),
     [
-        ("objective", "def f(tokens): ...", "must be a function that takes (tokens, train)"),
-        ("estimator", "def f(rewards, kl): ...", "must be a function that takes (groups)"),
-        ("estimator", "f = 3", "must be a function that takes (groups)"),
-        ("objective", "def g(tokens, train): ...", "cannot be loaded (AttributeError"),
-        ("objective", "import nothing_like_it", "cannot be loaded (ModuleNotFoundError"),
-        ("estimator", "def f(", "cannot be loaded (SyntaxError"),
+        ("objective", "def f(tokens): ...", "TypeError: too many positional arguments"),
+        ("estimator", "def f(rewards, kl): ...", "TypeError: missing a required argument"),
+        ("estimator", "f = 3", "TypeError: 3 is not a callable"),
+        ("objective", "def g(tokens, train): ...", "AttributeError"),
+        ("objective", "import nothing_like_it", "ModuleNotFoundError"),
+        ("estimator", "def f(", "SyntaxError"),
     ],
 )
 def test_a_function_that_does_not_fit_is_one_line_at_start(
-    key: str, code: str, said: str, tmp_path: Path
+    key: str, code: str, why: str, tmp_path: Path
 ) -> None:
     (tmp_path / "own.py").write_text(code)
     value = f"{tmp_path}/own.py:f"
     with pytest.raises(RecipeError) as caught:
         check_functions(with_train(**{key: value}))
     line = str(caught.value)
+    said = f"must be a function that takes ({', '.join(FUNCTIONS[f'train.{key}'])}) ({why}"
     assert line.startswith(f'train.{key} = "{value}": {said}') and "\n" not in line
     assert caught.value.exit_code == 2
 

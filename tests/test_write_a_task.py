@@ -1,19 +1,17 @@
 """docs/write-a-task.md, run: every file is written, every command typed."""
 
 import contextlib
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from processes import assert_accounted
+from test_cli import minirl
 
 from minirl.recipe import check_task, load
 from minirl.records import Answer, StopReason
+from minirl.run_dir import read_lines
 from minirl.tasks.registry import make_task, self_check
 
 PAGE = Path(__file__).parent.parent / "docs" / "write-a-task.md"
@@ -25,7 +23,7 @@ def blocks() -> Iterator[tuple[str, str, str]]:
         yield match[1], match[2] or "", match[3]
 
 
-COMMANDS = [text.strip() for kind, _, text in blocks() if kind == "sh"]
+COMMANDS = [text.removeprefix("minirl ").split() for kind, _, text in blocks() if kind == "sh"]
 LOOK, TRAIN, *LOOKS = COMMANDS
 
 
@@ -36,19 +34,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name:
             (folder / name).write_text(text)
     return folder
-
-
-def minirl(command: str, cwd: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    program, *arguments = command.split()
-    assert program == "minirl"
-    return subprocess.run(
-        [sys.executable, "-m", "minirl.cli", *arguments, *more],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, "COLUMNS": "200"},
-        timeout=300,
-    )
 
 
 def test_the_task_says_what_is_right_and_an_option_changes_it(folder: Path) -> None:
@@ -77,8 +62,8 @@ def test_a_task_of_several_turns_replies(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [LOOK, *LOOKS])
-def test_it_can_be_looked_at(folder: Path, command: str) -> None:
-    done = minirl(command, folder)
+def test_it_can_be_looked_at(folder: Path, command: list[str]) -> None:
+    done = minirl(*command, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "references score 1" in done.stdout and "reference: " in done.stdout
     assert "0 prompts that came before" in done.stdout
@@ -89,11 +74,11 @@ def test_it_can_be_looked_at(folder: Path, command: str) -> None:
 def test_it_trains_and_goes_on_from_another_folder(
     folder: Path, tied_folder: Path, tmp_path: Path
 ) -> None:
-    model = ("--set", f"model.path={tied_folder}")  # random weights, in the tiny model's place
-    done = minirl(TRAIN, folder, *model)
+    model = f"--set=model.path={tied_folder}"  # random weights, in the tiny model's place
+    done = minirl(*TRAIN, model, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     run = folder / "backwards-run"
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(run / "metrics.jsonl")
     assert_accounted(lines, max_staleness=2)
     assert len(lines) == 2 and "backwards is" in (run / "samples.jsonl").read_text()
     resumed = load(run / "recipe.toml").config  # as --resume reads it, here from another folder

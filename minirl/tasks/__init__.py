@@ -7,6 +7,7 @@ Leaves out: tokens, processes, how data is read (sources.py).
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from minirl.config import TasksConfig
@@ -27,10 +28,21 @@ class Task:
 
     def __init__(self, config: TasksConfig, seed: int = 0):
         self.config, self.seed = config, seed
-        self._read: dict[str, list[Example]] = {}
         self.prompt_column = config.prompt_column or type(self).prompt_column
         self.reference_column = config.reference_column or type(self).reference_column
-        self.options = merged(type(self).options, config.options)
+        self.options = {**type(self).options, **config.options}
+        for name, value in config.options.items():
+            self.check_option(name, name in type(self).options, "is no option of this task")
+            kind = type(type(self).options[name])
+            is_kind = type(value) in ((int, float) if kind is float else (kind,))
+            self.check_option(name, is_kind, f"must be of type {kind.__name__}")
+        self._examples = cache(self._read)
+
+    def check_option(self, name: str, is_right: bool, rule: str) -> None:
+        """For a constructor: the rule that an option must meet."""
+        if not is_right:
+            remedy = f"the defaults are {dict(type(self).options)}"
+            raise RecipeError(f"tasks.options.{name}", self.options[name], rule, remedy)
 
     def load(self, split: str) -> Iterable[Mapping[str, Any]]:
         """The rows of "train" or "test"; by default those of tasks.data."""
@@ -75,13 +87,12 @@ class Task:
         """Up to `count` held-out examples, the same at every call."""
         return self._examples("test")[:count]
 
-    def _examples(self, split: str) -> list[Example]:
-        if split not in self._read:
-            self._read[split] = [self.example(row) for row in as_rows(self.load(split), split)]
-        if not self._read[split]:
+    def _read(self, split: str) -> list[Example]:
+        examples = [self.example(row) for row in as_rows(self.load(split), split)]
+        if not examples:
             where, rule = self.config.data or self.data, f"has no rows to {split} on"
             raise RecipeError("tasks.data", where, rule, "check data, splits and load")
-        return self._read[split]
+        return examples
 
 
 class Generated(Task):
@@ -110,23 +121,3 @@ class Generated(Task):
                 example = self.draw(index, is_test=True)
                 found.setdefault(str(example.prompt), example)
         return list(found.values())
-
-
-def merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A task's options with those of the recipe."""
-    for name, value in given.items():
-        key, default = f"tasks.options.{name}", defaults.get(name)
-        if name not in defaults:
-            remedy = f"it has {', '.join(defaults) or 'none'}"
-            raise RecipeError(key, value, "is no option of this task", remedy)
-        if type(value) is not type(default) and (type(default), type(value)) != (float, int):
-            rule = f"must be of type {type(default).__name__}"
-            raise RecipeError(key, value, rule, f"the default is {default!r}")
-    return {**defaults, **given}
-
-
-def need(task: Task, name: str, is_so: bool, rule: str) -> None:
-    """For a task's constructor: the rule that the option `name` must meet."""
-    if not is_so:
-        remedy = f"the default is {type(task).options[name]!r}"
-        raise RecipeError(f"tasks.options.{name}", task.options[name], rule, remedy)

@@ -9,15 +9,15 @@ Takes a seed; gives examples, rewards, worked answers (for the warm-up) and the 
 """
 
 import hashlib
-import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from random import Random
 
 from minirl.config import TasksConfig
 from minirl.records import Answer, Example, StopReason
-from minirl.tasks import Generated, need
+from minirl.tasks import Generated
 from minirl.tasks.countdown import evaluate
 
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
@@ -26,7 +26,6 @@ THINGS = ("apples", "plums", "pears", "nuts", "cakes", "figs", "beans", "eggs")
 # As many verbs as days: a problem uses none twice, so that a verb points at one clause only.
 MORE = ("buys", "finds", "wins", "gets", "picks", "earns", "grows")
 LESS = ("sells", "eats", "loses", "drops", "lends", "cooks", "sends")
-STEP_WEIGHTS = (0.20, 0.24, 0.20, 0.14, 0.10, 0.07, 0.05)  # of 1, 2, ... 7 steps
 MARK = "#### "
 INSTRUCTION = (
     "You have a calculator: write a sum in << >>, such as <<12*3>>, and the result is put after "
@@ -35,7 +34,8 @@ INSTRUCTION = (
 
 
 @dataclass(frozen=True)
-class DigitLimits:  # the defaults are what the tiny model is warmed up on
+class Difficulty:  # the defaults are what the tiny model is warmed up on
+    step_weights: Sequence[float] = (0.20, 0.24, 0.20, 0.14, 0.10, 0.07, 0.05)  # of 1 to 7 steps
     max_start: int = 20
     max_amount: int = 9
     max_total: int = 60  # at least start + amount, so that a step is always possible
@@ -59,23 +59,20 @@ class Problem:
 
 
 def draw_problem(
-    seed: int,
-    stream: Stream,
-    index: int,
-    step_weights: Sequence[float] = STEP_WEIGHTS,
-    limits: DigitLimits = DigitLimits(),
+    seed: int, stream: Stream, index: int, difficulty: Difficulty = Difficulty()
 ) -> Problem:
     """The problem at `index` of a stream, the same at every call and on its stream's side."""
-    rng = random.Random(f"{seed}/{stream.value}/{index}")
-    num_steps = rng.choices(range(1, len(step_weights) + 1), step_weights)[0]
+    rng = Random(f"{seed}/{stream.value}/{index}")
+    weights = difficulty.step_weights
+    num_steps = rng.choices(range(1, len(weights) + 1), weights)[0]
     while True:  # the redraw keeps num_steps, and with it the distribution of lengths
-        problem = _draw(rng, num_steps, limits)
+        problem = _draw(rng, num_steps, difficulty)
         is_heldout = hashlib.sha256(problem.prompt.encode()).digest()[0] % 8 == 0
         if is_heldout == (stream in (Stream.HELDOUT, Stream.PROBE)):
             return problem
 
 
-def _draw(rng: random.Random, num_steps: int, limits: DigitLimits) -> Problem:
+def _draw(rng: Random, num_steps: int, limits: Difficulty) -> Problem:
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
     start = total = rng.randint(2, limits.max_start)
     more, less = rng.sample(MORE, len(MORE)), rng.sample(LESS, len(LESS))
@@ -107,9 +104,7 @@ def demonstration(problem: Problem, said: Callable[[int], int] = int, form: str 
     return f"{working} {MARK}{total}"
 
 
-def sloppy_demonstration(
-    problem: Problem, rng: random.Random, no_working: float, slip: float
-) -> str:
+def sloppy_demonstration(problem: Problem, rng: Random, no_working: float, slip: float) -> str:
     """As `demonstration`, but a share `no_working` guesses without working, and each step of the
     others slips with probability `slip`; what follows is computed from its wrong total."""
     if rng.random() < no_working:
@@ -124,19 +119,20 @@ def sloppy_demonstration(
 class Arithmetic(Generated):
     """Its prompts are text; the answer starts with a space."""
 
-    limits = DigitLimits()
-    options = {"step_weights": list(STEP_WEIGHTS)}  # noqa: RUF012
+    difficulty = Difficulty()
+    options = {"step_weights": list(difficulty.step_weights)}  # noqa: RUF012
 
     def __init__(self, config: TasksConfig, seed: int = 0):
         super().__init__(config, seed)
         weights = self.options["step_weights"]
+        self.difficulty = replace(type(self).difficulty, step_weights=weights)
         is_weights = 1 <= len(weights) <= len(DAYS) and min(weights) >= 0 < sum(weights)
         rule = "must be the weights of 1, 2, … up to 7 steps, not all 0"
-        need(self, "step_weights", is_weights, rule)
+        self.check_option("step_weights", is_weights, rule)
 
     def draw(self, index: int, is_test: bool) -> Example:
-        stream, weights = Stream.HELDOUT if is_test else Stream.TRAIN, self.options["step_weights"]
-        return self.asked(draw_problem(self.seed, stream, index, weights, self.limits))
+        stream = Stream.HELDOUT if is_test else Stream.TRAIN
+        return self.asked(draw_problem(self.seed, stream, index, self.difficulty))
 
     def asked(self, problem: Problem) -> Example:
         return Example(problem.prompt, str(problem.result), demonstration(problem))
@@ -156,7 +152,7 @@ class Calculator(Arithmetic):
     """Its prompts are chat messages. An expression in << >> ends a turn; none: the last turn."""
 
     turn_stop = (">>",)
-    limits = DigitLimits(max_start=200, max_amount=99, max_total=999)
+    difficulty = Difficulty(max_start=200, max_amount=99, max_total=999)
 
     def asked(self, problem: Problem) -> Example:
         message = {"role": "user", "content": f"{problem.prompt}\n{INSTRUCTION}"}

@@ -18,7 +18,7 @@ from typing import Any
 from minirl.config import TasksConfig
 from minirl.errors import RecipeError
 from minirl.records import Answer, Example, StopReason
-from minirl.tasks import Task, need
+from minirl.tasks import Task
 from minirl.tasks.sandbox import Call, Limits, Outcome, run, why_not
 from minirl.tasks.sources import SourceRow, as_rows, bad_row
 
@@ -40,7 +40,7 @@ class Code(Task):
     def __init__(self, config: TasksConfig, seed: int = 0):
         super().__init__(config, seed)
         test_s = self.options["test_s"]
-        need(self, "test_s", 0 < test_s <= 3600, "must be above 0 and at most 3600 seconds")
+        self.check_option("test_s", 0 < test_s <= 3600, "must be above 0 and at most 3600 seconds")
         if why := why_not():
             rule = f"code cannot be sandboxed here ({why})"
             raise RecipeError("tasks.kind", "code", rule, "see docs/sandbox.md")

@@ -17,7 +17,7 @@ from fractions import Fraction
 
 from minirl.config import TasksConfig
 from minirl.records import Answer, Example, StopReason
-from minirl.tasks import Generated, need
+from minirl.tasks import Generated
 from minirl.tasks.gsm8k import final
 from minirl.tasks.sources import hash_of
 
@@ -36,8 +36,8 @@ class Countdown(Generated):
     def __init__(self, config: TasksConfig, seed: int = 0):
         super().__init__(config, seed)
         low, high = self.options["min_numbers"], self.options["max_numbers"]
-        need(self, "min_numbers", 2 <= low <= high, "must be between 2 and max_numbers")
-        need(self, "max_numbers", high <= 10, "must be at most 10")
+        self.check_option("min_numbers", 2 <= low <= high, "must be between 2 and max_numbers")
+        self.check_option("max_numbers", high <= 10, "must be at most 10")
 
     def draw(self, index: int, is_test: bool) -> Example:
         """Numbers are combined at random until a target comes out."""
@@ -56,10 +56,10 @@ class Countdown(Generated):
     def reward(self, example: Example, answer: Answer) -> float:
         tagged = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", final(answer.text), re.S)
         said = tagged[-1].translate(str.maketrans("×÷−–", "*/--")) if tagged else ""
-        found, known = evaluate(said.partition("=")[0].strip()), json.loads(example.reference)
-        if found is None or answer.stop is not StopReason.STOP:
-            return 0.0
-        return float(found == (known["target"], sorted(known["numbers"])))
+        known = json.loads(example.reference)
+        wanted = known["target"], sorted(known["numbers"])
+        is_right = evaluate(said.partition("=")[0]) == wanted
+        return float(is_right and answer.stop is StopReason.STOP)
 
     def solution(self, example: Example) -> str:
         return f"<answer>{json.loads(example.reference)['solution']}</answer>"

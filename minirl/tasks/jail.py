@@ -124,7 +124,7 @@ CLONE3, OPENAT2 = 435, 437
 Instruction = tuple[int, int, int, int]
 
 
-def seccomp_program() -> bytes:
+def seccomp_program() -> list[Instruction]:
     program: list[Instruction] = [
         (LOAD, 0, 0, ARCH),
         (EQUAL, 1, 0, AUDIT_ARCH_X86_64),
@@ -138,8 +138,7 @@ def seccomp_program() -> bytes:
         body = [step for test in wanted for step in passing(*test)]
         body.append((RETURN, 0, 0, PASS))
         program += [(EQUAL, 0, len(body), int(entry.split()[1])), *body]
-    program.append((RETURN, 0, 0, EPERM))
-    return b"".join(struct.pack("<HBBI", *step) for step in program)
+    return [*program, (RETURN, 0, 0, EPERM)]
 
 
 def passing(argument: int, mask: int, values: tuple[int, ...]) -> list[Instruction]:
@@ -150,11 +149,12 @@ def passing(argument: int, mask: int, values: tuple[int, ...]) -> list[Instructi
     return [*steps, (RETURN, 0, 0, EPERM)]
 
 
-def install(program: bytes) -> None:
+def install(program: list[Instruction]) -> None:
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
-    whole, filter_mode = Program(len(program) // 8, program), ctypes.c_ulong(2)
+    steps = b"".join(struct.pack("<HBBI", *step) for step in program)
+    whole, filter_mode = Program(len(program), steps), ctypes.c_ulong(2)
     checked("seccomp", LIBC.prctl(PR_SET_SECCOMP, filter_mode, ctypes.byref(whole), 0, 0))
 
 

@@ -11,6 +11,9 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
+from math_verify import parse, verify
+from math_verify.errors import TimeoutException
+
 from minirl.config import TasksConfig
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Task
@@ -45,9 +48,6 @@ class Mathematics(Task):
 
 def is_equal(reference: str, answer: str) -> bool:
     """Raises where the reference cannot be read, or where the comparison took too long."""
-    from math_verify import verify
-    from math_verify.errors import TimeoutException
-
     text = final(answer)
     box = last_box(text)
     if box and (len(box[1]) > MAX_CHARS or _base(box[1]) not in ("", _base(reference))):
@@ -68,8 +68,6 @@ def is_equal(reference: str, answer: str) -> bool:
 @lru_cache(maxsize=1024)
 def _parsed(latex: str, is_text: bool = False) -> tuple[Any, ...]:
     """What math-verify makes of it. Empty: nothing that it can read."""
-    from math_verify import parse
-
     text = latex if is_text else rf"\boxed{{{plain(latex)}}}"
     return tuple(parse(text, parsing_timeout=LIMIT_S, raise_on_error=True))
 
@@ -77,8 +75,6 @@ def _parsed(latex: str, is_text: bool = False) -> tuple[Any, ...]:
 @cache
 def _warm_up() -> None:
     """sympy imports much of itself at the first comparison: do that outside of any time limit."""
-    from math_verify import parse, verify
-
     verify(*(parse(text, parsing_timeout=60) for text in ("$x+x$", "$2x$")), timeout_seconds=60)
 
 

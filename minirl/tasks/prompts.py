@@ -9,6 +9,7 @@ import heapq
 import random
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 from minirl.records import Example, Prompt
@@ -22,16 +23,11 @@ class PromptStream:
         self._task, self._tokenizer, self._seed = task, tokenizer, seed
         self.consumed = consumed or Consumed()
         self._requeued: list[int] = []  # a heap
-        self._next = self.consumed.below
+        self._fresh = (i for i in count(self.consumed.below) if i not in self.consumed)
         self._epoch = lru_cache(maxsize=2)(self._shuffled)
 
     def next(self) -> Prompt:
-        if self._requeued:
-            index = heapq.heappop(self._requeued)
-        else:
-            while self._next in self.consumed:
-                self._next += 1
-            index, self._next = self._next, self._next + 1
+        index = heapq.heappop(self._requeued) if self._requeued else next(self._fresh)
         example = self._task.train(self.place(index))
         return Prompt(index, example, encode(example, self._tokenizer))
 

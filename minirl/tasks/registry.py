@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -51,14 +51,12 @@ def make_task(config: Config) -> Task:
 @cache
 def load_function(key: str, value: str) -> Callable[..., Any]:
     """A user's function, once its signature is known to fit."""
-    with _as_recipe_error(key, value, "cannot be loaded", "check file and function"):
-        found = _load(value)
-    with suppress(TypeError, ValueError):  # it is not callable, or has no signature
-        inspect.signature(found).bind(*FUNCTIONS[key])
-        return found
     wanted = f"({', '.join(FUNCTIONS[key])})"
     remedy = f"write def {value.rpartition(':')[2]}{wanted}, as docs/algorithms.md shows"
-    raise RecipeError(key, value, f"must be a function that takes {wanted}", remedy)
+    with _as_recipe_error(key, value, f"must be a function that takes {wanted}", remedy):
+        function = _load(value)
+        inspect.signature(function).bind(*FUNCTIONS[key])
+        return function
 
 
 def check_functions(config: Config) -> None:

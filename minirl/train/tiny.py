@@ -26,7 +26,7 @@ from minirl.errors import MinirlError
 from minirl.messages import RankSetup, Started
 from minirl.records import Answer, Example, StopReason
 from minirl.shm.board import BoardWriter
-from minirl.tasks.arithmetic import Arithmetic, Stream, draw_problem
+from minirl.tasks.arithmetic import Arithmetic, Difficulty, Stream, draw_problem
 from minirl.tasks.arithmetic import demonstration as clean
 from minirl.tasks.arithmetic import sloppy_demonstration as sloppy
 from minirl.train import checkpoint
@@ -195,7 +195,7 @@ def _batches(tokenizer: "Tokenizer", seed: int, phase: str) -> "Iterator[list[It
     for first in count(1 << 30 if phase == "sloppy" else 0, 4 * BATCH_SIZE):
         rng = random.Random(f"{seed}/{phase}/{first}")
         indices = range(first, first + 4 * BATCH_SIZE)
-        drawn = [draw_problem(seed, Stream.WARMUP, i, (1,) * 7) for i in indices]
+        drawn = [draw_problem(seed, Stream.WARMUP, i, Difficulty((1,) * 7)) for i in indices]
         examples = []
         for p in sorted(drawn, key=lambda problem: len(problem.steps)):
             answer = sloppy(p, rng, NO_WORKING, SLIP) if phase == "sloppy" else clean(p)

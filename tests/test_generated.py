@@ -1,0 +1,185 @@
+"""Arithmetic, calculator and countdown: the same problems every time, two sides that never meet,
+honest rewards. What a model writes is computed and never run as code."""
+
+import json
+import random
+import re
+from collections import Counter
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minirl.config import TasksConfig
+from minirl.records import Answer, Example, StopReason
+from minirl.tasks import Generated, arithmetic
+from minirl.tasks.arithmetic import Arithmetic, Calculator, Difficulty, Stream, demonstration
+from minirl.tasks.arithmetic import sloppy_demonstration as sloppy
+from minirl.tasks.countdown import Countdown, evaluate
+from minirl.tasks.registry import self_check
+from minirl.tasks.turns import has_turns
+
+TASK, TOOL = Arithmetic(TasksConfig(), seed=3), Calculator(TasksConfig(), seed=3)
+TWO, SIX = ({"min_numbers": number, "max_numbers": number} for number in (2, 6))
+KINDS = [(Arithmetic, {}), (Calculator, {}), (Countdown, {}), (Countdown, TWO), (Countdown, SIX)]
+
+
+def score(
+    task: Generated, example: Example, text: str, stop: StopReason = StopReason.STOP
+) -> float:
+    return task.reward(example, Answer(text, stop, num_tokens=len(text)))
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_problems_are_the_same_again_and_solvable_and_none_is_on_both_sides(
+    kind: type[Generated], options: dict[str, Any]
+) -> None:
+    def identity(example: Example) -> str:
+        """Countdown's numbers may come in any order."""
+        known = json.loads(example.reference) if kind is Countdown else {}
+        return f"{sorted(known['numbers'])}={known['target']}" if known else str(example.prompt)
+
+    task, other = (kind(TasksConfig(options=options), seed) for seed in (3, 4))
+    self_check(task, "mine")
+    assert task.train(7) == kind(TasksConfig(options=options), seed=3).train(7) != other.train(7)
+    assert task.heldout(300)[:100] == task.heldout(100), "a longer one only appends"
+    assert len({str(example.prompt) for example in task.heldout(300)}) == 300
+    heldout = set(map(identity, task.heldout(300)))
+    for index in range(1000):
+        trained = task.train(index)
+        assert score(task, trained, task.solution(trained)) == 1.0
+        assert heldout.isdisjoint({identity(trained), identity(other.train(index))})
+
+
+def drawn(seed: int, stream: Stream, count: int, num_steps: int = 0) -> list[arithmetic.Problem]:
+    hard = Difficulty([i == num_steps for i in range(1, 8)]) if num_steps else Difficulty()
+    return [arithmetic.draw_problem(seed, stream, index, hard) for index in range(count)]
+
+
+def grade(result: int, text: str, stop: StopReason = StopReason.STOP) -> float:
+    return score(TASK, Example("", str(result)), text, stop)
+
+
+def test_the_warm_up_and_its_probe_keep_their_sides_too() -> None:
+    heldout = {problem.prompt for problem in drawn(3, Stream.PROBE, 1000, num_steps=1)}
+    for stream in (Stream.TRAIN, Stream.WARMUP):
+        assert heldout.isdisjoint(problem.prompt for problem in drawn(4, stream, 1500, 1))
+
+
+@pytest.mark.parametrize("num_steps", range(1, 8))
+def test_clean_demonstrations_score_1_and_damaged_ones_0(num_steps: int) -> None:
+    rng = random.Random(0)
+    for problem in drawn(3, Stream.TRAIN, 100, num_steps):
+        answer, total = demonstration(problem), problem.start
+        assert len(problem.steps) == num_steps and grade(problem.result, answer) == 1.0
+        assert grade(problem.result, answer, StopReason.LENGTH) == 0.0
+        damaged = f"{answer}0", f"{answer} #### {problem.result + 1}", answer.partition(" ####")[0]
+        assert not any(grade(problem.result, text) for text in damaged)
+        for clause, added in problem.steps:
+            assert f" on {clause}." in problem.prompt and f" {clause}: {total}" in answer
+            total += added or total
+            assert 1 <= total <= Difficulty().max_total
+        verbs = [clause.split()[1] for clause, added in problem.steps if added]
+        assert total == problem.result and len(set(verbs)) == len(verbs), "no verb comes twice"
+        guess, clean, slips = (sloppy(problem, rng, *p) for p in ((1, 0), (0, 0), (0, 1)))
+        assert (guess, clean) == (f" #### {total}", answer) and (slips != answer or total == 1)
+
+
+def test_the_number_after_the_last_mark_counts() -> None:
+    right = ["#### 9", " #### 9.", "#### 4 #### 9", "7+2=9. #### 9 plums"]
+    wrong = ["", "9", "####", "#### ", "#### nine", "#### 9 #### ", "####9"]
+    assert all(grade(9, text) == (text in right) for text in right + wrong)
+
+
+def test_step_counts_follow_their_weights_and_few_problems_are_held_out_as_far_as_they_go() -> None:
+    for weights in (Difficulty().step_weights, (0, 0, 0, 0, 0, 0.25, 0.75)):
+        task = Arithmetic(TasksConfig(options={"step_weights": list(weights)}), seed=3)
+        for is_test in (False, True):
+            prompts = [str(task.draw(index, is_test).prompt) for index in range(2000)]
+            counts = Counter(prompt.count(" on ") for prompt in prompts)
+            shares = [counts[num_steps] / 2000 for num_steps in range(1, 8)]
+            assert shares == pytest.approx(weights, abs=0.04)
+    few = Arithmetic(TasksConfig())
+    few.difficulty = Difficulty([1], max_start=2, max_amount=1, max_total=3)
+    assert 0 < len(few.heldout(500)) < 500
+
+
+def test_the_tiny_model_was_warmed_up_on_these_problems() -> None:
+    from minirl.train.tiny import tiny_model_folder
+
+    assert tiny_model_folder(0).name == "tiny-4e895def-seed0"
+
+
+REPLIES = [
+    *((" so <<12*3>>", " = 36"), ("<< (7+5) / 8 >>", " = 1.5"), ("<<1/3>>", " = 0.333333")),
+    *(("<<3-10>>", " = -7"), ("1+2>>", " = 3"), ("#### 36", None), ("<<1+2", None)),
+    ("<<2/1>>.", " = 2"),  # a token may hold more than the stop text
+    *((f"<<{wrong}>>", " = error") for wrong in ("", "1/0", "__import__('os')", "2**9999999")),
+]
+
+
+def test_a_call_is_computed_and_never_run() -> None:
+    for text, reply in REPLIES:
+        assert TOOL.reply(TOOL.train(0), (text,)) == reply, text
+        assert TOOL.reply(TOOL.train(0), ("<<1+1>>", " = 2", text)) == reply
+
+
+def test_the_calculators_worked_answers_are_what_the_tool_says() -> None:
+    assert has_turns(TOOL)
+    for index in range(50):
+        example = TOOL.train(index)
+        assert isinstance(example.prompt, tuple) and "<<12*3>>" in example.prompt[0]["content"]
+        *calls, last = re.split(r"(?<=>>)( = -?\d+)", example.worked)
+        assert calls, "at least one call"
+        for call, result in zip(calls[::2], calls[1::2], strict=True):
+            assert TOOL.reply(example, (call,)) == result
+        assert TOOL.reply(example, (last,)) is None and score(TOOL, example, last) == 1.0
+
+
+EXAMPLE = Example("", json.dumps({"numbers": [3, 5, 7], "target": 56}))
+RIGHT = [
+    "<answer>(3+5)*7</answer>",
+    "<answer> 7 × ( 5 + 3 ) </answer>",
+    "<answer>(3+5)*7 = 56</answer>",
+    "<think><answer>3</answer></think><answer>3</answer> no: <answer> in <answer>(3+5)*7</answer>",
+]
+BAD = [
+    *("", "(3+5)*7+0", "7*8", "7+7+7+7+7+7+7+7", "35+3*7", "3 5+21", "-(3+5)*-7", "2**3*7"),
+    *("(3+5)*7; import os", "__import__('os').getpid()", "(3+5)*7.0", "3/0", "3(5)7"),
+    *("(" * 90 + "3" + ")" * 90, "9" * 5000),
+]
+WRONG = ["", "56", "(3+5)*7", "<answer>(3+5)*7", "<answer>(3+5)*7</answer> or <answer>3</answer>"]
+WRONG += [f"<answer>{text}</answer>" for text in BAD]
+
+
+def test_only_a_solution_is_right() -> None:
+    task = Countdown(TasksConfig(), seed=3)
+    for text in RIGHT + WRONG:
+        assert score(task, EXAMPLE, text) == (text in RIGHT), text
+    assert score(task, EXAMPLE, RIGHT[0], StopReason.LENGTH) == 0.0, "it was truncated"
+    for known in (json.loads(task.train(index).reference) for index in range(200)):
+        assert 1 <= known["target"] <= 100 and all(1 <= n <= 50 for n in known["numbers"])
+
+
+expressions = st.recursive(
+    st.integers(0, 99).map(str),
+    lambda inner: st.tuples(
+        st.sampled_from(("{}{}{}", "({}{}{})")), inner, st.sampled_from("+-*/"), inner
+    ).map(lambda parts: parts[0].format(*parts[1:])),
+    max_leaves=6,
+)
+
+
+@given(expressions, st.text("0123456789+-*/() .e_x", max_size=30))
+def test_the_parser_agrees_with_pythons_own_and_no_text_breaks_it(text: str, noise: str) -> None:
+    exact = re.sub(r"\d+", lambda number: f"Fraction({number[0]})", text)
+    try:
+        expected = eval(exact, {"Fraction": Fraction})
+    except ZeroDivisionError:
+        assert evaluate(text) is None
+    else:
+        found = evaluate(text)
+        assert found is not None and found[0] == expected
+    evaluate(noise)
