@@ -94,7 +94,7 @@ class RunLog:
         self._seconds_before, self._began = last.get("seconds", 0.0), time.monotonic()
         self.problems: list[str] = []  # what is missing when the run ends
         self.recent_samples: deque[Line] = deque(maxlen=6)  # for the dashboard
-        self.recent_ages: deque[tuple[int, ...]] = deque(maxlen=20)
+        self.recent_staleness: deque[tuple[int, ...]] = deque(maxlen=20)
         every = config.eval.every
         is_due = not self.is_evaluated(step - step % every if every else 0)
         self.wants_evaluation = is_due or evaluating is not None  # before the first step
@@ -157,7 +157,7 @@ class RunLog:
                 "guard/warnings": len(breaches),
             }
         )
-        self.recent_ages.append(trained.ages)
+        self.recent_staleness.append(trained.staleness_counts)
         self.metrics.append(line)
         self._files["metrics"].write(line)
         groups = [_group_line(group) for group in batch.groups]
@@ -180,7 +180,7 @@ class RunLog:
                 "prompt": prompt.example.prompt,
                 "answer": texts[0],
                 "reference": prompt.example.reference,
-                "reward": group.own_rewards[0],
+                "reward": group.task_rewards[0],
                 "shaped": group.rewards[0],
                 "versions": [first.head_version, first.tail_version],
                 "stop": first.stop.name.lower(),
@@ -272,7 +272,7 @@ class RunLog:
 
 def _batch_values(config: Config, batch: Batch) -> Values:
     trajectories = [t for group in batch.groups for t in group.trajectories]
-    rewards = [reward for group in batch.groups for reward in group.own_rewards]
+    rewards = [reward for group in batch.groups for reward in group.task_rewards]
     turns = [t.num_turns for t in trajectories]
     return {
         "reward/mean": fmean(rewards),

@@ -132,7 +132,7 @@ class Observer:
             verdict=measured(config, lines[-20:], word),
             lanes=[self._lane(worker) for worker in self._workers],
             slots=self._slots(),
-            staleness=[sum(n) for n in zip_longest(*list(log.recent_ages), fillvalue=0)],
+            staleness=[sum(n) for n in zip_longest(*list(log.recent_staleness), fillvalue=0)],
             max_staleness=config.buffer.max_staleness,
             curves={**curves(lines), "eval/accuracy": list(log.accuracies)},
             last=lines[-1] if lines else {},
