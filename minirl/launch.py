@@ -146,7 +146,7 @@ def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
         loop = Loop(config, workers, stream, heldout, make_buffer(config, start.history), log)
         loggers = Loggers(config, run_dir, start.step, view.note)
         try:
-            with _signals(loop, view), view.watching(loop, run_dir):
+            with _signals(loop, view), view.watching(loop):
                 loop.run()
         except BaseException:
             log.close()  # what was written until now is kept

@@ -22,7 +22,7 @@ from minirl.errors import MinirlError
 from minirl.evaluation import Evaluation
 from minirl.groups import GroupState
 from minirl.messages import Role, Trained
-from minirl.metrics import DROPPED, Breach, metrics_line
+from minirl.metrics import DROPPED, Breach, Values, metrics_line
 from minirl.records import Batch, Group, StopReason
 from minirl.run_dir import JsonLines, Line, read_lines, write_text
 from minirl.shm.board import Total
@@ -32,38 +32,11 @@ from minirl.train.bad_batch import BatchSaver
 from minirl.workers import Workers
 
 Metrics = dict[str, float]
-Values = dict[str, float | None]
 
 
 class View(Protocol):
     def note(self, text: str) -> None: ...
     def step(self, line: Metrics) -> None: ...
-
-
-class Meter:
-    """What the workers did since the last lap: differences of their running totals."""
-
-    def __init__(self, workers: Workers):
-        self._total = workers.board.total
-        self._engines = [worker.row for worker in workers.of(Role.ROLLOUT)]
-        self._rank = workers.of(Role.TRAIN)[0].row
-        self._before = self._read()
-
-    def _read(self) -> list[float]:
-        sums = [sum(self._total(row, column) for row in self._engines) for column in Total]
-        return [time.monotonic(), self._total(self._rank, Total.IDLE_S), *sums]
-
-    def lap(self) -> Values:
-        before, self._before = self._before, self._read()
-        done = [now - then for now, then in zip(self._before, before, strict=True)]
-        seconds, rank_idle_s, tokens, idle_s, reload_s, reloads, steps = done
-        return {
-            "rollout/tokens_per_s": tokens / seconds,
-            "rollout/batch_mean": tokens / steps if steps else None,
-            "rollout/idle_frac": min(1.0, idle_s / len(self._engines) / seconds),
-            "weights/reload_pause_s": reload_s / reloads if reloads else None,
-            "train/idle_frac": min(1.0, rank_idle_s / seconds),
-        }
 
 
 class RunLog:
@@ -101,7 +74,28 @@ class RunLog:
 
     def begin(self) -> None:
         self._began = time.monotonic()
-        self._meter = Meter(self._workers)
+        self._totals = self._read_totals()
+
+    def _read_totals(self) -> list[float]:
+        """The time, how long rank 0 was idle, and what all engines together have done."""
+        engines, total = self._workers.of(Role.ROLLOUT), self._workers.board.total
+        sums = [sum(total(engine.row, column) for engine in engines) for column in Total]
+        rank = self._workers.of(Role.TRAIN)[0]
+        return [time.monotonic(), total(rank.row, Total.IDLE_S), *sums]
+
+    def _speeds(self) -> Values:
+        """Of this step: differences of running totals."""
+        before, self._totals = self._totals, self._read_totals()
+        done = [now - then for now, then in zip(self._totals, before, strict=True)]
+        seconds, rank_idle_s, tokens, idle_s, reload_s, reloads, steps = done
+        num_engines = len(self._workers.of(Role.ROLLOUT))
+        return {
+            "rollout/tokens_per_s": tokens / seconds,
+            "rollout/batch_mean": tokens / steps if steps else None,
+            "rollout/idle_frac": min(1.0, idle_s / num_engines / seconds),
+            "weights/reload_pause_s": reload_s / reloads if reloads else None,
+            "train/idle_frac": min(1.0, rank_idle_s / seconds),
+        }
 
     @property
     def seconds(self) -> float:
@@ -152,7 +146,7 @@ class RunLog:
                 "train/devices": self.config.devices.train,
                 "faults/workers_replaced": self.workers_replaced or None,
                 "faults/steps_redone": self.steps_redone or None,
-                **self._meter.lap(),
+                **self._speeds(),
                 **trained.values,
                 "guard/warnings": len(breaches),
             }

@@ -9,7 +9,7 @@ from typing import Any
 
 from minirl.config import Config
 from minirl.recipe import to_toml
-from minirl.shm.tracer import TraceFile, Tracer
+from minirl.shm.tracer import Tracer, open_trace
 
 QUESTION = 'Is <b>2 & 2</b> "4"?\nSay so.'  # must come out as text
 ANSWER = {"prompt": QUESTION, "reference": "4", "reward": 1.0}
@@ -76,7 +76,7 @@ def evaluation(step: int, seed: int) -> dict[str, Any]:
 
 def write_trace(path: Path, steps: int) -> None:
     """One engine and one rank, one group per step, in no time at all."""
-    file = TraceFile(path)
+    file = open_trace(path)
     engine, rank = Tracer(file, "rollout-0"), Tracer(file, "train-0")
     for step in range(1, steps + 1):
         engine.state("generating", {})

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from minirl.shm.board import Board, State
-from minirl.shm.tracer import LANES, STATES, TraceFile, Tracer
-from minirl.view.trace import COLOURS, colour_of, read_rows
+from minirl.shm.tracer import LANES, STATES, Tracer, open_trace
+from minirl.view.charts import STATE_COLOURS, colour_of, read_rows
 
 
 def events_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -19,7 +19,7 @@ def test_states_phases_and_sequences_become_slices_on_a_track_each(tmp_path: Pat
     engine, rank = Board(1).writer(0), Board(1).writer(0)
     rank.enter(State.TRAINING, phase="not traced")
     for _ in range(2):  # a resumed run appends, and each worker keeps its track
-        file = TraceFile(tmp_path / "trace.json")
+        file = open_trace(tmp_path / "trace.json")
         engine.tracer, rank.tracer = Tracer(file, "rollout-0"), Tracer(file, "train-0")
         engine.enter(State.GENERATING)
         for key in (0, 1):
@@ -43,8 +43,8 @@ def test_states_phases_and_sequences_become_slices_on_a_track_each(tmp_path: Pat
         return [e["name"] for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (pid, tid)]
 
     training = ["training: pack step 4", "training: forward and backward"]
-    assert slices(2000, STATES) == 2 * [*training, "publishing", "publishing"]
-    assert slices(1000, STATES) == 2 * ["generating"]
+    assert slices(2000, STATES) == 2 * ["starting", *training, "publishing", "publishing"]
+    assert slices(1000, STATES) == 2 * ["starting", "generating"]
     assert slices(1000, LANES) == 2 * ["group 7", "group 7"]
     assert slices(1000, LANES + 1) == 2 * ["group 8"]
     times = [e["ts"] for e in events if e["name"] == "publishing"]
@@ -52,13 +52,12 @@ def test_states_phases_and_sequences_become_slices_on_a_track_each(tmp_path: Pat
 
 
 def test_workers_append_at_once_without_mixing_lines(tmp_path: Path) -> None:
-    file = TraceFile(tmp_path / "trace.json")
+    file = open_trace(tmp_path / "trace.json")
 
     def work(number: int) -> None:
         tracer = Tracer(file, f"verify-{number}")
         for n in range(200):
             tracer.state("grading", {"group": n, "text": "x" * 200}, anew=True)
-        tracer.close()
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
@@ -67,7 +66,7 @@ def test_workers_append_at_once_without_mixing_lines(tmp_path: Path) -> None:
 
 def test_the_report_reads_the_steps_before_the_last(tmp_path: Path) -> None:
     assert read_rows(tmp_path) == {}
-    file = TraceFile(tmp_path / "trace.json")
+    file = open_trace(tmp_path / "trace.json")
     rank, engine = Tracer(file, "train-0"), Tracer(file, "rollout-0")
     engine.state("generating", {})
     for step in range(1, 9):
@@ -81,9 +80,11 @@ def test_the_report_reads_the_steps_before_the_last(tmp_path: Path) -> None:
     steps = [name for name, *_ in rows["train-0"] if "waiting" not in name]
     assert steps == [f"training: pack step {n}" for n in range(3, 8)]
     assert list(rows) == ["rollout-0", "train-0"]
-    ((name, start, length),) = rows["rollout-0"]
+    name, start, length = rows["rollout-0"][-1]
     assert (name, start) == ("generating", 0.0) and length > 0
     phases = ("prefill after a reload", "prox forward", "forward and backward", "optimizer step")
     colours = [colour_of(f"training: {phase}") for phase in phases]
-    assert colours == [COLOURS[word] for word in ("prefill", "forward", "backward", "optimizer")]
+    assert colours == [
+        STATE_COLOURS[word] for word in ("prefill", "forward", "backward", "optimizer")
+    ]
     assert colour_of("waiting for batch") == ""
