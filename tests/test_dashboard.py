@@ -1,6 +1,5 @@
 """The dashboard's picture as a function of a Status, status.json, and `minirl watch`."""
 
-import dataclasses
 import math
 import time
 from pathlib import Path
@@ -130,7 +129,7 @@ def test_watch_shows_a_run_that_is_over_and_one_that_is_gone(tmp_path: Path) -> 
         assert look(tmp_path).state == "running"
     done = minirl("watch", str(tmp_path))  # without a terminal: once
     assert done.returncode == 0 and "failed: its process is gone" in done.stdout
-    dataclasses.replace(gone, state="stopped", reason="saved").save(tmp_path)
+    gone.model_copy(update={"state": "stopped", "reason": "saved"}).save(tmp_path)
     once = minirl("watch", str(tmp_path), "--once")
     assert "stopped: saved" in once.stdout and "sample 1/6 of step 5" in once.stdout
     none = minirl("watch", cwd=tmp_path)  # there is no runs/ here

@@ -14,7 +14,7 @@ import termios
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from itertools import groupby, pairwise, zip_longest
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.segment import Segment, Segments
@@ -76,9 +76,8 @@ class Sample:
     answer: str = ""
 
 
-@dataclass(frozen=True)
-class Status:
-    __pydantic_config__ = ConfigDict(ser_json_inf_nan="constants")
+class Status(BaseModel):
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
     name: str = ""
     time: float = 0.0  # when it was made, Unix seconds
@@ -89,33 +88,27 @@ class Status:
     steps: int = 0
     seconds: float = 0.0  # since training began
     verdict: str = ""  # what limits throughput
-    lanes: list[Lane] = field(default_factory=list)
-    slots: dict[str, int] = field(default_factory=dict)
-    staleness: list[int] = field(default_factory=list)  # trained tokens by staleness, recent steps
+    lanes: list[Lane] = []
+    slots: dict[str, int] = {}
+    staleness: list[int] = []  # trained tokens by staleness, recent steps
     max_staleness: int = 0
-    curves: dict[str, list[Point]] = field(default_factory=dict)  # by step; accuracy by version
-    last: dict[str, float] = field(default_factory=dict)  # the last step's metrics
-    samples: list[Sample] = field(default_factory=list)  # newest last
-    notes: list[tuple[float, str]] = field(default_factory=list)  # seconds, text; newest last
+    curves: dict[str, list[Point]] = {}  # by step; accuracy by version
+    last: dict[str, float] = {}  # the last step's metrics
+    samples: list[Sample] = []  # newest last
+    notes: list[tuple[float, str]] = []  # seconds, text; newest last
     cost: float = 0.0  # CPU seconds per second that the reporter takes
-
-    @property
-    def is_over(self) -> bool:
-        return self.state != "running"
 
     def save(self, run_dir: Path) -> None:
         with replacing(run_dir / FILE, sync=False) as aside:  # a sync could take seconds
-            aside.write_bytes(JSON.dump_json(self))
+            aside.write_text(self.model_dump_json())
 
     @staticmethod
     def read(run_dir: Path) -> "Status":
         try:
-            return JSON.validate_json((run_dir / FILE).read_bytes())
+            return Status.model_validate_json((run_dir / FILE).read_bytes())
         except (OSError, ValidationError):
-            return Status(run_dir.name, time.time(), doing=f"no status.json in {run_dir}")
-
-
-JSON = TypeAdapter(Status)
+            nothing = f"no status.json in {run_dir}"
+            return Status(name=run_dir.name, time=time.time(), doing=nothing)
 
 
 def clock(seconds: float) -> str:
@@ -260,7 +253,7 @@ def sample(status: Status, width: int, height: int, which: int) -> list[Line]:
 def headline(status: Status, now: float) -> tuple[str, str]:
     """How it ended, silence, or what limits throughput; and its style."""
     age = max(0.0, now - status.time)
-    if status.is_over:
+    if status.state != "running":
         style = "bold red" if status.state == "failed" else "green"
         return f"ended {clock(age)} ago, {status.state}: {status.reason or status.verdict}", style
     if age >= SILENT_S:
@@ -297,15 +290,15 @@ def picture(
     """Exactly as large as asked; what is too much is left out above the keys."""
     share = min(1.0, status.step / max(1, status.steps))
     right = f" step {status.step}/{status.steps}  {share:4.0%}  {clock(status.seconds)}"
-    right += " " if status.is_over else f"  ETA {eta(status.last, status.steps)} "
+    right += f"  ETA {eta(status.last, status.steps)} " if status.state == "running" else " "
     name = f" minirl {shorten(status.name, max(1, min(32, width - len(right) - 18)))} "
     done = bar(share, max(1, width - cell_len(name) - len(right) - 2))
     top = [paint(name, "bold"), paint("▕"), paint(done, "green"), paint("▏"), paint(right)]
     text, style = headline(status, now)
     lines = [top, [paint(f" {shorten(text, width - 1)}", style)]]
     lines += body(status, width, height - 3, which)
-    lines = [*lines[: height - 1], *[[]] * (height - 1 - len(lines)), [paint(keys, "dim")]]
-    rows = (Segment.adjust_line_length(line, width) for line in lines)
+    above = Segment.set_shape(lines[: height - 1], width, height - 1)
+    rows = [*above, Segment.adjust_line_length([paint(keys, "dim")], width)]
     return Segments([segment for row in rows for segment in (*row, Segment.line())])
 
 
@@ -404,8 +397,8 @@ class Reporter:
             state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
             reason = one_line(str(error) or type(error).__name__)
         with contextlib.suppress(Exception):  # the result of the run is elsewhere
-            last = replace(self.status(), state=state, reason=reason, doing="")
-            last.save(self._loop.log.run_dir)
+            ended = {"state": state, "reason": reason, "doing": ""}
+            self.status().model_copy(update=ended).save(self._loop.log.run_dir)
 
     def _run(self) -> None:
         began = time.monotonic()
@@ -485,9 +478,10 @@ class Reporter:
 def look(run_dir: Path) -> Status:
     """A controller that is silent and does not hold its lock was killed."""
     found = Status.read(run_dir)
-    if found.is_over or time.time() - found.time < SILENT_S or RunDir(run_dir).state == "running":
+    is_silent = found.state == "running" and time.time() - found.time >= SILENT_S
+    if not is_silent or RunDir(run_dir).state == "running":
         return found
-    return replace(found, state="failed", reason="its process is gone")
+    return found.model_copy(update={"state": "failed", "reason": "its process is gone"})
 
 
 def watch(run_dir: Path, once: bool = False) -> None:
