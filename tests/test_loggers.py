@@ -36,20 +36,15 @@ def test_a_logger_that_raises_or_hangs_is_noted_once_and_training_continues(
     written: list[Any] = []
     notes: list[str] = []
 
-    def keeps(*_: object) -> Logger:
-        table = lambda columns, data: (columns, data)  # noqa: E731
-        return Logger(lambda *line: written.append(line), lambda: written.append("over"), table)
-
     def raises(*_: object) -> Logger:
         raise ValueError("no such project")
 
-    def hangs(*_: object) -> Logger:
-        threading.Event().wait()  # until the process ends
-        raise AssertionError
-
+    table = lambda columns, data: (columns, data)  # noqa: E731
+    keeps = Logger(lambda *line: written.append(line), lambda: written.append("over"), table)
+    hangs = threading.Event().wait  # until the process ends
+    openers = {"trackio": lambda *_: keeps, "wandb": raises, "tensorboard": lambda *_: hangs()}
+    monkeypatch.setattr(loggers, "LOGGERS", openers)
     monkeypatch.setattr(loggers, "END_S", 120.0)
-    for name, opener in (("trackio", keeps), ("wandb", raises), ("tensorboard", hangs)):
-        monkeypatch.setitem(loggers.LOGGERS, name, opener)
     log_steps(tmp_path, 1, 2)  # before the resume
     several = Loggers(with_loggers("wandb", "trackio"), tmp_path, 2, notes.append)
     log_steps(tmp_path, 3, torn='{"step": 9, "rew\n{"rolled_back_to": 2}')
