@@ -22,7 +22,7 @@ from minirl.errors import MinirlError
 from minirl.evaluation import Evaluation
 from minirl.groups import GroupState
 from minirl.messages import Role, Trained
-from minirl.metrics import DROPPED, Breach, Values, metrics_line
+from minirl.metrics import DROPPED, Breach, Guard, Values, metrics_line
 from minirl.records import Batch, Group, StopReason
 from minirl.run_dir import JsonLines, Line, read_lines, write_text
 from minirl.shm.board import Total
@@ -32,6 +32,7 @@ from minirl.train.bad_batch import BatchSaver
 from minirl.workers import Workers
 
 Metrics = dict[str, float]
+States = Mapping[int, GroupState]  # by group id
 
 
 class View(Protocol):
@@ -55,6 +56,7 @@ class RunLog:
     ):
         self.config, self.run_dir, self.step, self._workers = config, run_dir, step, workers
         self.view, self.note, self._saver = view, view.note, saver
+        self._guard = Guard(config.train.num_minibatches)
         (run_dir / "summary.json").unlink(missing_ok=True)  # it has no result yet
         names = ("metrics", "evals", "samples", "batches")
         self._files = {name: JsonLines(run_dir / f"{name}.jsonl", view.note) for name in names}
@@ -125,18 +127,12 @@ class RunLog:
         if self._saver is not None:
             self._saver.forget_after(step)
 
-    def trained(
-        self,
-        step: int,
-        batch: Batch,
-        trained: Trained,
-        buffer: Buffer,
-        breaches: list[Breach],
-        states: Mapping[int, GroupState],
-    ) -> None:
+    def trained(self, batch: Batch, trained: Trained, buffer: Buffer, states: States) -> None:
+        """Writes the step down; raises where a limit that was broken stops the run."""
+        breaches = self._guard.judge(trained.values)
         line = metrics_line(
             {
-                "step": step,
+                "step": batch.step,
                 "version": batch.version + 1,
                 "seconds": round(self.seconds, 3),
                 **_batch_values(self.config, batch),
@@ -155,21 +151,21 @@ class RunLog:
         self.metrics.append(line)
         self._files["metrics"].write(line)
         groups = [_group_line(group) for group in batch.groups]
-        self._files["batches"].write({"step": step, "version": batch.version, "groups": groups})
-        self._write_samples(step, batch, trained, states)
+        whole = {"step": batch.step, "version": batch.version, "groups": groups}
+        self._files["batches"].write(whole)
+        self._write_samples(batch, trained, states)
         if self._saver is not None and (problem := self._saver.record(batch, {**line})):
             self.note(problem)
         self.view.step(line)
+        self.check(batch, trained, breaches)
 
-    def _write_samples(
-        self, step: int, batch: Batch, trained: Trained, states: Mapping[int, GroupState]
-    ) -> None:
+    def _write_samples(self, batch: Batch, trained: Trained, states: States) -> None:
         groups = batch.groups[: self.config.log.samples]
         for group, shown in zip_longest(groups, trained.samples[: len(groups)]):
             prompt, texts = states[group.id].prompt, states[group.id].texts
             first = group.trajectories[0]
             sample = {
-                "step": step,
+                "step": batch.step,
                 "group": group.id,
                 "prompt": prompt.example.prompt,
                 "answer": texts[0],
@@ -182,17 +178,17 @@ class RunLog:
             self.recent_samples.append(sample)
             self._files["samples"].write({**sample, **(asdict(shown) if shown else {})})
 
-    def check(self, step: int, batch: Batch, trained: Trained, breaches: list[Breach]) -> None:
+    def check(self, batch: Batch, trained: Trained, breaches: list[Breach]) -> None:
         """Saves a batch that went bad; warns of a limit that was broken, or raises."""
         fatal, saved = [breach.text for breach in breaches if breach.is_fatal], ""
         if trained.problem:
             saved = self.save_bad(batch, batch.version, trained.problem, must_save=bool(fatal))
-            self.note(f"step {step}: {trained.problem}: the weights stay as they were{saved}")
+            self.note(f"step {batch.step}: {trained.problem}: the weights stay as they were{saved}")
         if fatal:
-            raise MinirlError(f"step {step}: {fatal[0]}{saved}; {self.last_checkpoint}")
+            raise MinirlError(f"step {batch.step}: {fatal[0]}{saved}; {self.last_checkpoint}")
         for breach in breaches:
             if breach.is_shown:
-                self.note(f"warning: step {step}: {breach.text}")
+                self.note(f"warning: step {batch.step}: {breach.text}")
 
     def save_bad(self, batch: Batch, version: int, why: str, must_save: bool = True) -> str:
         """With the weights of `version`. Gives the end of a sentence that says where it is."""

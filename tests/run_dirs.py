@@ -70,7 +70,7 @@ def train(log: RunLog, step: int) -> None:
     versions = [max(0, version - 3), max(0, version - 1), version]
     shown = AnswerTokens([" <4>", "\n", "&"], versions, [None, 1e-7, 0.02])
     trained, batch = Trained(step, VALUES, samples=(shown,)), Batch(step, version, tuple(groups))
-    log.trained(step, batch, trained, Buffer(2, 0), [], states)
+    log.trained(batch, trained, Buffer(2, 0), states)
 
 
 def write_run(path: Path, config: Config, is_whole: bool = True) -> Path:

@@ -126,13 +126,13 @@ def test_what_is_missing_at_the_end_is_named(tmp_path: Path) -> None:
 
 def test_a_limit_that_is_broken_warns_or_ends_the_run_in_one_line(tmp_path: Path) -> None:
     log, batch = log_of(tmp_path, CONFIG), Batch(7, 6, ())
-    log.check(7, batch, Trained(7), [Breach("low"), Breach("low again", is_shown=False)])
-    log.check(8, batch, Trained(8, problem="the loss was not finite"), [])
-    unchanged = "step 8: the loss was not finite: the weights stay as they were"
+    log.check(batch, Trained(7), [Breach("low"), Breach("low again", is_shown=False)])
+    log.check(batch, Trained(7, problem="the loss was not finite"), [])
+    unchanged = "step 7: the loss was not finite: the weights stay as they were"
     assert log.view == ["warning: step 7: low", unchanged]
     fatal = [Breach("no update in 3 steps", is_fatal=True)]
-    with pytest.raises(MinirlError, match=r"step 9: no update .*; there is no checkpoint yet"):
-        log.check(9, batch, Trained(9), fatal)
+    with pytest.raises(MinirlError, match=r"step 7: no update .*; there is no checkpoint yet"):
+        log.check(batch, Trained(7), fatal)
 
 
 def test_a_directory_takes_one_run_at_a_time_and_every_state_differs(tmp_path: Path) -> None:
