@@ -92,13 +92,11 @@ def write_run(path: Path, config: Config, is_whole: bool = True) -> Path:
 
 
 def write_trace(path: Path, steps: int) -> None:
-    """One engine and one rank, one group per step, in no time at all."""
+    """One engine and one rank, in no time at all."""
     open_trace(path)
     engine, rank = Tracer(path, "rollout-0"), Tracer(path, "train-0")
     for step in range(1, steps + 1):
         engine.state("generating", {})
-        engine.begin_sequence(step)
-        engine.end_sequence(step, step, {"place": 0})
         engine.state("waiting for prompts", {})
         rank.state("training", {"phase": f"pack step {step}"})
         rank.state("publishing", {"version": step})

@@ -2,7 +2,6 @@
 
 import json
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +50,6 @@ def test_states_phases_and_sequences_become_slices_on_a_track_each(tmp_path: Pat
         ("X", 1000, LANES + 1): 2 * ["group 8"],
         ("X", 2000, STATES): 2 * [*training, "publishing", "publishing"],
     }
-
-
-def test_workers_append_at_once_without_mixing_lines(tmp_path: Path) -> None:
-    file = open_trace(tmp_path / "trace.json")
-
-    def work(number: int) -> None:
-        tracer = Tracer(file, f"verify-{number}")
-        for n in range(200):
-            tracer.state("grading", {"group": n, "text": "x" * 200}, anew=True)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(4)))
-    assert sum(e["ph"] == "X" for e in events_of(tmp_path)) == 800
 
 
 def test_the_report_reads_the_steps_before_the_last(tmp_path: Path) -> None:
