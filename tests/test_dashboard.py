@@ -64,7 +64,7 @@ curves = st.dictionaries(
     st.lists(st.tuples(numbers, numbers), max_size=20),
 )
 statuses = st.builds(
-    Status, name=text, time=st.just(NOW), state=st.sampled_from(["running", "failed"]),
+    Status, name=text, time=st.just(NOW), state=st.sampled_from(["starting", "running", "failed"]),
     doing=text, reason=text, step=counts, steps=counts, seconds=numbers, verdict=text,
     curves=curves, lanes=st.lists(st.builds(Lane, text, text, text), max_size=20),
     slots=st.dictionaries(st.sampled_from(["sampling", "ready"]), counts),

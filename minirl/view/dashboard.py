@@ -19,7 +19,7 @@ from datetime import timedelta
 from functools import lru_cache
 from itertools import groupby, pairwise, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -81,7 +81,7 @@ class Status(BaseModel):
 
     name: str = ""
     time: float = 0.0  # when it was made, Unix seconds
-    state: RunState = "running"
+    state: RunState | Literal["starting"] = "starting"
     doing: str = ""  # what the controller waits for
     reason: str = ""  # of the end
     step: int = 0
@@ -97,6 +97,10 @@ class Status(BaseModel):
     samples: list[Sample] = []  # newest last
     notes: list[tuple[float, str]] = []  # seconds, text; newest last
     cost: float = 0.0  # CPU seconds per second that the reporter takes
+
+    @property
+    def is_over(self) -> bool:
+        return self.state not in ("starting", "running")
 
     def save(self, run_dir: Path) -> None:
         with replacing(run_dir / FILE, sync=False) as aside:  # a sync could take seconds
@@ -253,7 +257,7 @@ def sample(status: Status, width: int, height: int, which: int) -> list[Line]:
 def headline(status: Status, now: float) -> tuple[str, str]:
     """How it ended, silence, or what limits throughput; and its style."""
     age = max(0.0, now - status.time)
-    if status.state != "running":
+    if status.is_over:
         style = "bold red" if status.state == "failed" else "green"
         return f"ended {clock(age)} ago, {status.state}: {status.reason or status.verdict}", style
     if age >= SILENT_S:
@@ -290,7 +294,7 @@ def picture(
     """Exactly as large as asked; what is too much is left out above the keys."""
     share = min(1.0, status.step / max(1, status.steps))
     right = f" step {status.step}/{status.steps}  {share:4.0%}  {clock(status.seconds)}"
-    right += f"  ETA {eta(status.last, status.steps)} " if status.state == "running" else " "
+    right += " " if status.is_over else f"  ETA {eta(status.last, status.steps)} "
     name = f" minirl {shorten(status.name, max(1, min(32, width - len(right) - 18)))} "
     done = bar(share, max(1, width - cell_len(name) - len(right) - 2))
     top = [paint(name, "bold"), paint("▕"), paint(done, "green"), paint("▏"), paint(right)]
@@ -434,6 +438,7 @@ class Reporter:
         return Status(
             name=log.run_dir.name,
             time=time.time(),
+            state="running" if is_up else "starting",
             doing=self._doing(),
             step=loop.step,
             steps=config.train.steps,
@@ -478,8 +483,7 @@ class Reporter:
 def look(run_dir: Path) -> Status:
     """A controller that is silent and does not hold its lock was killed."""
     found = Status.read(run_dir)
-    is_silent = found.state == "running" and time.time() - found.time >= SILENT_S
-    if not is_silent or RunDir(run_dir).state == "running":
+    if found.is_over or time.time() - found.time < SILENT_S or RunDir(run_dir).state == "running":
         return found
     return found.model_copy(update={"state": "failed", "reason": "its process is gone"})
 
