@@ -325,12 +325,12 @@ def watch(
 
     minirl watch runs/smoke-… --once > now.txt
     """
-    from minirl.view import dashboard, status
+    from minirl.view import dashboard
 
-    files = sorted(RUNS.glob(f"*/{status.FILE}"), key=lambda path: path.stat().st_mtime)
+    files = sorted(RUNS.glob(f"*/{dashboard.FILE}"), key=lambda path: path.stat().st_mtime)
     found = run or (files[-1].parent if files else RUNS)
-    if not (found / status.FILE).exists():
-        raise RecipeError("RUN", str(found), f"has no {status.FILE}", "name a run that has started")
+    if not (found / dashboard.FILE).exists():
+        raise RecipeError("RUN", str(found), "has no status.json", "name a run that has started")
     dashboard.watch(found, once)
 
 

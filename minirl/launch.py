@@ -144,9 +144,9 @@ def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
         under_way = start.state.evaluating if start.state else None
         log = RunLog(config, run_dir, workers, view, start.step, saver, under_way)
         loop = Loop(config, workers, stream, heldout, make_buffer(config, start.history), log)
-        loggers = Loggers(config, run_dir, start.step, view.note)
+        loggers = Loggers(log)
         try:
-            with _signals(loop, view), view.watching(loop, run_dir):
+            with _signals(loop, view), view.watching(loop):
                 loop.run()
         except BaseException:
             log.close()  # what was written until now is kept

@@ -30,7 +30,6 @@ from minirl.errors import MinirlError
 from minirl.evaluation import Evaluation
 from minirl.groups import Groups, Sends
 from minirl.messages import CheckpointState, Died, Role, Save, Saved, Started, Train, Trained
-from minirl.metrics import Guard
 from minirl.recipe import to_toml
 from minirl.records import Batch, Prompt
 from minirl.rollout.dispatch import Speedometer
@@ -57,7 +56,6 @@ class Loop:
         self.groups = Groups(config, stream, buffer, len(self.engines), num_verifiers, log.note)
         self.supervisor = Supervisor(config, workers, self.groups, log, self)
         self.speedometer = Speedometer(workers.board, [engine.row for engine in self.engines])
-        self.guard = Guard(config.train.num_minibatches)
         self.step = self.saved_step = log.step
         self.batch: Batch | None = None  # in training
         self.is_saving = False
@@ -187,18 +185,12 @@ class Loop:
         self.step += 1
         self.supervisor.stepped(self.step)
         self.groups.published(self.step, time.monotonic())
-        self.record(batch, trained)
+        self.log.trained(batch, trained, self.buffer, self.groups.states)
         self.groups.release()
         if not self.config.is_synchronous:  # there no measurement may decide what is done
             self.groups.measured(self.speedometer.read())
         if self.step < self.config.train.steps:
             self.evaluate_and_save_if_due()
-
-    def record(self, batch: Batch, trained: Trained) -> None:
-        """Writes the step down; raises where a guard stops the run."""
-        breaches = self.guard.judge(trained.values)
-        self.log.trained(self.step, batch, trained, self.buffer, breaches, self.groups.states)
-        self.log.check(self.step, batch, trained, breaches)
 
     def evaluate_and_save_if_due(self) -> None:
         every = self.config.eval.every

@@ -201,7 +201,7 @@ class Trained:
 
     version: int
     values: dict[str, float | None] = field(default_factory=dict)
-    ages: tuple[int, ...] = ()  # trained tokens of staleness 0, 1, …
+    staleness_counts: tuple[int, ...] = ()  # trained tokens of staleness 0, 1, …
     problem: str = ""  # why an update was left out: "the loss was not finite"
     samples: tuple[AnswerTokens, ...] = ()  # of the first log.samples groups
 

@@ -98,7 +98,7 @@ class Group(NamedTuple):
     plain: tuple[float, ...] = ()  # the task's own rewards, where the recipe shapes them
 
     @property
-    def own_rewards(self) -> tuple[float, ...]:
+    def task_rewards(self) -> tuple[float, ...]:
         return self.plain or self.rewards
 
     @property

@@ -22,7 +22,7 @@ from minirl.errors import MinirlError
 from minirl.evaluation import Evaluation
 from minirl.groups import GroupState
 from minirl.messages import Role, Trained
-from minirl.metrics import DROPPED, Breach, metrics_line
+from minirl.metrics import DROPPED, Breach, Guard, Values, metrics_line
 from minirl.records import Batch, Group, StopReason
 from minirl.run_dir import JsonLines, Line, read_lines, write_text
 from minirl.shm.board import Total
@@ -32,38 +32,12 @@ from minirl.train.bad_batch import BatchSaver
 from minirl.workers import Workers
 
 Metrics = dict[str, float]
-Values = dict[str, float | None]
+States = Mapping[int, GroupState]  # by group id
 
 
 class View(Protocol):
     def note(self, text: str) -> None: ...
     def step(self, line: Metrics) -> None: ...
-
-
-class Meter:
-    """What the workers did since the last lap: differences of their running totals."""
-
-    def __init__(self, workers: Workers):
-        self._total = workers.board.total
-        self._engines = [worker.row for worker in workers.of(Role.ROLLOUT)]
-        self._rank = workers.of(Role.TRAIN)[0].row
-        self._before = self._read()
-
-    def _read(self) -> list[float]:
-        sums = [sum(self._total(row, column) for row in self._engines) for column in Total]
-        return [time.monotonic(), self._total(self._rank, Total.IDLE_S), *sums]
-
-    def lap(self) -> Values:
-        before, self._before = self._before, self._read()
-        done = [now - then for now, then in zip(self._before, before, strict=True)]
-        seconds, rank_idle_s, tokens, idle_s, reload_s, reloads, steps = done
-        return {
-            "rollout/tokens_per_s": tokens / seconds,
-            "rollout/batch_mean": tokens / steps if steps else None,
-            "rollout/idle_frac": min(1.0, idle_s / len(self._engines) / seconds),
-            "weights/reload_pause_s": reload_s / reloads if reloads else None,
-            "train/idle_frac": min(1.0, rank_idle_s / seconds),
-        }
 
 
 class RunLog:
@@ -82,6 +56,7 @@ class RunLog:
     ):
         self.config, self.run_dir, self.step, self._workers = config, run_dir, step, workers
         self.view, self.note, self._saver = view, view.note, saver
+        self._guard = Guard(config.train.num_minibatches)
         (run_dir / "summary.json").unlink(missing_ok=True)  # it has no result yet
         names = ("metrics", "evals", "samples", "batches")
         self._files = {name: JsonLines(run_dir / f"{name}.jsonl", view.note) for name in names}
@@ -94,14 +69,35 @@ class RunLog:
         self._seconds_before, self._began = last.get("seconds", 0.0), time.monotonic()
         self.problems: list[str] = []  # what is missing when the run ends
         self.recent_samples: deque[Line] = deque(maxlen=6)  # for the dashboard
-        self.recent_ages: deque[tuple[int, ...]] = deque(maxlen=20)
+        self.recent_staleness: deque[tuple[int, ...]] = deque(maxlen=20)
         every = config.eval.every
         is_due = not self.is_evaluated(step - step % every if every else 0)
         self.wants_evaluation = is_due or evaluating is not None  # before the first step
 
     def begin(self) -> None:
         self._began = time.monotonic()
-        self._meter = Meter(self._workers)
+        self._totals = self._read_totals()
+
+    def _read_totals(self) -> list[float]:
+        """The time, how long rank 0 was idle, and what all engines together have done."""
+        engines, total = self._workers.of(Role.ROLLOUT), self._workers.board.total
+        sums = [sum(total(engine.row, column) for engine in engines) for column in Total]
+        rank = self._workers.of(Role.TRAIN)[0]
+        return [time.monotonic(), total(rank.row, Total.IDLE_S), *sums]
+
+    def _speeds(self) -> Values:
+        """Of this step: differences of running totals."""
+        before, self._totals = self._totals, self._read_totals()
+        done = [now - then for now, then in zip(self._totals, before, strict=True)]
+        seconds, rank_idle_s, tokens, idle_s, reload_s, reloads, steps = done
+        num_engines = len(self._workers.of(Role.ROLLOUT))
+        return {
+            "rollout/tokens_per_s": tokens / seconds,
+            "rollout/batch_mean": tokens / steps if steps else None,
+            "rollout/idle_frac": min(1.0, idle_s / num_engines / seconds),
+            "weights/reload_pause_s": reload_s / reloads if reloads else None,
+            "train/idle_frac": min(1.0, rank_idle_s / seconds),
+        }
 
     @property
     def seconds(self) -> float:
@@ -131,18 +127,12 @@ class RunLog:
         if self._saver is not None:
             self._saver.forget_after(step)
 
-    def trained(
-        self,
-        step: int,
-        batch: Batch,
-        trained: Trained,
-        buffer: Buffer,
-        breaches: list[Breach],
-        states: Mapping[int, GroupState],
-    ) -> None:
+    def trained(self, batch: Batch, trained: Trained, buffer: Buffer, states: States) -> None:
+        """Writes the step down; raises where a limit that was broken stops the run."""
+        breaches = self._guard.judge(trained.values)
         line = metrics_line(
             {
-                "step": step,
+                "step": batch.step,
                 "version": batch.version + 1,
                 "seconds": round(self.seconds, 3),
                 **_batch_values(self.config, batch),
@@ -152,35 +142,35 @@ class RunLog:
                 "train/devices": self.config.devices.train,
                 "faults/workers_replaced": self.workers_replaced or None,
                 "faults/steps_redone": self.steps_redone or None,
-                **self._meter.lap(),
+                **self._speeds(),
                 **trained.values,
                 "guard/warnings": len(breaches),
             }
         )
-        self.recent_ages.append(trained.ages)
+        self.recent_staleness.append(trained.staleness_counts)
         self.metrics.append(line)
         self._files["metrics"].write(line)
         groups = [_group_line(group) for group in batch.groups]
-        self._files["batches"].write({"step": step, "version": batch.version, "groups": groups})
-        self._write_samples(step, batch, trained, states)
+        whole = {"step": batch.step, "version": batch.version, "groups": groups}
+        self._files["batches"].write(whole)
+        self._write_samples(batch, trained, states)
         if self._saver is not None and (problem := self._saver.record(batch, {**line})):
             self.note(problem)
         self.view.step(line)
+        self.check(batch, trained, breaches)
 
-    def _write_samples(
-        self, step: int, batch: Batch, trained: Trained, states: Mapping[int, GroupState]
-    ) -> None:
+    def _write_samples(self, batch: Batch, trained: Trained, states: States) -> None:
         groups = batch.groups[: self.config.log.samples]
         for group, shown in zip_longest(groups, trained.samples[: len(groups)]):
             prompt, texts = states[group.id].prompt, states[group.id].texts
             first = group.trajectories[0]
             sample = {
-                "step": step,
+                "step": batch.step,
                 "group": group.id,
                 "prompt": prompt.example.prompt,
                 "answer": texts[0],
                 "reference": prompt.example.reference,
-                "reward": group.own_rewards[0],
+                "reward": group.task_rewards[0],
                 "shaped": group.rewards[0],
                 "versions": [first.head_version, first.tail_version],
                 "stop": first.stop.name.lower(),
@@ -188,17 +178,17 @@ class RunLog:
             self.recent_samples.append(sample)
             self._files["samples"].write({**sample, **(asdict(shown) if shown else {})})
 
-    def check(self, step: int, batch: Batch, trained: Trained, breaches: list[Breach]) -> None:
+    def check(self, batch: Batch, trained: Trained, breaches: list[Breach]) -> None:
         """Saves a batch that went bad; warns of a limit that was broken, or raises."""
         fatal, saved = [breach.text for breach in breaches if breach.is_fatal], ""
         if trained.problem:
             saved = self.save_bad(batch, batch.version, trained.problem, must_save=bool(fatal))
-            self.note(f"step {step}: {trained.problem}: the weights stay as they were{saved}")
+            self.note(f"step {batch.step}: {trained.problem}: the weights stay as they were{saved}")
         if fatal:
-            raise MinirlError(f"step {step}: {fatal[0]}{saved}; {self.last_checkpoint}")
+            raise MinirlError(f"step {batch.step}: {fatal[0]}{saved}; {self.last_checkpoint}")
         for breach in breaches:
             if breach.is_shown:
-                self.note(f"warning: step {step}: {breach.text}")
+                self.note(f"warning: step {batch.step}: {breach.text}")
 
     def save_bad(self, batch: Batch, version: int, why: str, must_save: bool = True) -> str:
         """With the weights of `version`. Gives the end of a sentence that says where it is."""
@@ -272,7 +262,7 @@ class RunLog:
 
 def _batch_values(config: Config, batch: Batch) -> Values:
     trajectories = [t for group in batch.groups for t in group.trajectories]
-    rewards = [reward for group in batch.groups for reward in group.own_rewards]
+    rewards = [reward for group in batch.groups for reward in group.task_rewards]
     turns = [t.num_turns for t in trajectories]
     return {
         "reward/mean": fmean(rewards),

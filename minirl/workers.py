@@ -34,7 +34,7 @@ from minirl.devices import Placement
 from minirl.errors import Interrupted, MinirlError, Stalled, WorkerDied
 from minirl.messages import Died, Role
 from minirl.shm.board import Board, State
-from minirl.shm.tracer import TraceFile, Tracer
+from minirl.shm.tracer import Tracer, open_trace
 
 LOG_TAIL_LINES = 12
 STOP_GRACE_S = 10.0
@@ -92,7 +92,7 @@ class Worker:
 class Workers:
     def __init__(self, log_dir: Path, num_workers: int, trace: Path | None = None):
         self.log_dir = log_dir
-        self._trace = TraceFile(trace) if trace else None
+        self._trace = open_trace(trace) if trace else None
         self.board = Board(num_workers)
         self.all: list[Worker] = []
         # Not torch.multiprocessing: no tensor goes through a pipe, and torch is slow to load.
@@ -325,7 +325,7 @@ def _child(
     board: Board,
     pipe: Connection,
     log: Path,
-    trace: TraceFile | None,
+    trace: Path | None,
     delay_s: float,
 ) -> None:
     """What every worker process runs."""

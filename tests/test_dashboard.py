@@ -1,6 +1,5 @@
 """The dashboard's picture as a function of a Status, status.json, and `minirl watch`."""
 
-import dataclasses
 import math
 import time
 from pathlib import Path
@@ -14,8 +13,8 @@ from test_cli import minirl
 
 from minirl.run_dir import hold
 from minirl.shm.board import Row, State
-from minirl.view.dashboard import KEYS, bar, braille, look, picture, resample
-from minirl.view.status import SPEED, Lane, Sample, Status, lane_state
+from minirl.view import dashboard
+from minirl.view.dashboard import KEYS, SPEED, Lane, Sample, Status, lane_state, look, picture
 
 NOW = 1_700_000_000.0
 LAST = {"step": 40, "seconds": 320.0, "reward/mean": 0.7, "train/tokens_per_s": 12033.0}
@@ -103,12 +102,12 @@ def test_another_sample_silence_and_the_end() -> None:
 
 
 def test_plots() -> None:
-    rows, low, high = braille(tuple(i / 19 for i in range(20)), 3)
+    rows, low, high = dashboard.braille(tuple(i / 19 for i in range(20)), 3)
     assert (low, high, len(rows[0])) == (0.0, 1.0, 10)
     assert rows[0][0] == "⠀" != rows[0][-1] and rows[2][-1] == "⠀" != rows[2][0]
-    assert resample(((0.0, 0.0), (10.0, 1.0)), 5) == (0.0, 0.25, 0.5, 0.75, 1.0)
-    assert resample(((0.0, 0.0), (1.0, 2.0), (2.0, 4.0), (3.0, 6.0)), 2) == (1.0, 5.0)
-    assert bar(0.0, 4) == "    " and bar(1e-6, 4) == "▏   " and bar(9.0, 4) == "████"
+    assert dashboard.resample(((0.0, 0.0), (10.0, 1.0)), 5) == (0.0, 0.25, 0.5, 0.75, 1.0)
+    assert dashboard.resample(((0.0, 0.0), (1.0, 2.0), (2.0, 4.0), (3.0, 6.0)), 2) == (1.0, 5.0)
+    assert [dashboard.bar(n, 4) for n in (0.0, 1e-6, 9.0)] == ["    ", "▏   ", "████"]
 
 
 def test_a_status_comes_back_from_its_file_whatever_else_is_in_it(tmp_path: Path) -> None:
@@ -130,7 +129,7 @@ def test_watch_shows_a_run_that_is_over_and_one_that_is_gone(tmp_path: Path) -> 
         assert look(tmp_path).state == "running"
     done = minirl("watch", str(tmp_path))  # without a terminal: once
     assert done.returncode == 0 and "failed: its process is gone" in done.stdout
-    dataclasses.replace(gone, state="stopped", reason="saved").save(tmp_path)
+    gone.model_copy(update={"state": "stopped", "reason": "saved"}).save(tmp_path)
     once = minirl("watch", str(tmp_path), "--once")
     assert "stopped: saved" in once.stdout and "sample 1/6 of step 5" in once.stdout
     none = minirl("watch", cwd=tmp_path)  # there is no runs/ here

@@ -33,7 +33,7 @@ FOREIGN = {  # rooms, or single modules
     "scipy": "statistics tools.sweep",
     "pynvml": "devices",
     "psutil": "workers",
-    "pydantic": "config recipe train.bad_batch train.checkpoint view.status",
+    "pydantic": "config recipe train.bad_batch train.checkpoint view.dashboard",
     "datasets pyarrow math_verify": "tasks",
 }
 VIEWS, TOOLS = {"minirl.view.console", "minirl.view.loggers"}, {"minirl.tools.plan"}  # of launch

@@ -1,9 +1,9 @@
-"""Loggers read the files of a run in threads of their own; one that fails costs a note."""
+"""Loggers follow a run in threads of their own; one that fails costs a note."""
 
-import json
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,48 +21,47 @@ def with_loggers(*names: str) -> Config:
     return replace(Config(), log=replace(Config().log, to=names))
 
 
-def log_steps(folder: Path, *steps: int, torn: str = "") -> None:
-    """And an evaluation at the last."""
-    evaluation = {"step": steps[-1], "accuracy": 0.5, "low": None, "answers": [ANSWER]}
-    lines = [json.dumps({"step": step, "reward/mean": step / 10}) for step in steps]
-    for name, texts in (("metrics", [torn, *lines]), ("evals", [json.dumps(evaluation)])):
-        with (folder / f"{name}.jsonl").open("a") as file:
-            file.write("\n".join(texts) + "\n")
+def log_of(folder: Path, step: int, *names: str) -> Any:
+    """A RunLog that resumes at a step, as far as a logger looks at it."""
+    notes: list[str] = []
+    given = {"config": with_loggers(*names), "run_dir": folder, "note": notes.append}
+    log = SimpleNamespace(**given, step=step, notes=notes, metrics=[], evals=[])
+    train(log, *range(1, step + 1))
+    return log
+
+
+def train(log: Any, *steps: int) -> None:
+    for step in steps:
+        log.metrics.append({"step": step, "reward/mean": step / 10})
+        log.evals.append({"step": step, "accuracy": 0.5, "low": None, "answers": [ANSWER]})
 
 
 def test_a_logger_that_raises_or_hangs_is_noted_once_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[Any] = []
-    notes: list[str] = []
-
-    def keeps(*_: object) -> Logger:
-        table = lambda columns, data: (columns, data)  # noqa: E731
-        return Logger(lambda *line: written.append(line), lambda: written.append("over"), table)
 
     def raises(*_: object) -> Logger:
         raise ValueError("no such project")
 
-    def hangs(*_: object) -> Logger:
-        threading.Event().wait()  # until the process ends
-        raise AssertionError
-
+    table = lambda columns, data: (columns, data)  # noqa: E731
+    keeps = Logger(lambda *line: written.append(line), lambda: written.append("over"), table)
+    hangs = threading.Event().wait  # until the process ends
+    openers = {"trackio": lambda *_: keeps, "wandb": raises, "tensorboard": lambda *_: hangs()}
+    monkeypatch.setattr(loggers, "LOGGERS", openers)
+    monkeypatch.setattr(loggers, "POLL_S", 600.0)
     monkeypatch.setattr(loggers, "END_S", 120.0)
-    for name, opener in (("trackio", keeps), ("wandb", raises), ("tensorboard", hangs)):
-        monkeypatch.setitem(loggers.LOGGERS, name, opener)
-    log_steps(tmp_path, 1, 2)  # before the resume
-    several = Loggers(with_loggers("wandb", "trackio"), tmp_path, 2, notes.append)
-    log_steps(tmp_path, 3, torn='{"step": 9, "rew\n{"rolled_back_to": 2}')
+    log = log_of(tmp_path, 2, "wandb", "trackio")
+    several = Loggers(log)
+    train(log, 3)
     several.close()
     evaluation = {"eval/accuracy": 0.5, "answers": ([*ANSWER], [["2 + 2?", "4", "four", "1.0"]])}
-    assert len(written) == 4 and written[-1] == "over"
-    assert all(e in written for e in [(3, {"reward/mean": 0.3}), (2, evaluation), (3, evaluation)])
+    assert written == [(3, {"reward/mean": 0.3}), (2, evaluation), (3, evaluation), "over"]
+    assert log.notes == ["wandb is off, training continues: ValueError: no such project"]
     monkeypatch.setattr(loggers, "END_S", 0.0)
-    Loggers(with_loggers("tensorboard"), tmp_path, 0, notes.append).close()
-    assert notes == [
-        "wandb is off, training continues: ValueError: no such project",
-        "tensorboard is left behind: it did not end within 0 s",
-    ]
+    log = log_of(tmp_path, 0, "tensorboard")
+    Loggers(log).close()
+    assert log.notes == ["tensorboard is left behind: no end within 0 s"]
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
@@ -72,12 +71,13 @@ def test_a_real_logger_keeps_metrics_here(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read by the import
     pytest.importorskip(name)
-    notes: list[str] = []
     for last_step in (0, 2):
-        several = Loggers(with_loggers(name), tmp_path, last_step, notes.append)
-        log_steps(tmp_path, *range(last_step + 1, last_step + 4))
+        log = log_of(tmp_path, last_step, name)
+        several = Loggers(log)
+        train(log, *range(last_step + 1, last_step + 4))
         several.close()
-    assert not notes and any((tmp_path / name).rglob("*"))
+        assert not log.notes
+    assert any((tmp_path / name).rglob("*"))
     if name == "tensorboard":
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

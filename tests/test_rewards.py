@@ -60,4 +60,5 @@ def test_the_penalty_rises_from_the_zone_to_the_limit_and_is_taken_off_the_rewar
         assert overlong_penalty(zone, answer) == pytest.approx(lost)
         assert overlong_penalty(config(), answer) == 0.0
     group = passed((1.0, 1.0, 0.0), 10, 118, 128, overlong_tokens=25)
-    assert group.rewards == pytest.approx((1.0, 0.4, -1.0)) and group.own_rewards == (1.0, 1.0, 0.0)
+    assert group.rewards == pytest.approx((1.0, 0.4, -1.0))
+    assert group.task_rewards == (1.0, 1.0, 0.0)

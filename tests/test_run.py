@@ -9,8 +9,8 @@ from processes import Ended, Run, assert_accounted, listening_addresses
 
 from minirl.run_dir import open_run, read_lines
 from minirl.train import bad_batch
+from minirl.view.dashboard import Status
 from minirl.view.report import write
-from minirl.view.status import Status
 
 pytestmark = pytest.mark.vllm
 

@@ -3,84 +3,18 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from disks import files_up_to
+from run_dirs import Notes, evaluate, log_of, make_config, write_run
 
-from minirl.buffer import Buffer
-from minirl.config import Config
-from minirl.devices import Placement
 from minirl.errors import MinirlError, RecipeError
-from minirl.evaluation import Ended, Evaluation
-from minirl.groups import GroupState
-from minirl.messages import AnswerTokens, Role, Trained
+from minirl.messages import Trained
 from minirl.metrics import Breach
-from minirl.records import Batch, Example, Group, Prompt, StopReason, Trajectory
-from minirl.rollout.dispatch import Assignment
+from minirl.records import Batch
 from minirl.run_dir import JsonLines, RunDir, hold, open_run, read_lines, write_text
-from minirl.run_log import RunLog
-from minirl.workers import Worker, Workers
 
-HELDOUT = [Prompt(i, Example(f"Is 2 + 2 = {i}?", "4"), (1, 2)) for i in range(4)]
-CONFIG = replace(
-    Config(),
-    train=replace(Config().train, batch_size=2),
-    rollout=replace(Config().rollout, group_size=2),
-)
-
-
-class Notes(list[str]):
-    note = list.append
-
-    def step(self, line: dict[str, Any]) -> None: ...
-
-
-def log_of(path: Path, step: int = 0, every: int = 0, evaluating: int | None = None) -> RunLog:
-    config = replace(CONFIG, eval=replace(CONFIG.eval, every=every))
-    workers = Workers(path, 2)
-    for row, role in enumerate((Role.ROLLOUT, Role.TRAIN)):
-        workers.all.append(Worker(role, 0, row, "", None, Placement("cpu")))
-    log = RunLog(config, path, workers, Notes(), step, evaluating=evaluating)
-    log.begin()
-    return log
-
-
-def evaluate(log: RunLog, version: int, right: int) -> None:
-    evaluation = Evaluation(HELDOUT, range(4), step=version, version=version)
-    for place in range(len(HELDOUT)):
-        answer = Trajectory(place, 5, 3, StopReason.STOP, version, version)
-        text = f"as version {version} says: 4"
-        evaluation.end(place, Ended(place, answer, float(place < right), text=text))
-    log.evaluated(evaluation)
-
-
-def train(log: RunLog, step: int) -> None:
-    """A step of two groups of two answers, of 3 and 4 tokens; two versions wrote the second."""
-    version, groups, states = step - 1, [], {}
-    for group_id in (2 * step, 2 * step + 1):
-        one = Trajectory(0, 5, 3, StopReason.STOP, version, version)
-        two = Trajectory(1, 6, 4, StopReason.LENGTH, version - 1, version)
-        groups.append(Group(group_id, step, (one, two), (1.0, 0.0)))
-        states[group_id] = GroupState(group_id, HELDOUT[0], (), Assignment(0, 1), 0)
-        states[group_id].texts = ("4", "5")
-    values: dict[str, float | None] = {"train/tokens": 50.0, "buffer/staleness_max": 0.0}
-    shown = AnswerTokens([" 4", "."], [0, version], [None, 1e-7])
-    trained = Trained(step, values, samples=(shown,))
-    log.trained(step, Batch(step, version, tuple(groups)), trained, Buffer(2, 0), [], states)
-
-
-def write_run(path: Path) -> Path:
-    log = log_of(path)
-    log.workers_replaced = 2
-    evaluate(log, version=0, right=1)
-    for step in (1, 2, 3, 4):
-        train(log, step)
-        if step % 2 == 0:
-            evaluate(log, version=step, right=3)
-    log.summarise(True, {"seed": 3})
-    log.close()
-    return path
+CONFIG = make_config(steps=4)
 
 
 def steps_of(path: Path) -> list[int]:
@@ -118,32 +52,32 @@ def test_lines_wait_for_a_full_disk_and_come_whole_and_in_order(tmp_path: Path) 
 
 
 def test_every_file_of_a_run(tmp_path: Path) -> None:
-    run = RunDir(write_run(tmp_path))
+    run = RunDir(write_run(tmp_path, CONFIG))
     assert [line["step"] for line in run.metrics] == [1, 2, 3, 4]
     assert [(line["step"], line["version"]) for line in run.evals] == [(0, 0), (2, 2), (4, 4)]
     last = run.evals[-1]
     assert last["low"] <= last["accuracy"] == 0.75 <= last["high"]
     assert (last["count"], last["failures"], last["length_mean"]) == (4, 0, 3.0)
-    assert last["answers"][0]["answer"] == "as version 4 says: 4"
+    assert last["answers"][0]["answer"] == "as version 4 says: <4>"
     assert len(last["answers"]) == CONFIG.log.samples
     assert [line["version"] for line in run.batches] == [0, 1, 2, 3]
     group = {"id": 2, "prompt": 1, "prompt_tokens": 2, "rewards": [1.0, 0.0], "lengths": [3, 4]}
-    group |= {"versions": [[0, 0], [-1, 0]], "stops": ["stop", "length"]}
+    group |= {"versions": [[0, 0], [0, 0]], "stops": ["stop", "length"]}
     assert run.batches[0]["groups"][0] == group
     assert run.metrics[0]["rollout/length_mean"] == 3.5 and run.metrics[0]["reward/mean"] == 0.5
     shown, plain = run.samples[:2]
-    assert shown["token_versions"] == [0, 0] and shown["token_gaps"] == [None, 1e-7]
+    assert shown["token_versions"] == [0, 0, 0] and shown["token_gaps"] == [None, 1e-7, 0.02]
     assert plain["group"] == 3 and "tokens" not in plain
-    expected = {"accuracies": [[0, 0.25], [2, 0.75], [4, 0.75]], "accuracy_after": 0.75, "seed": 3}
-    expected |= {"trained_tokens": 200, "multi_version_trajectories": 8, "accuracy_before": 0.25}
+    expected = {"accuracies": [[0, 0.25], [2, 0.75], [4, 0.75]], "accuracy_after": 0.75}
+    expected |= {"trained_tokens": 200, "multi_version_trajectories": 6, "accuracy_before": 0.25}
     assert expected.items() <= run.summary.items()
 
 
 def test_resume_and_rollback_cancel_steps_and_evaluations_after_the_checkpoint(
     tmp_path: Path,
 ) -> None:
-    seconds = RunDir(write_run(tmp_path)).metrics[2]["seconds"]
-    log = log_of(tmp_path, step=3)
+    seconds = RunDir(write_run(tmp_path, CONFIG)).metrics[2]["seconds"]
+    log = log_of(tmp_path, CONFIG, step=3)
     assert log.seconds >= seconds and log.workers_replaced == 2 and not RunDir(tmp_path).summary
     assert [line["step"] for line in log.metrics] == [1, 2, 3]
     evaluate(log, version=3, right=4)
@@ -153,7 +87,7 @@ def test_resume_and_rollback_cancel_steps_and_evaluations_after_the_checkpoint(
     for name in ("metrics.jsonl", "batches.jsonl", "samples.jsonl"):
         assert set(steps_of(tmp_path / name)) == {1, 2}
     assert steps_of(tmp_path / "evals.jsonl") == [0, 2]
-    again = log_of(tmp_path, step=2, evaluating=2)  # it had ended after the checkpoint
+    again = log_of(tmp_path, CONFIG, step=2, evaluating=2)  # it had ended after the checkpoint
     assert again.wants_evaluation and steps_of(tmp_path / "evals.jsonl") == [0]
     assert len(again.metrics) == 2 == len(RunDir(tmp_path).batches)
 
@@ -174,12 +108,12 @@ def test_an_evaluation_that_had_not_ended_is_done_again(
 ) -> None:
     text = "".join(json.dumps({"step": n, "version": n, "accuracy": 0.5}) + "\n" for n in ended)
     (tmp_path / "evals.jsonl").write_text(text + '{"step": 4, "ver')
-    log = log_of(tmp_path, step, every)
+    log = log_of(tmp_path, replace(CONFIG, eval=replace(CONFIG.eval, every=every)), step)
     assert log.wants_evaluation is is_due and log.is_evaluated(step) is (step in ended)
 
 
 def test_what_is_missing_at_the_end_is_named(tmp_path: Path) -> None:
-    log = log_of(tmp_path)
+    log = log_of(tmp_path, CONFIG)
     with files_up_to(100):
         evaluate(log, 4, right=2)
         log.summarise(True, {})
@@ -191,14 +125,14 @@ def test_what_is_missing_at_the_end_is_named(tmp_path: Path) -> None:
 
 
 def test_a_limit_that_is_broken_warns_or_ends_the_run_in_one_line(tmp_path: Path) -> None:
-    log, batch = log_of(tmp_path), Batch(7, 6, ())
-    log.check(7, batch, Trained(7), [Breach("low"), Breach("low again", is_shown=False)])
-    log.check(8, batch, Trained(8, problem="the loss was not finite"), [])
-    unchanged = "step 8: the loss was not finite: the weights stay as they were"
+    log, batch = log_of(tmp_path, CONFIG), Batch(7, 6, ())
+    log.check(batch, Trained(7), [Breach("low"), Breach("low again", is_shown=False)])
+    log.check(batch, Trained(7, problem="the loss was not finite"), [])
+    unchanged = "step 7: the loss was not finite: the weights stay as they were"
     assert log.view == ["warning: step 7: low", unchanged]
     fatal = [Breach("no update in 3 steps", is_fatal=True)]
-    with pytest.raises(MinirlError, match=r"step 9: no update .*; there is no checkpoint yet"):
-        log.check(9, batch, Trained(9), fatal)
+    with pytest.raises(MinirlError, match=r"step 7: no update .*; there is no checkpoint yet"):
+        log.check(batch, Trained(7), fatal)
 
 
 def test_a_directory_takes_one_run_at_a_time_and_every_state_differs(tmp_path: Path) -> None:

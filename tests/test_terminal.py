@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from minirl.view.status import Status
+from minirl.view.dashboard import Status
 from tests.bench.terminal import Terminal
 
 ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"  # the alternate screen

@@ -1,13 +1,15 @@
 """The timeline: what a worker says on its board becomes tracks and slices in one file."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from run_dirs import write_trace
+
 from minirl.shm.board import Board, State
-from minirl.shm.tracer import LANES, STATES, TraceFile, Tracer
-from minirl.view.trace import COLOURS, colour_of, read_rows
+from minirl.shm.tracer import LANES, STATES, Tracer, open_trace
+from minirl.view.charts import STATE_COLOURS, colour_of, read_rows
 
 
 def events_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -19,8 +21,8 @@ def test_states_phases_and_sequences_become_slices_on_a_track_each(tmp_path: Pat
     engine, rank = Board(1).writer(0), Board(1).writer(0)
     rank.enter(State.TRAINING, phase="not traced")
     for _ in range(2):  # a resumed run appends, and each worker keeps its track
-        file = TraceFile(tmp_path / "trace.json")
-        engine.tracer, rank.tracer = Tracer(file, "rollout-0"), Tracer(file, "train-0")
+        path = open_trace(tmp_path / "trace.json")
+        engine.tracer, rank.tracer = Tracer(path, "rollout-0"), Tracer(path, "train-0")
         engine.enter(State.GENERATING)
         for key in (0, 1):
             engine.tracer.begin_sequence(key)
@@ -35,55 +37,32 @@ def test_states_phases_and_sequences_become_slices_on_a_track_each(tmp_path: Pat
         rank.enter(State.PUBLISHING, anew=True, version=4)
         engine.tracer.close()
         rank.tracer.close()
-    events = events_of(tmp_path)
-    names = {(e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M"}
-    assert names == {(1000, "rollout-0"), (2000, "train-0")}
-
-    def slices(pid: int, tid: int) -> list[str]:
-        return [e["name"] for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (pid, tid)]
-
-    training = ["training: pack step 4", "training: forward and backward"]
-    assert slices(2000, STATES) == 2 * [*training, "publishing", "publishing"]
-    assert slices(1000, STATES) == 2 * ["generating"]
-    assert slices(1000, LANES) == 2 * ["group 7", "group 7"]
-    assert slices(1000, LANES + 1) == 2 * ["group 8"]
-    times = [e["ts"] for e in events if e["name"] == "publishing"]
-    assert times == sorted(times)
-
-
-def test_workers_append_at_once_without_mixing_lines(tmp_path: Path) -> None:
-    file = TraceFile(tmp_path / "trace.json")
-
-    def work(number: int) -> None:
-        tracer = Tracer(file, f"verify-{number}")
-        for n in range(200):
-            tracer.state("grading", {"group": n, "text": "x" * 200}, anew=True)
-        tracer.close()
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(4)))
-    assert sum(e["ph"] == "X" for e in events_of(tmp_path)) == 800
+    found = defaultdict(list)
+    for event in events_of(tmp_path):
+        name = event["name"] if event["ph"] == "X" else event["args"]["name"]
+        found[event["ph"], event["pid"], event["tid"]].append(name)
+    training = ["starting", "training: pack step 4", "training: forward and backward"]
+    assert found == {
+        ("M", 1000, STATES): 2 * ["rollout-0"],
+        ("M", 2000, STATES): 2 * ["train-0"],
+        ("X", 1000, STATES): 2 * ["starting", "generating"],
+        ("X", 1000, LANES): 4 * ["group 7"],
+        ("X", 1000, LANES + 1): 2 * ["group 8"],
+        ("X", 2000, STATES): 2 * [*training, "publishing", "publishing"],
+    }
 
 
 def test_the_report_reads_the_steps_before_the_last(tmp_path: Path) -> None:
     assert read_rows(tmp_path) == {}
-    file = TraceFile(tmp_path / "trace.json")
-    rank, engine = Tracer(file, "train-0"), Tracer(file, "rollout-0")
-    engine.state("generating", {})
-    for step in range(1, 9):
-        rank.state("waiting for batch", {})
-        rank.state("training", {"phase": f"pack step {step}"})
-    rank.close()
-    engine.close()
+    write_trace(tmp_path / "trace.json", steps=8)
     with (tmp_path / "trace.json").open("a") as out:
         out.write('not json "tid":0,\n["tid":0,]\n')
     rows = read_rows(tmp_path)
-    steps = [name for name, *_ in rows["train-0"] if "waiting" not in name]
+    steps = [name for name, *_ in rows["train-0"] if "pack" in name]
     assert steps == [f"training: pack step {n}" for n in range(3, 8)]
     assert list(rows) == ["rollout-0", "train-0"]
-    ((name, start, length),) = rows["rollout-0"]
-    assert (name, start) == ("generating", 0.0) and length > 0
-    phases = ("prefill after a reload", "prox forward", "forward and backward", "optimizer step")
-    colours = [colour_of(f"training: {phase}") for phase in phases]
-    assert colours == [COLOURS[word] for word in ("prefill", "forward", "backward", "optimizer")]
+    assert {name for name, *_ in rows["rollout-0"]} == {"generating", "waiting for prompts"}
+    phases = {"prefill": "prefill after a reload", "backward": "forward and backward"}
+    for word, phase in {**phases, "optimizer": "optimizer step", "forward": "prox forward"}.items():
+        assert colour_of(f"training: {phase}") == STATE_COLOURS[word]
     assert colour_of("waiting for batch") == ""

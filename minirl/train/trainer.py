@@ -98,9 +98,9 @@ class Trainer:
             "train/lr": lr,
             "train/tokens_per_s": num_tokens / (time.perf_counter() - started),
         }
-        ages = tuple(np.bincount(trained_staleness(prepared.items)).tolist())
+        counts = tuple(np.bincount(trained_staleness(prepared.items)).tolist())
         samples = self.shown_answers(batch, prepared)
-        return Trained(batch.version + 1, values, ages, self.problem, samples)
+        return Trained(batch.version + 1, values, counts, self.problem, samples)
 
     def update(self, minibatch: Minibatch, sums: Sums) -> float | None:
         """One optimizer step. Gives the policy's gradient norm before clipping, or None if the

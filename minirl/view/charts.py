@@ -1,47 +1,42 @@
-"""Which curves a report has, and how they are drawn. Takes runs, gives matplotlib figures.
+"""The figures of a report: curves, and the timeline of a run with log.trace.
 
-Runs whose recipes differ in their seed alone are one family: its curve is their mean, with a band
-from the lowest to the highest. A single run's accuracy has its 95 % interval as a band. Text and
-grid have one grey that can be read on white and on black. Leaves out the page (report.py).
+Takes runs, gives matplotlib figures. Runs whose recipes differ in their seed alone are one family:
+its curve is their mean, with a band from the lowest to the highest. A single run's accuracy has its
+95 % interval as a band. The timeline shows what each worker did during a few steps near the end,
+from RUN/trace.json, which the workers wrote (shm/tracer.py). Text and grid have one grey that can
+be read on white and on black. Leaves out the page (report.py), and sequences: Perfetto shows those.
 """
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from minirl.run_dir import Line, RunDir
+from minirl.shm.tracer import STATES
 from minirl.view.runs import short_names
 
+Families = dict[str, list[RunDir]]  # by the name of the first run
+Point = tuple[float, float, float, float]  # x, y, lowest, highest
+Slice = tuple[str, float, float]  # what, from when, how long: in seconds
+Rows = dict[str, list[Slice]]  # by worker
+
 GREY = "#7b8494"
-COLOURS = ("#2f7fc4", "#d2622f", "#329a66", "#9a5fc0", "#b8920c", "#d0458c")
+CURVES = ("#2f7fc4", "#d2622f", "#329a66", "#9a5fc0", "#b8920c", "#d0458c")
 
 
-class Family(NamedTuple):
-    name: str  # of its first run
-    runs: list[RunDir]
-
-    @property
-    def label(self) -> str:
-        return self.name + (f", {len(self.runs)} seeds" if len(self.runs) > 1 else "")
-
-
-def families(runs: Sequence[RunDir]) -> list[Family]:
+def families(runs: Sequence[RunDir]) -> Families:
     """Runs without a recipe are families of their own."""
-    found: dict[str, Family] = {}
+    found: dict[str, list[tuple[str, RunDir]]] = defaultdict(list)
     for name, run in zip(short_names(runs), runs, strict=True):
         recipe = sorted((key, str(v)) for key, v in run.recipe.items() if key != "seed")
-        found.setdefault(str(recipe or run.path), Family(name, [])).runs.append(run)
-    return list(found.values())
-
-
-class Point(NamedTuple):
-    x: float
-    y: float
-    low: float
-    high: float
+        found[str(recipe or run.path)].append((name, run))
+    return {named[0][0]: [run for _, run in named] for named in found.values()}
 
 
 @dataclass(frozen=True)
@@ -55,19 +50,19 @@ class Chart:
     is_share: bool = False
     x: str = "step"  # else it shows evaluations
 
-    def curve(self, family: Family, name: str) -> list[Point]:
+    def curve(self, runs: Sequence[RunDir], name: str) -> list[Point]:
         """One point per step: an evaluation's time differs from run to run."""
         found: dict[int, list[Point]] = defaultdict(list)
-        for run in family.runs:
+        for run in runs:
             for line in run.metrics if self.x == "step" else run.evals:
                 x, y = number(line, self.x), number(line, name)
                 if x is not None and y is not None:
                     low, high = number(line, "low"), number(line, "high")
-                    found[line["step"]].append(Point(x, y, y if low is None else low, high or y))
-        if len(family.runs) == 1:
+                    found[line["step"]].append((x, y, y if low is None else low, high or y))
+        if len(runs) == 1:
             return [point for points in found.values() for point in points]
         columns = [[*zip(*found[step], strict=True)] for step in sorted(found)]
-        return [Point(fmean(xs), fmean(ys), min(ys), max(ys)) for xs, ys, *_ in columns]
+        return [(fmean(xs), fmean(ys), min(ys), max(ys)) for xs, ys, *_ in columns]
 
 
 def number(line: Line, name: str) -> float | None:
@@ -98,17 +93,18 @@ CHARTS = (
 )
 
 
-def draw_charts(found: Sequence[Family]) -> Iterator[tuple[Chart, Any]]:
+def draw_charts(found: Families) -> Iterator[tuple[Chart, Any]]:
     """A figure for each chart that has a point."""
     several = len(found) > 1  # then colour distinguishes families
     for chart in CHARTS:
         figure, (axes,) = new_figure(4.8, 3.0)
-        for n, family in enumerate(found):
+        for n, (first, runs) in enumerate(found.items()):
+            label = first + (f", {len(runs)} seeds" if len(runs) > 1 else "")
             for place, (word, name) in enumerate(chart.series.items()):
-                if points := chart.curve(family, name):
-                    colour = COLOURS[(n if several else place) % len(COLOURS)]
-                    label = " · ".join([family.label] * several + [word] * bool(word))
-                    _plot(axes, points, colour, "--" if several and place else "-", label)
+                if points := chart.curve(runs, name):
+                    colour = CURVES[(n if several else place) % len(CURVES)]
+                    words = " · ".join([label] * several + [word] * bool(word))
+                    _plot(axes, points, colour, "--" if several and place else "-", words)
         if axes.lines:
             _finish(axes, chart, found)
             yield chart, figure
@@ -135,9 +131,9 @@ def _plot(axes: Any, points: Sequence[Point], colour: str, style: str, label: st
         axes.fill_between(xs, lows, highs, color=colour, alpha=0.2, linewidth=0)
 
 
-def _finish(axes: Any, chart: Chart, found: Sequence[Family]) -> None:
+def _finish(axes: Any, chart: Chart, found: Families) -> None:
     if chart.name == "staleness":
-        for eta in {number(run.recipe, "buffer.max_staleness") for f in found for run in f.runs}:
+        for eta in {number(runs[0].recipe, "buffer.max_staleness") for runs in found.values()}:
             axes.axhline(eta or 0, color=GREY, linestyle=":", label=f"η = {eta or 0:g}")
     if axes.get_ylim()[0] < 0.5 * axes.get_ylim()[1]:
         axes.set_ylim(bottom=min(0.0, axes.dataLim.y0))
@@ -148,3 +144,87 @@ def _finish(axes: Any, chart: Chart, found: Sequence[Family]) -> None:
     if axes.get_legend_handles_labels()[1]:
         place = {"loc": "outside lower left", "ncols": 2, "fontsize": 9}
         axes.figure.legend(frameon=False, labelcolor=GREY, **place)
+
+
+STEP = "training: pack "  # the slice with which a step begins
+MAX_TIMELINES = 4
+NUM_STEPS = 5  # shown: the slices of a whole run would be too thin to see
+STATE_COLOURS = {  # by a word of the slice's name, of which the first counts; waiting is left open
+    **{"prefill": "#1c6b50", "generating": "#3aa17e", "reloading": "#d1495b"},
+    **{"backward": "#3b78c3", "forward": "#7fa9dc", "optimizer": "#2a5a9f", "training": "#3b78c3"},
+    **{"publishing": "#e6a532", "grading": "#8e63b8", "saving": "#7d6b5d", "starting": "#9aa4b2"},
+}
+
+
+def read_rows(run_dir: Path) -> Rows:
+    """The last steps before the last one, which an evaluation follows. Empty: no trace."""
+    names: dict[int, str] = {}
+    found: Rows = defaultdict(list)
+    for event in _events(run_dir / "trace.json"):
+        if event["name"] == "process_name":
+            names[event["pid"]] = event["args"]["name"]
+        elif event["ph"] == "X":
+            worker, start = names.get(event["pid"], ""), event["ts"] / 1e6
+            found[worker].append((event["name"], start, event["dur"] / 1e6))
+    steps = [start for name, start, _ in found["train-0"] if name.startswith(STEP)]
+    begin, end = (steps[-1 - NUM_STEPS :][0], steps[-1]) if len(steps) > 1 else (0.0, 0.0)
+    rows: Rows = {}
+    for worker in (names[pid] for pid in sorted(names) if end > begin):
+        cut = [(name, max(a, begin), min(a + length, end)) for name, a, length in found[worker]]
+        rows[worker] = [(name, a - begin, b - a) for name, a, b in cut if b > a]
+    return rows
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    """States and names; the many lines of sequences are not parsed, torn ones dropped."""
+    with suppress(OSError), path.open(errors="replace") as file:
+        for text in file:
+            if f'"tid":{STATES},' in text:
+                with suppress(ValueError):
+                    yield json.loads(text.strip().removesuffix(","))
+
+
+def draw_timeline(found: Families) -> Any:
+    """The first run of each family, all on one time axis; None where no run has a trace."""
+    from matplotlib.patches import Patch
+
+    runs = {}
+    for name, (first, *_) in [*found.items()][:MAX_TIMELINES]:
+        if rows := read_rows(first.path):
+            runs[f"{name} (η = {first.recipe.get('buffer.max_staleness', '?')})"] = rows
+    if not runs:
+        return None
+    heights = [len(rows) + 1.5 for rows in runs.values()]
+    options = {"sharex": True, "gridspec_kw": {"height_ratios": heights}}
+    figure, panels = new_figure(12.0, 0.33 * sum(heights) + 0.7, len(heights), **options)
+    for (title, rows), axes in zip(runs.items(), panels, strict=True):
+        _draw_panel(axes, rows)
+        axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=GREY)
+    panels[-1].set_xlim(left=0)
+    panels[-1].set_xlabel("seconds")
+    patches = [Patch(label=word, facecolor=colour) for word, colour in STATE_COLOURS.items()]
+    place = {"loc": "outside lower left", "ncols": 11, "columnspacing": 1.0, "handlelength": 1.0}
+    figure.legend(handles=patches, frameon=False, labelcolor=GREY, **place)
+    return figure
+
+
+def _draw_panel(axes: Any, rows: Rows) -> None:
+    axes.grid(visible=False)
+    seconds = max(start + length for row in rows.values() for _, start, length in row)
+    for y, row in enumerate(rows.values()):
+        busy = [(start, length, c) for name, start, length in row if (c := colour_of(name))]
+        spans, colours = [span[:2] for span in busy], [colour for *_, colour in busy]
+        axes.broken_barh(spans, (y - 0.4, 0.8), facecolors=colours)
+        waiting = 1 - sum(length for _, length in spans) / seconds
+        axes.text(seconds, y, f" {waiting:.0%} waiting", color=GREY, va="center")
+    for name, start, _ in rows["train-0"]:
+        if name.startswith(STEP):
+            axes.axvline(start, color=GREY, linewidth=0.6)
+            axes.text(start, len(rows) - 0.2, f" {name.removeprefix(STEP)}", color=GREY)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set_ylim(len(rows), -0.5)
+
+
+def colour_of(name: str) -> str:
+    """Of a state with its phase; "" where it waits."""
+    return next((colour for word, colour in STATE_COLOURS.items() if word in name), "")

@@ -11,14 +11,12 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from rich.console import Console
 from rich.text import Text
 
-from minirl.view.dashboard import KEYS, Reporter, Screen, can_draw
-from minirl.view.status import Observer, eta
+from minirl.view.dashboard import KEYS, Reporter, Screen, can_draw, eta
 from minirl.workers import LossyStream
 
 if TYPE_CHECKING:
@@ -69,16 +67,15 @@ class ConsoleView:
             self.console.print(_stamped(time.monotonic() - self._began, text))
 
     @contextlib.contextmanager
-    def watching(self, loop: "Loop", run_dir: Path) -> Iterator[None]:
+    def watching(self, loop: "Loop") -> Iterator[None]:
         """While the loop runs: status.json, and in a terminal the dashboard."""
-        observer = Observer(loop, run_dir.name, self._notes)
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.close)
-            screen = None
-            if not self.is_plain and can_draw(self.console):
-                screen = stack.enter_context(Screen(self.console, KEYS))
-            stack.enter_context(Reporter(observer, run_dir, self.note, screen))
-            yield
+        can_show = not self.is_plain and can_draw(self.console)
+        drawn = Screen(self.console, KEYS) if can_show else contextlib.nullcontext()
+        try:
+            with drawn as screen, Reporter(loop, self._notes, screen):
+                yield
+        finally:
+            self.close()
 
     def finished(self, summary: dict[str, Any], try_next: str) -> None:
         known = {name: value for name, value in summary.items() if value is not None}

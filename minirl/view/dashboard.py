@@ -1,34 +1,57 @@
-"""The dashboard: draws a Status on the terminal, live (Reporter) or from status.json (`watch`).
+"""The dashboard: what there is to see of a run now, and how it looks on a terminal.
 
-Takes a Status, gives a picture of any size: panels are lists of lines of rich Segments (Text and
-Table would take three times as long). Leaves out: where a Status comes from (status.py).
+Takes a loop that runs, gives a Status once a second (`Reporter`), saved in status.json; draws it
+live, or from that file for `minirl watch`. It only reads the loop, which takes no lock for it. The
+picture is a function of a Status and fits any size: panels are lists of lines of rich Segments
+(Text and Table would take three times as long). Leaves out plain lines (console.py).
 """
 
 import contextlib
+import math
 import os
 import select
 import termios
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections import deque
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
+from minirl.balance import measured
 from minirl.errors import one_line
-from minirl.run_dir import RunDir
-from minirl.view.status import SPEED, Lane, Observer, Phase, Point, Status, clock, eta
+from minirl.run_dir import RunDir, RunState, replacing
+from minirl.shm.board import Row, State
+from minirl.view.runs import prompt_text
+from minirl.workers import Worker
+
+if TYPE_CHECKING:
+    from minirl.loop import Loop
 
 Line = list[Segment]
+Point = tuple[float, float]
 
+FILE = "status.json"
+NUM_LETTERS = 60  # of a strip, one per second
+LETTERS = dict(zip(State, "·░█▓░█▓▒░█", strict=True))  # starts, waits, works, weights, saves
+SPEED = (  # metric, name, form of a value
+    ("rollout/tokens_per_s", "generation", "{:,.0f} tok/s"),
+    ("train/tokens_per_s", "training", "{:,.0f} tok/s"),
+    ("rollout/length_mean", "length", "{:,.0f} tokens"),
+    ("rollout/truncated_frac", "truncated", "{:.0%}"),
+    ("train/logprob_gap", "logprob gap", "{:.1e}"),
+)
 BLOCKS, EIGHTHS = " ▁▂▃▄▅▆▇█", " ▏▎▍▌▋▊▉█"
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # braille, by row and column
 COLOURS = {"█": "green", "▓": "magenta", "▒": "cyan"}  # of a strip's letters; others are dim
@@ -37,6 +60,71 @@ LOOK_S = 1.0
 SILENT_S = 5.0
 KEYS = " q finish and save   p another sample   s save a checkpoint now"
 WATCH_KEYS = " q leave (the run continues)   p another sample"
+
+
+@dataclass(frozen=True)
+class Lane:
+    name: str = ""  # of an engine or a rank
+    state: str = ""  # "generating 31 at v40", "waiting for batch", …
+    strip: str = ""  # one of LETTERS per second, newest last
+
+
+@dataclass(frozen=True)
+class Sample:
+    title: str = ""
+    prompt: str = ""
+    answer: str = ""
+
+
+class Status(BaseModel):
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
+
+    name: str = ""
+    time: float = 0.0  # when it was made, Unix seconds
+    state: RunState | Literal["starting"] = "starting"
+    doing: str = ""  # what the controller waits for
+    reason: str = ""  # of the end
+    step: int = 0
+    steps: int = 0
+    seconds: float = 0.0  # since training began
+    verdict: str = ""  # what limits throughput
+    lanes: list[Lane] = []
+    slots: dict[str, int] = {}
+    staleness: list[int] = []  # trained tokens by staleness, recent steps
+    max_staleness: int = 0
+    curves: dict[str, list[Point]] = {}  # by step; accuracy by version
+    last: dict[str, float] = {}  # the last step's metrics
+    samples: list[Sample] = []  # newest last
+    notes: list[tuple[float, str]] = []  # seconds, text; newest last
+    cost: float = 0.0  # CPU seconds per second that the reporter takes
+
+    @property
+    def is_over(self) -> bool:
+        return self.state not in ("starting", "running")
+
+    def save(self, run_dir: Path) -> None:
+        with replacing(run_dir / FILE, sync=False) as aside:  # a sync could take seconds
+            aside.write_text(self.model_dump_json())
+
+    @staticmethod
+    def read(run_dir: Path) -> "Status":
+        try:
+            return Status.model_validate_json((run_dir / FILE).read_bytes())
+        except (OSError, ValidationError):
+            nothing = f"no status.json in {run_dir}"
+            return Status(name=run_dir.name, time=time.time(), doing=nothing)
+
+
+def clock(seconds: float) -> str:
+    if not 0 <= seconds < 1e9:
+        return "?"
+    return str(timedelta(seconds=int(seconds))).removeprefix("0:").removeprefix("0")
+
+
+def eta(line: dict[str, float], steps: int) -> str:
+    """After the step of this metrics line, if all take as long as those before."""
+    step = line.get("step") or math.nan
+    return clock(line.get("seconds", 0.0) / step * (steps - step))
 
 
 def paint(text: str, style: str = "") -> Segment:
@@ -213,8 +301,8 @@ def picture(
     text, style = headline(status, now)
     lines = [top, [paint(f" {shorten(text, width - 1)}", style)]]
     lines += body(status, width, height - 3, which)
-    lines = [*lines[: height - 1], *[[]] * (height - 1 - len(lines)), [paint(keys, "dim")]]
-    rows = (Segment.adjust_line_length(line, width) for line in lines)
+    above = Segment.set_shape(lines[: height - 1], width, height - 1)
+    rows = [*above, Segment.adjust_line_length([paint(keys, "dim")], width)]
     return Segments([segment for row in rows for segment in (*row, Segment.line())])
 
 
@@ -226,6 +314,29 @@ def can_draw(console: Console) -> bool:
         is_ours = os.isatty(0) and os.tcgetpgrp(1) == os.getpgrp()
         return is_ours and is_large and not console.is_dumb_terminal
     return False
+
+
+def curves(lines: list[dict[str, float]]) -> dict[str, list[Point]]:
+    """Thinned out to 240 points, always with the last step."""
+    shown = lines[:: -max(1, math.ceil(len(lines) / 240))][::-1]
+    names = ("reward/mean", *(metric for metric, _, _ in SPEED))
+    return {name: [(line["step"], line[name]) for line in shown if name in line] for name in names}
+
+
+def lane_state(row: Row) -> str:
+    if row.beat_s > 30 and row.state is not State.STARTING:
+        return f"{row.state.words}, silent {clock(row.beat_s)}"
+    if row.state is State.GENERATING:
+        return f"{row.state.words} {row.running} at v{row.version}"
+    return row.state.words
+
+
+def _sample(line: dict[str, Any]) -> Sample:
+    """From a line of samples.jsonl; of long texts a part."""
+    title = f"of step {line['step']}: reward {line['reward']:g}, wanted {line['reference']!s:.16}"
+    title += f", by versions {line['versions'][0]} to {line['versions'][1]}"
+    title += ", truncated" if line["stop"] == "length" else ""
+    return Sample(title, prompt_text(line["prompt"])[-2000:], line["answer"][:2000])
 
 
 class Screen:
@@ -269,10 +380,10 @@ class Reporter:
     """A thread of the controller: makes a status, saves and draws it, reads keys. The loop never
     waits for it, and whatever fails here is noted and costs the picture, not the run."""
 
-    def __init__(
-        self, observer: Observer, run_dir: Path, note: Callable[[str], None], screen: Screen | None
-    ):
-        self._observer, self._run_dir, self._note, self._screen = observer, run_dir, note, screen
+    def __init__(self, loop: "Loop", notes: deque[tuple[float, str]], screen: Screen | None):
+        self._loop, self._notes, self._screen = loop, notes, screen
+        self._workers = loop.engines + loop.ranks
+        self._strips = {w.name: deque[str](maxlen=NUM_LETTERS) for w in self._workers}
         self._cost, self._is_ending = 0.0, threading.Event()
         self._thread = threading.Thread(target=self._run, name="reporter", daemon=True)
 
@@ -283,22 +394,23 @@ class Reporter:
         """The last status says how the run ended."""
         self._is_ending.set()
         self._thread.join(3.0)  # a stopped terminal (Ctrl-S) may hold it up
-        loop, reason = self._observer.loop, ""
-        state: Phase = "finished" if loop.step >= loop.config.train.steps else "stopped"
+        is_whole = self._loop.step >= self._loop.config.train.steps
+        state: RunState = "finished" if is_whole else "stopped"
+        reason = ""
         if error is not None:
             state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
             reason = one_line(str(error) or type(error).__name__)
         with contextlib.suppress(Exception):  # the result of the run is elsewhere
-            last = self._observer.status(self._cost)
-            replace(last, state=state, reason=reason, doing="").save(self._run_dir)
+            ended = {"state": state, "reason": reason, "doing": ""}
+            self.status().model_copy(update=ended).save(self._loop.log.run_dir)
 
     def _run(self) -> None:
         began = time.monotonic()
         try:
             while not self._is_ending.is_set():
-                status = self._observer.status(self._cost)
+                status = self.status()
                 with contextlib.suppress(OSError):  # a full disk costs `minirl watch` alone
-                    status.save(self._run_dir)
+                    status.save(self._loop.log.run_dir)
                 if self._screen is None:
                     self._is_ending.wait(LOOK_S)
                 else:
@@ -306,18 +418,66 @@ class Reporter:
                 self._cost = time.thread_time() / (time.monotonic() - began)
         except Exception as error:
             what = one_line(f"{type(error).__name__}: {error}")
-            self._note(f"the dashboard is off, training continues: {what}")
+            self._loop.log.note(f"the dashboard is off, training continues: {what}")
             if self._screen is not None:
                 self._screen.__exit__()
 
     def _press(self, keys: str) -> None:
-        loop = self._observer.loop
         if "q" in keys:
-            loop.is_interrupted = True
-            self._note("q: finishing the step and saving; Ctrl-C ends it now")
-        if "s" in keys and loop.step > 0:
-            loop.wants_save = True
-            self._note("s: a checkpoint is saved when the running step is done")
+            self._loop.is_interrupted = True
+            self._loop.log.note("q: finishing the step and saving; Ctrl-C ends it now")
+        if "s" in keys and self._loop.step > 0:
+            self._loop.wants_save = True
+            self._loop.log.note("s: a checkpoint is saved when the running step is done")
+
+    def status(self) -> Status:
+        """Copies in one call what the loop could change meanwhile."""
+        loop, log, config = self._loop, self._loop.log, self._loop.config
+        lines, is_up = log.metrics[:], loop.is_ready
+        word = "GPU" if loop.engines[0].placement.kind == "cuda" else "process"
+        return Status(
+            name=log.run_dir.name,
+            time=time.time(),
+            state="running" if is_up else "starting",
+            doing=self._doing(),
+            step=loop.step,
+            steps=config.train.steps,
+            seconds=log.seconds if is_up else 0.0,
+            verdict=measured(config, lines[-20:], word),
+            lanes=[self._lane(worker) for worker in self._workers],
+            slots=self._slots(),
+            staleness=[sum(n) for n in zip_longest(*list(log.recent_staleness), fillvalue=0)],
+            max_staleness=config.buffer.max_staleness,
+            curves={**curves(lines), "eval/accuracy": list(log.accuracies)},
+            last=lines[-1] if lines else {},
+            samples=[_sample(line) for line in list(log.recent_samples)],
+            notes=list(self._notes),
+            cost=self._cost,
+        )
+
+    def _doing(self) -> str:
+        loop, evaluation = self._loop, self._loop.groups.evaluation
+        if missing := [worker.name for worker in self._workers if not worker.is_ready]:
+            return f"starting {', '.join(missing)}"
+        if loop.is_interrupted:
+            return "finishing the step, then saving; Ctrl-C ends it now"
+        return f"evaluating version {evaluation.version}" if evaluation else ""
+
+    def _lane(self, worker: Worker) -> Lane:
+        row, strip = self._loop.workers.board.row(worker.row), self._strips[worker.name]
+        strip.append(LETTERS[row.state])
+        return Lane(worker.name, lane_state(row), "".join(strip).rjust(NUM_LETTERS))
+
+    def _slots(self) -> dict[str, int]:
+        buffer, sampling = self._loop.buffer, self._loop.groups.num_sampling
+        running, ready = buffer.num_running, buffer.num_ready
+        return {
+            "sampling": sampling,
+            "grading": max(0, running - sampling),
+            "ready": ready,
+            "training": max(0, buffer.num_in_flight - running - ready),
+            "free": buffer.num_free,
+        }
 
 
 def look(run_dir: Path) -> Status:
@@ -325,7 +485,7 @@ def look(run_dir: Path) -> Status:
     found = Status.read(run_dir)
     if found.is_over or time.time() - found.time < SILENT_S or RunDir(run_dir).state == "running":
         return found
-    return replace(found, state="failed", reason="its process is gone")
+    return found.model_copy(update={"state": "failed", "reason": "its process is gone"})
 
 
 def watch(run_dir: Path, once: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 Takes runs, whole or damaged; gives report.html, one PNG per figure and timeline.svg. Figures have
 no background, so that the page can be light or dark; report.html here is its jinja2 template.
-Leaves out the figures (charts.py, trace.py).
+Leaves out the figures (charts.py).
 """
 
 import io
@@ -19,11 +19,9 @@ from minirl.config import KEYS, Config, get
 from minirl.errors import MinirlError, RecipeError
 from minirl.metrics import DROPPED
 from minirl.run_dir import Line, RunDir
-from minirl.view.charts import CHARTS, Family, draw_charts, families, number
+from minirl.view.charts import CHARTS, Families, draw_charts, draw_timeline, families, number
 from minirl.view.runs import formatted, prompt_text, short_names
-from minirl.view.trace import draw_timeline, read_rows
 
-MAX_TIMELINES = 4
 MAX_SAMPLES = 12  # with tokens, evenly spread over a run
 
 
@@ -82,10 +80,10 @@ def samples_with_tokens(run: RunDir) -> list[tuple[Line, int, Any]]:
     return found
 
 
-def page(found: Sequence[Family], figures: Sequence[Any], timeline: str) -> str:
+def page(found: Families, figures: Sequence[Any], timeline: str) -> str:
     from jinja2 import Environment
 
-    runs = [run for family in found for run in family.runs]
+    runs = [run for family in found.values() for run in family]
     template = (files("minirl.view") / "report.html").read_text()
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     defaults = {key: str(get(Config(), key)).replace("()", "[]") for key in KEYS}
@@ -109,15 +107,12 @@ def write(runs: Sequence[RunDir], folder: Path) -> list[Path]:
     """The files, the page first."""
     if not find_spec("jinja2") or not find_spec("matplotlib"):
         raise MinirlError('a report needs jinja2 and matplotlib: pip install "minirl[report]"')
-    found, timeline, traced = families(runs), "", {}
-    for name, (first, *_) in found[:MAX_TIMELINES]:
-        if rows := read_rows(first.path):
-            traced[f"{name} (η = {first.recipe.get('buffer.max_staleness', '?')})"] = rows
+    found, timeline = families(runs), ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         drawn = [(chart, save(figure, folder / chart.name)) for chart, figure in draw_charts(found)]
-        if traced:
-            timeline = save(draw_timeline(traced), folder / "timeline")
+        if (figure := draw_timeline(found)) is not None:
+            timeline = save(figure, folder / "timeline")
             (folder / "timeline.svg").write_text(timeline)
         (folder / "report.html").write_text(page(found, drawn, timeline))
     except OSError as error:

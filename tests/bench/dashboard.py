@@ -23,7 +23,7 @@ from pathlib import Path
 
 from minirl.launch import _signals
 from minirl.view.console import ConsoleView
-from minirl.view.status import FILE
+from minirl.view.dashboard import FILE
 from tests.bench import Figure, Options, at_most
 from tests.bench.controller import Shape, play
 from tests.bench.loop_harness import Loop
@@ -44,7 +44,7 @@ def main(folder: Path, steps: int, engines: int, ranks: int, step_s: float) -> N
     view = ConsoleView(wanted.num_steps)
 
     def watching(loop: Loop) -> AbstractContextManager[object]:
-        return view.watching(loop, folder)
+        return view.watching(loop)
 
     def signals(loop: Loop) -> AbstractContextManager[object]:
         return _signals(loop, view)

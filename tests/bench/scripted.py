@@ -155,7 +155,7 @@ def reply(request: Train | Save, script: TrainerScript, board: BoardWriter) -> T
         "buffer/staleness_mean": float(request.batch.version - oldest),
         "buffer/staleness_max": float(request.batch.version - oldest),
     }
-    return Trained(version, values, ages=(3, 2, 1))
+    return Trained(version, values, staleness_counts=(3, 2, 1))
 
 
 def verifier(answer: object, board: BoardWriter, pipe: Connection) -> None:
