@@ -150,14 +150,14 @@ def evaluate(
 
     given = {"tasks.kind": task or None, "eval.num_prompts": problems}
     values = tool.as_overrides({**given, "eval.temperature": temperature})
-    options = tool.Options(recipe, k, (*(overrides or ()), *values))
+    values = (*(overrides or ()), *values)
     if (compare is None) == (target is None):
         remedy = "minirl eval MODEL_OR_RUN, or minirl eval --compare A B"
         raise RecipeError("MODEL_OR_RUN", target or "", "one target, or --compare", remedy)
     if compare is not None:
-        _show(tool.compare_named(compare, options, out))
+        _show(tool.compare_named(compare, recipe, values, k, out))
         return
-    _, found = tool.evaluate(tool.resolve(cast(str, target), options), options, out)
+    _, found = tool.evaluate(tool.resolve(cast(str, target), recipe, values, k), out)
     _show(tool.summary_rows(found))
     raise typer.Exit(0 if found["accuracy"] is not None else 1)
 
@@ -177,14 +177,13 @@ def sample(
 
     minirl sample runs/smoke-… "Tom has 7 apples. Tom buys 5 more. How many has Tom?" --tokens
     """
-    from minirl.tools.evaluate import Options, as_overrides, resolve, run_of
+    from minirl.tools.evaluate import as_overrides, resolve, run_of
     from minirl.tools.sample import sample as draw
 
     kind = None if run_of(model) else "arithmetic"  # any task: none is used
     given = {"tasks.kind": kind, "eval.temperature": temperature}
     values = as_overrides({**given, "rollout.max_new_tokens": max_new_tokens})
-    options = Options(overrides=(*values, *(overrides or ())))
-    drawn = draw(resolve(model, options), prompt, num, raw)
+    drawn = draw(resolve(model, None, (*values, *(overrides or ()))), prompt, num, raw)
     for i, (answer, written) in enumerate(drawn, start=1):
         num, total = len(written), sum(value for _, value in written)
         typer.echo(f"--- {i}: {num} tokens, {answer.stop}, mean logprob {total / max(1, num):.3f}")

@@ -44,57 +44,49 @@ class Attempt:
     error: str = ""
 
 
-@contextmanager
-def collecting(
-    config: Config,
-    folder: Path,
-    tokenizer: Any,
-    num_cells: int,
-    log_dir: Path,
-    note: Callable[[str], None],
-    dialogue: Dialogue | None = None,
-    is_graded: bool = True,
-) -> Iterator["Collector"]:
-    """With engines that start, and verifiers unless nothing is to be graded."""
-    kind, available = devices.find_devices(config.devices.kind)
-    places = devices.place(config, kind, available, ranks=False)[0]
-    log_dir.mkdir(parents=True, exist_ok=True)
-    temp = Path(tempfile.mkdtemp(prefix="minirl-"))
-    workers = Workers(log_dir, len(places) + config.tasks.verifiers)
-    with signals():
-        try:
-            ring = TrajectoryRing(num_cells, config.max_tokens_per_trajectory)
-            seed, source = config.seed * 1000 + 1, str(folder)
-            first = RolloutSetup(config, source, kind, seed, ring, None, dialogue)
-            spawn_engines(workers, first, places, temp)
-            if is_graded:
-                spawn_verifiers(workers, VerifierSetup(config, source, ring, dialogue))
-            note(f"starting {len(places)} engine{'s'[: len(places) != 1]}")
-            collector = Collector(config, workers, ring, tokenizer, note, dialogue)
-            while not all(worker.is_ready for worker in workers.of(Role.ROLLOUT)):
-                collector.collect()
-            yield collector
-        finally:
-            with signals(signal.SIG_IGN):
-                workers.kill()
-                devices.sweep_temp(temp)
-
-
 @dataclass
 class Collector:
-    config: Config
-    workers: Workers
-    ring: TrajectoryRing
-    tokenizer: Any
-    note: Callable[[str], None]
-    dialogue: Dialogue | None
+    """The controller of an evaluation, as `Loop` is that of training, and its log."""
 
-    def __post_init__(self) -> None:
-        engines, verifiers = (len(self.workers.of(role)) for role in (Role.ROLLOUT, Role.VERIFY))
-        self.groups = Groups(self.config, None, Buffer(1, 0), engines, verifiers, self.note)
-        self.supervisor = Supervisor(self.config, self.workers, self.groups, self, self)
-        self.run_dir = self.workers.log_dir
-        self.workers_replaced = 0.0
+    config: Config
+    folder: Path  # of the weights
+    tokenizer: Any
+    run_dir: Path  # for logs
+    note: Callable[[str], None]
+    dialogue: Dialogue | None = None
+    is_graded: bool = True  # else there are no verifiers
+    workers_replaced: float = 0.0
+
+    @contextmanager
+    def running(self, num_cells: int) -> Iterator["Collector"]:
+        """With engines that are ready; `num_cells` answers may be in flight at once."""
+        kind, available = devices.find_devices(self.config.devices.kind)
+        places = devices.place(self.config, kind, available, ranks=False)[0]
+        self.ring = TrajectoryRing(num_cells, self.config.max_tokens_per_trajectory)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.workers = Workers(self.run_dir, len(places) + self.config.tasks.verifiers)
+        temp = Path(tempfile.mkdtemp(prefix="minirl-"))
+        with signals():
+            try:
+                self._spawn(kind, places, temp)
+                while not all(worker.is_ready for worker in self.workers.of(Role.ROLLOUT)):
+                    self.collect()
+                yield self
+            finally:
+                with signals(signal.SIG_IGN):
+                    self.workers.kill()
+                    devices.sweep_temp(temp)
+
+    def _spawn(self, kind: str, places: list[devices.Placement], temp: Path) -> None:
+        config, source, seed = self.config, str(self.folder), self.config.seed * 1000 + 1
+        first = RolloutSetup(config, source, kind, seed, self.ring, None, self.dialogue)
+        spawn_engines(self.workers, first, places, temp)
+        if self.is_graded:
+            spawn_verifiers(self.workers, VerifierSetup(config, source, self.ring, self.dialogue))
+        self.note(f"starting {len(places)} engine{'s'[: len(places) != 1]}")
+        num_verifiers = len(self.workers.of(Role.VERIFY))
+        self.groups = Groups(config, None, Buffer(1, 0), len(places), num_verifiers, self.note)
+        self.supervisor = Supervisor(config, self.workers, self.groups, self, self)
 
     def answers(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, Ended]]:
         """By place, in the order in which they end. A prompt that stands there k times has k
@@ -118,17 +110,18 @@ class Collector:
         self.workers.deliver(self.supervisor.check())
 
     def view(self, ended: Ended) -> TrajectoryView | None:
-        if ended.trajectory is None:
-            return None
-        return self.ring.read(ended.trajectory.cell, ended.group_id)
+        """None: there is no answer."""
+        answer = ended.trajectory
+        return self.ring.read(answer.cell, ended.group_id) if answer else None
 
     def attempt(self, ended: Ended) -> Attempt:
-        if ended.trajectory is None:
+        answer, view = ended.trajectory, self.view(ended)
+        if answer is None or view is None:
             return Attempt("", None, 0, REFUSED, ended.error)
-        view = self.ring.read(ended.trajectory.cell, ended.group_id)
         text = readable(texts_of(view, self.tokenizer, self.dialogue))
-        stop = ended.trajectory.stop.name.lower()
-        return Attempt(text, ended.reward, ended.trajectory.num_written, stop, ended.error)
+        return Attempt(
+            text, ended.reward, answer.num_written, answer.stop.name.lower(), ended.error
+        )
 
     # -- what the supervisor asks
 
@@ -136,12 +129,12 @@ class Collector:
         return self.groups.facts()
 
     def keep_batch(self, worker: Worker, why: str) -> str:
-        return f"; its log is in {self.workers.log_dir}"
+        return f"; its log is in {self.run_dir}"
 
     def roll_back(self, delay_s: float) -> Sends:
         raise AssertionError("there are no ranks")
 
     def stalled(self, report: str) -> Path:
-        path = self.workers.log_dir / "stall.txt"
+        path = self.run_dir / "stall.txt"
         path.write_text(report)
         return path

@@ -19,17 +19,17 @@ from typing import Any
 import numpy as np
 
 from minirl import model, recipe
-from minirl.config import TINY, Config
+from minirl.config import Config
 from minirl.devices import find_devices
 from minirl.errors import RecipeError
 from minirl.launch import heldout_prompts, model_folder
-from minirl.run_dir import read_lines, write_text
+from minirl.records import Prompt
+from minirl.run_dir import holds_run, read_lines, write_text
 from minirl.shm.ring import TrajectoryRing
 from minirl.statistics import bootstrap, interval_of, mcnemar, pass_at, usual_ks
-from minirl.tasks import Task
 from minirl.tasks.registry import make_task, self_check
 from minirl.tasks.turns import dialogue_of
-from minirl.tools.collect import Attempt, collecting
+from minirl.tools.collect import Attempt, Collector
 from minirl.train import checkpoint
 from minirl.view.console import Bar
 
@@ -41,25 +41,16 @@ TEST = "McNemar, exact"  # where a problem has several answers: of its mean rewa
 
 
 @dataclass(frozen=True)
-class Options:
-    recipe: Path | None = None
-    k: int = 1
-    overrides: tuple[str, ...] = ()  # as of --set
-
-    def names(self, key: str) -> bool:
-        return any(text.startswith(f"{key}=") for text in self.overrides)
-
-
-@dataclass(frozen=True)
 class Target:
     name: str  # as typed
     config: Config
-    folder: Path | None  # of the weights; None: where model.path leads
+    k: int = 1  # answers to each problem
+    folder: Path | None = None  # of the weights; None: where model.path leads
     run_dir: Path | None = None
 
 
 def as_overrides(values: Mapping[str, object]) -> tuple[str, ...]:
-    """In the recipe's own words; None is not given."""
+    """As of --set; None is not given."""
     return tuple(f"{key}={json.dumps(v)}" for key, v in values.items() if v is not None)
 
 
@@ -72,29 +63,31 @@ def run_of(name: str) -> Path | None:
     path = Path(name)
     if path.parent.name == "checkpoints" and (path / "config.json").is_file():
         path = path.parent.parent
-    return path if (path / "recipe.toml").is_file() else None
+    return path if holds_run(path) else None
 
 
-def resolve(name: str, options: Options) -> Target:
-    """Checks all that needs no machine. Raises RecipeError with what is missing."""
-    run = run_of(name)
-    folder, path, values = None, options.recipe, [*options.overrides, NO_LIMIT]
+def resolve(
+    name: str, path: Path | None = None, overrides: Sequence[str] = (), k: int = 1
+) -> Target:
+    """`path` is of a recipe; default: the run's own. Raises RecipeError with what is missing."""
+    run, folder, values = run_of(name), None, [*overrides, NO_LIMIT]
     if run is not None:
         folder = last_checkpoint(run) if run == Path(name) else Path(name)
         path = path or run / "recipe.toml"
-    elif path is None and not options.names("tasks.kind"):
-        remedy = "name a recipe with --recipe, or set tasks.kind"
-        raise RecipeError("MODEL_OR_RUN", name, "is a model, which comes with no task", remedy)
     else:
         values = [*as_overrides({"model.path": name}), *values]
-    config = recipe.load(path, values).config
-    recipe.check_task(config)
-    if run is None and config.model.path != TINY:
-        recipe.find_model(config)  # raises where the path leads nowhere
-    if options.k > 1 and config.eval.temperature == 0:  # else all answers would be alike
+    loaded = recipe.load(path, values)
+    if path is None and loaded.origins["tasks.kind"] == "default":
+        remedy = "name a recipe with --recipe, or set tasks.kind"
+        raise RecipeError("MODEL_OR_RUN", name, "is a model, which comes with no task", remedy)
+    recipe.check_task(loaded.config)
+    if run is None:
+        recipe.find_model(loaded.config)  # raises where the path leads nowhere
+    config = with_engines(loaded)
+    if k > 1 and config.eval.temperature == 0:  # else all answers would be alike
         sampled = replace(config.eval, temperature=config.rollout.temperature)
         config = replace(config, eval=sampled)
-    return Target(name, config, folder, run)
+    return Target(name, config, k, folder, run)
 
 
 def last_checkpoint(run_dir: Path) -> Path:
@@ -106,13 +99,14 @@ def last_checkpoint(run_dir: Path) -> Path:
     return folders[-1]
 
 
-def with_devices(config: Config, num_devices: int | None) -> Config:
-    """As asked; else on CUDA all GPUs, on CPU one engine with all cores."""
-    kind, available = find_devices(config.devices.kind)
-    width = config.devices.tensor_parallel
-    everything = available // width * width if kind == "cuda" else width
-    own = replace(config.devices, rollout=num_devices or everything)
-    config = replace(config, devices=own)
+def with_engines(loaded: recipe.Loaded) -> Config:
+    """On devices.rollout of --set; else on CUDA all GPUs, on CPU one engine with all cores."""
+    config, own = loaded.config, loaded.config.devices
+    kind, available = find_devices(own.kind)
+    if loaded.origins["devices.rollout"] != "--set":
+        whole = available // own.tensor_parallel if kind == "cuda" else 1
+        own = replace(own, rollout=max(1, whole) * own.tensor_parallel)
+        config = replace(config, devices=own)
     recipe.check_devices(config, kind, available, own.rollout - own.train)  # nothing is trained
     return config
 
@@ -168,16 +162,18 @@ def summarise(results: Sequence[Result]) -> dict[str, Any]:
 
 def read(path: Path) -> list[Result]:
     """A results.jsonl, or the folder that holds one."""
-    rows = read_lines(path / RESULTS if path.is_dir() else path, key="problem")
     try:
-        answers = [tuple(Attempt(**answer) for answer in row["answers"]) for row in rows]
-        found = [Result(**{**row, "answers": a}) for row, a in zip(rows, answers, strict=True)]
-    except (KeyError, TypeError):
-        found = []
-    if not found:
-        remedy = f"name a {RESULTS} as `minirl eval` wrote it"
-        raise RecipeError("results", str(path), "is no results of an eval", remedy)
-    return found
+        rows = read_lines(path / RESULTS if path.is_dir() else path, key="problem")
+        if found := [_result(**row) for row in rows]:
+            return found
+    except TypeError:
+        pass
+    remedy = f"name a {RESULTS} as `minirl eval` wrote it"
+    raise RecipeError("results", str(path), "is no results of an eval", remedy)
+
+
+def _result(answers: Sequence[dict[str, Any]], **others: Any) -> Result:
+    return Result(answers=tuple(Attempt(**answer) for answer in answers), **others)
 
 
 # One evaluation -----------------------------------------------------------------------------------
@@ -202,59 +198,57 @@ def summary_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def evaluate(
-    target: Target, options: Options, out: Path | None
-) -> tuple[list[Result], dict[str, Any]]:
+def evaluate(target: Target, out: Path | None) -> tuple[list[Result], dict[str, Any]]:
     """The results and their summary. Ctrl-C leaves the problems that were done in results.jsonl."""
-    asked = target.config.devices.rollout if options.names("devices.rollout") else None
-    config = with_devices(target.config, asked)
+    config, bar = target.config, Bar("problems")
     task = make_task(config)
     self_check(task, config.tasks.kind)
     folder = choose_folder(target, out)
-    bar = Bar("problems")
     bar.note(f"{target.folder or target.name} on {config.tasks.kind}; results in {folder}")
     source = target.folder or model_folder(config, folder / "logs", bar.note)
     recipe.check_model(config, source)
     (folder / "recipe.toml").write_text(recipe.to_toml(config))
-    results, figures = _ask(config, task, source, folder, options.k, bar)
-    names = {"target": target.name, "model": str(source), "folder": str(folder)}
-    summary = {**names, **summarise(results), **figures}
+    tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
+    prompts = heldout_prompts(config, task, tokenizer)
+    dialogue = dialogue_of(task, config.tasks.kind, tokenizer)
+    there = Collector(config, source, tokenizer, folder / "logs", bar.note, dialogue)
+    results, seconds = _ask(there, prompts, target.k, folder / RESULTS, bar)
+    num_tokens = sum(answer.length for result in results for answer in result.answers)
+    summary = {
+        "target": target.name,
+        "model": str(source),
+        "folder": str(folder),
+        **summarise(results),
+        "prompts_too_long": len(task.heldout(config.eval.num_prompts)) - len(prompts),
+        "seconds": round(seconds, 3),
+        "tokens_per_s": num_tokens / max(seconds, 1e-9),
+    }
     write_text(folder / RESULTS, "".join(result.line for result in results))  # now in order
     write_text(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     return results, summary
 
 
 def _ask(
-    config: Config, task: Task, source: Path, folder: Path, k: int, bar: Bar
-) -> tuple[list[Result], dict[str, Any]]:
-    """All problems, each k times: the results in order, and how it went."""
-    tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
-    prompts = heldout_prompts(config, task, tokenizer)
-    dialogue = dialogue_of(task, config.tasks.kind, tokenizer)
-    num_cells, logs = k * num_at_once(config, len(prompts), k), folder / "logs"
-    kept: list[Result] = []
+    there: Collector, prompts: Sequence[Prompt], k: int, path: Path, bar: Bar
+) -> tuple[list[Result], float]:
+    """All problems, each k times: the results in order, and the seconds that they took."""
+    results: list[Result] = []
     done: dict[int, Attempt] = {}  # by place: k for each prompt
-    with (
-        (folder / RESULTS).open("w", buffering=1, encoding="utf-8") as file,
-        collecting(config, source, tokenizer, num_cells, logs, bar.note, dialogue) as there,
-    ):
+    num_cells = k * num_at_once(there.config, len(prompts), k)
+    with path.open("w", buffering=1, encoding="utf-8") as file, there.running(num_cells):
         began = time.monotonic()
         for place, ended in there.answers([prompt for prompt in prompts for _ in range(k)]):
             done[place] = there.attempt(ended)
             own = range(place // k * k, place // k * k + k)
             if all(i in done for i in own):
-                prompt, attempts = prompts[place // k], tuple(done.pop(i) for i in own)
+                prompt, answers = prompts[place // k], tuple(done.pop(i) for i in own)
                 example = prompt.example
-                kept.append(Result(prompt.index, example.prompt, example.reference, attempts))
-                file.write(kept[-1].line)
-                so_far = _mean([reward for result in kept for reward in result.rewards])
-                bar.at(len(kept), len(prompts), f"mean reward so far {so_far or 0:.1%}")
-    seconds = time.monotonic() - began
-    return sorted(kept, key=lambda result: result.problem), {
-        "prompts_too_long": len(task.heldout(config.eval.num_prompts)) - len(prompts),
-        "seconds": round(seconds, 3),
-        "tokens_per_s": sum(a.length for r in kept for a in r.answers) / max(seconds, 1e-9),
-    }
+                results.append(Result(prompt.index, example.prompt, example.reference, answers))
+                file.write(results[-1].line)
+                so_far = _mean([reward for result in results for reward in result.rewards])
+                bar.at(len(results), len(prompts), f"mean reward so far {so_far or 0:.1%}")
+        seconds = time.monotonic() - began
+    return sorted(results, key=lambda result: result.problem), seconds
 
 
 def num_at_once(config: Config, num_problems: int, k: int) -> int:
@@ -321,20 +315,20 @@ def _shown(left: Result, right: Result) -> dict[str, Any]:
 
 
 def compare_named(
-    names: tuple[str, str], options: Options, out: Path | None
+    names: tuple[str, str], path: Path | None, overrides: Sequence[str], k: int, out: Path | None
 ) -> list[tuple[str, str]]:
     """Evaluates what is no results yet, gives what is printed."""
     runs = [run for name in names if (run := run_of(name)) and not is_results(name)]
-    if runs and not options.names("tasks.kind") and options.recipe is None:
-        options = replace(options, recipe=runs[0] / "recipe.toml")  # the same problems for both
+    if runs and path is None:
+        path = runs[0] / "recipe.toml"  # the same problems for both
     sides = []
     for name, letter in zip(names, "ab", strict=True):
         if is_results(name):
             sides.append(read(Path(name)))
-            continue
-        folder = out / letter if out else None
-        sides.append(evaluate(resolve(name, options), options, folder)[0])
-    found = compare(sides[0], sides[1])
+        else:
+            target = resolve(name, path, overrides, k)
+            sides.append(evaluate(target, out / letter if out else None)[0])
+    found = compare(*sides)
     if out is not None:
         write_text(out / "compare.json", json.dumps(found, indent=2) + "\n")
     return _comparison_rows(names, found)

@@ -15,8 +15,8 @@ from minirl.launch import model_folder
 from minirl.recipe import check_model
 from minirl.records import Example, Prompt
 from minirl.tasks.prompts import encode, has_template
-from minirl.tools.collect import Attempt, collecting
-from minirl.tools.evaluate import Target, with_devices
+from minirl.tools.collect import Attempt, Collector
+from minirl.tools.evaluate import Target
 from minirl.view.console import Bar
 
 
@@ -24,8 +24,8 @@ def sample(
     target: Target, text: str, count: int, is_raw: bool
 ) -> Iterator[tuple[Attempt, list[tuple[str, float]]]]:
     """Answers, with text and logprob of each token."""
-    config = with_devices(target.config, target.config.devices.tensor_parallel)
-    bar = Bar("answers")
+    bar, own = Bar("answers"), target.config.devices
+    config = replace(target.config, devices=replace(own, rollout=own.tensor_parallel))  # one engine
     with tempfile.TemporaryDirectory(prefix="minirl-sample-") as name:
         logs = Path(name)
         source = target.folder or model_folder(config, logs, bar.note)
@@ -34,7 +34,8 @@ def sample(
         limit = len(prompt.tokens)
         config = replace(config, tasks=replace(config.tasks, max_prompt_tokens=limit))
         check_model(config, source)
-        with collecting(config, source, tokenizer, count, logs, bar.note, is_graded=False) as there:
+        there = Collector(config, source, tokenizer, logs, bar.note, is_graded=False)
+        with there.running(count):
             for _, ended in there.answers([prompt] * count):
                 answer, view = there.attempt(ended), there.view(ended)
                 if view is None:
