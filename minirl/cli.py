@@ -147,9 +147,10 @@ def evaluate(
     minirl eval --compare tiny runs/smoke-…               before and after RL
     """
     from minirl.tools import evaluate as tool
+    from minirl.tools.collect import as_overrides, resolve
 
     given = {"tasks.kind": task or None, "eval.num_prompts": problems}
-    values = tool.as_overrides({**given, "eval.temperature": temperature})
+    values = as_overrides({**given, "eval.temperature": temperature})
     values = (*(overrides or ()), *values)
     if (compare is None) == (target is None):
         remedy = "minirl eval MODEL_OR_RUN, or minirl eval --compare A B"
@@ -157,7 +158,7 @@ def evaluate(
     if compare is not None:
         _show(tool.compare_named(compare, recipe, values, k, out))
         return
-    _, found = tool.evaluate(tool.resolve(cast(str, target), recipe, values, k), out)
+    _, found = tool.evaluate(resolve(cast(str, target), recipe, values, k), out)
     _show(tool.summary_rows(found))
     raise typer.Exit(0 if found["accuracy"] is not None else 1)
 
@@ -177,8 +178,8 @@ def sample(
 
     minirl sample runs/smoke-… "Tom has 7 apples. Tom buys 5 more. How many has Tom?" --tokens
     """
-    from minirl.tools.evaluate import as_overrides, resolve, run_of
-    from minirl.tools.sample import sample as draw
+    from minirl.tools.collect import as_overrides, resolve, run_of
+    from minirl.tools.collect import sample as draw
 
     kind = None if run_of(model) else "arithmetic"  # any task: none is used
     given = {"tasks.kind": kind, "eval.temperature": temperature}

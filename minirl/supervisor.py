@@ -19,6 +19,7 @@ Leaves out: what becomes of groups (groups.py), processes as such (workers.py).
 import re
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -27,11 +28,11 @@ from minirl.buffer import republished_as
 from minirl.config import Config, get
 from minirl.errors import MinirlError, Stalled, WorkerDied
 from minirl.groups import Groups, Sends
-from minirl.messages import Died, Finished, Graded, Replied, Role, TrainerSetup
+from minirl.messages import Died, Finished, Graded, Replied, Role, Started, TrainerSetup
 from minirl.shm.board import Row, State, Total
 from minirl.train import checkpoint
 from minirl.train.checkpoint import newest_whole
-from minirl.workers import Worker, Workers
+from minirl.workers import LISTEN_S, Worker, Workers
 
 MAX_DEATHS = 4  # in a row
 FIRST_DELAY_S = 1.0
@@ -108,11 +109,20 @@ class Supervisor:
         self._checked = self._moved = self._heard = time.monotonic()
         self._pulse: tuple[float, ...] = ()
 
-    def received(self, worker: Worker, message: object) -> None:
-        """Any message is progress; one that shows work done resets its worker's back-off."""
-        self._heard = time.monotonic()
-        if isinstance(message, Finished | Graded | Replied):
-            self.restarts.reset(worker.name)
+    def collect(self, handle: Callable[[Worker, object], Sends]) -> None:
+        """Receives what workers say, and gives `handle` all but starts and deaths. Any message is
+        progress; one that shows work done resets its worker's back-off."""
+        for worker, message in self.workers.receive(LISTEN_S):
+            self._heard = time.monotonic()
+            if isinstance(message, Finished | Graded | Replied):
+                self.restarts.reset(worker.name)
+            if isinstance(message, Started):
+                worker.is_ready = True
+            elif isinstance(message, Died):
+                self.workers.deliver(self.on_death(worker, message))
+            else:
+                self.workers.deliver(handle(worker, message))
+        self.workers.deliver(self.check())
 
     # -- deaths
 

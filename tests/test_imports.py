@@ -30,7 +30,7 @@ FOREIGN = {  # rooms, or single modules
     "rich matplotlib jinja2 wandb trackio": "view",
     "transformers": "train model rollout",
     "peft": "train",
-    "scipy": "statistics tools.sweep",
+    "scipy": "statistics",
     "pynvml": "devices",
     "psutil": "workers",
     "pydantic": "config recipe train.bad_batch train.checkpoint view.status",

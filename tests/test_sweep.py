@@ -10,8 +10,9 @@ import pytest
 
 from minirl.errors import MinirlError, RecipeError
 from minirl.run_dir import read_lines
+from minirl.statistics import estimate
 from minirl.tools import sweep
-from minirl.tools.sweep import Sweep, estimate, first_at, folder_name, parse_vary
+from minirl.tools.sweep import Sweep, first_at, folder_name, parse_vary
 from tests.bench import variants
 from tests.bench.sweep import VariantSweep
 
@@ -96,8 +97,8 @@ def test_the_table_has_means_and_intervals(here: Sweep) -> None:
     assert row["accuracy_after"] == "85.0% ± 63.5%"  # t of one degree of freedom is 12.7
     assert row["tokens_per_s"] == "500 ± 0"  # of steps 2 and 3: 2,000 tokens in 4 seconds
     assert row["steps_to_80"] == "2.8 ± 2.7"  # straight from 0.2 to 0.8 and 0.9 at version 3
-    assert estimate([1.0, 2.0, 3.0]).half == pytest.approx(4.303 / 3**0.5, rel=1e-3)
-    assert estimate([5.0]).half is None
+    assert estimate([1.0, 2.0, 3.0])["half"] == pytest.approx(4.303 / 3**0.5, rel=1e-3)
+    assert estimate([5.0])["half"] is None
     here.write()
     whole = json.loads((here.folder / "table.json").read_text())
     assert whole["command"] == (

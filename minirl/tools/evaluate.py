@@ -1,16 +1,15 @@
 """`minirl eval`: how good a model is, how sure that is, and what changed between two.
 
-Takes what a person typed: a run (its recipe and a checkpoint), one of its checkpoints, or a model
-under a recipe. Gives a folder with results.jsonl (one line per problem), summary.json and
+Takes a target. Gives a folder with results.jsonl (one line per problem), summary.json and
 recipe.toml (docs/evaluation.md). A reward that failed is null with its reason: it is left out of
-all figures, and counted. Leaves out: how answers are collected (collect.py), how figures are
-computed (statistics.py).
+all figures, and counted. Leaves out: targets and how their answers are collected (collect.py), how
+figures are computed (statistics.py).
 """
 
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
@@ -20,95 +19,21 @@ import numpy as np
 
 from minirl import model, recipe
 from minirl.config import Config
-from minirl.devices import find_devices
 from minirl.errors import RecipeError
 from minirl.launch import heldout_prompts, model_folder
 from minirl.records import Prompt
-from minirl.run_dir import holds_run, read_lines, write_text
+from minirl.run_dir import read_lines, write_text
 from minirl.shm.ring import TrajectoryRing
 from minirl.statistics import bootstrap, interval_of, mcnemar, pass_at, usual_ks
 from minirl.tasks.registry import make_task, self_check
 from minirl.tasks.turns import dialogue_of
-from minirl.tools.collect import Attempt, Collector
-from minirl.train import checkpoint
+from minirl.tools.collect import Attempt, Collector, Target, resolve, run_of
 from minirl.view.console import Bar
 
 RESULTS, SUMMARY = "results.jsonl", "summary.json"
 EVALS = Path("evals")
-NO_LIMIT = "train.max_tokens=100000000"  # nothing is trained
 RING_BYTES = 2**30  # what answers in flight may take before problems are asked in turns
 TEST = "McNemar, exact"  # where a problem has several answers: of its mean reward, a sign test
-
-
-@dataclass(frozen=True)
-class Target:
-    name: str  # as typed
-    config: Config
-    k: int = 1  # answers to each problem
-    folder: Path | None = None  # of the weights; None: where model.path leads
-    run_dir: Path | None = None
-
-
-def as_overrides(values: Mapping[str, object]) -> tuple[str, ...]:
-    """As of --set; None is not given."""
-    return tuple(f"{key}={json.dumps(v)}" for key, v in values.items() if v is not None)
-
-
-def is_results(name: str) -> bool:
-    return Path(name).is_file() or (Path(name) / RESULTS).is_file()
-
-
-def run_of(name: str) -> Path | None:
-    """The run that is named, by its directory or by one of its checkpoints."""
-    path = Path(name)
-    if path.parent.name == "checkpoints" and (path / "config.json").is_file():
-        path = path.parent.parent
-    return path if holds_run(path) else None
-
-
-def resolve(
-    name: str, path: Path | None = None, overrides: Sequence[str] = (), k: int = 1
-) -> Target:
-    """`path` is of a recipe; default: the run's own. Raises RecipeError with what is missing."""
-    run, folder, values = run_of(name), None, [*overrides, NO_LIMIT]
-    if run is not None:
-        folder = last_checkpoint(run) if run == Path(name) else Path(name)
-        path = path or run / "recipe.toml"
-    else:
-        values = [*as_overrides({"model.path": name}), *values]
-    loaded = recipe.load(path, values)
-    if path is None and loaded.origins["tasks.kind"] == "default":
-        remedy = "name a recipe with --recipe, or set tasks.kind"
-        raise RecipeError("MODEL_OR_RUN", name, "is a model, which comes with no task", remedy)
-    recipe.check_task(loaded.config)
-    if run is None:
-        recipe.find_model(loaded.config)  # raises where the path leads nowhere
-    config = with_engines(loaded)
-    if k > 1 and config.eval.temperature == 0:  # else all answers would be alike
-        sampled = replace(config.eval, temperature=config.rollout.temperature)
-        config = replace(config, eval=sampled)
-    return Target(name, config, k, folder, run)
-
-
-def last_checkpoint(run_dir: Path) -> Path:
-    whole = [p for p in checkpoint.found(run_dir) if (p / "trainer" / "state.json").is_file()]
-    folders = [path for path in (run_dir / "model", *whole) if (path / "config.json").is_file()]
-    if not folders:  # model/ is of `minirl sft`
-        remedy = "wait for its first checkpoint, or name a model folder"
-        raise RecipeError("run", str(run_dir), "has no checkpoint yet", remedy)
-    return folders[-1]
-
-
-def with_engines(loaded: recipe.Loaded) -> Config:
-    """On devices.rollout of --set; else on CUDA all GPUs, on CPU one engine with all cores."""
-    config, own = loaded.config, loaded.config.devices
-    kind, available = find_devices(own.kind)
-    if loaded.origins["devices.rollout"] != "--set":
-        whole = available // own.tensor_parallel if kind == "cuda" else 1
-        own = replace(own, rollout=max(1, whole) * own.tensor_parallel)
-        config = replace(config, devices=own)
-    recipe.check_devices(config, kind, available, own.rollout - own.train)  # nothing is trained
-    return config
 
 
 # Results ------------------------------------------------------------------------------------------
@@ -273,6 +198,10 @@ def choose_folder(target: Target, out: Path | None) -> Path:
 # Two of them --------------------------------------------------------------------------------------
 
 
+def is_results(name: str) -> bool:
+    return Path(name).is_file() or (Path(name) / RESULTS).is_file()
+
+
 def compare(a: Sequence[Result], b: Sequence[Result]) -> dict[str, Any]:
     """Problems are matched by prompt and reference. The test asks whether among the problems whose
     mean reward changed more were gained than lost; the difference's interval is a bootstrap."""
@@ -284,11 +213,10 @@ def compare(a: Sequence[Result], b: Sequence[Result]) -> dict[str, Any]:
     by = np.array([fmean(b.rewards) - fmean(a.rewards) for a, b in pairs])
     order = np.argsort(by, kind="stable").tolist()  # the largest change first, in both
     gained, lost = [i for i in order[::-1] if by[i] > 0], [i for i in order if by[i] < 0]
-    sides = [interval_of([result.rewards for result in side]) for side in zip(*pairs, strict=True)]
     change = bootstrap(by)
     return {
         "problems": len(pairs),
-        "accuracies": [[i.mean, i.low, i.high] if i else None for i in sides],
+        "accuracies": [interval_of([r.rewards for r in side]) for side in zip(*pairs, strict=True)],
         "unmatched": len(left.keys() | right.keys()) - len(pairs),
         "difference": change.mean,
         "interval_95": [change.low, change.high],

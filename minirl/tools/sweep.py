@@ -8,62 +8,41 @@ again. Leaves out: running several at once, which would measure each other.
 
 import itertools
 import json
-import math
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, ClassVar
-
-from scipy import stats
 
 from minirl.errors import MinirlError, RecipeError
 from minirl.recipe import load
 from minirl.run_dir import RunDir, write_text
+from minirl.statistics import Estimate, estimate
 
 PROGRAM = (sys.executable, "-m", "minirl.cli")
 VALUE = re.compile(r'(?:"[^"]*"|\[[^\]]*\]|[^,])+')  # commas in a list or in quotes are its own
 Cell = dict[str, str]  # one combination: values by key. Its runs differ in the seed only
 
-
-COLUMNS: dict[str, Callable[[float], str]] = {
-    "accuracy_before": "{:.1%}".format,
-    "accuracy_after": "{:.1%}".format,
-    "steps_to_80": "{:.1f}".format,  # until held-out accuracy reaches 0.8, of runs that do
-    "reward_last": "{:.2f}".format,
-    "tokens_per_s": "{:,.0f}".format,
-    "seconds": "{:,.0f}".format,
-    "staleness_mean": "{:.2f}".format,
+COLUMNS = {
+    "accuracy_before": "{:.1%}",
+    "accuracy_after": "{:.1%}",
+    "steps_to_80": "{:.1f}",  # until held-out accuracy reaches 0.8, of runs that do
+    "reward_last": "{:.2f}",
+    "tokens_per_s": "{:,.0f}",
+    "seconds": "{:,.0f}",
+    "staleness_mean": "{:.2f}",
 }
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over seeds and half the width of its 95 % interval; None: one seed says nothing."""
-
-    mean: float
-    half: float | None
-    count: int
-
-
-def estimate(values: Sequence[float]) -> Estimate:
-    """Student's interval."""
-    num = len(values)
-    if num < 2:
-        return Estimate(values[0], None, num)
-    quantile = float(stats.t.ppf(0.975, num - 1))
-    return Estimate(fmean(values), quantile * stdev(values) / math.sqrt(num), num)
-
-
-def cell_text(value: Estimate | None, form: Callable[[float], str], num_runs: int) -> str:
+def cell_text(value: Estimate | None, form: str, num_runs: int) -> str:
     if value is None:
         return ""
-    half = "" if value.half is None else f" ± {form(value.half).removeprefix('+')}"
-    partly = f" ({value.count} of {num_runs} runs)" if value.count < num_runs else ""
-    return form(value.mean) + half + partly
+    half = "" if value["half"] is None else f" ± {form.format(value['half'])}"
+    partly = f" ({value['count']} of {num_runs} runs)" if value["count"] < num_runs else ""
+    return form.format(value["mean"]) + half + partly
 
 
 def parse_vary(texts: Sequence[str]) -> dict[str, list[str]]:
@@ -138,14 +117,12 @@ class Sweep:
 
     def write(self) -> None:
         """After every run."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         options = [f"--vary {key}={','.join(values)}" for key, values in self.varied.items()]
         options += [f"--seeds {self.num_seeds}", *(f"--set {text}" for text in self.overrides)]
         command = " ".join([self.name, str(self.recipe), *options])
         machine = RunDir(self.run_dir(self.cells[0], 0)).machine
         whole = {"command": command, "machine": machine, "rows": self.rows()}
-        text = json.dumps(whole, indent=1, default=vars)  # an Estimate is its fields
-        write_text(self.folder / "table.json", text + "\n")
+        write_text(self.folder / "table.json", json.dumps(whole, indent=1) + "\n")
 
 
 def train(
@@ -176,12 +153,11 @@ def is_finished(run_dir: Path) -> bool:
 def result(run_dir: Path) -> dict[str, Any]:
     """What a finished run came to. The first step is left out of rates: it waits for all."""
     run = RunDir(run_dir)
-    summary, lines = run.summary, run.metrics
+    lines, curve = run.metrics, run.summary.get("accuracies", [])
     seconds = lines[-1]["seconds"] - lines[0]["seconds"]
-    curve = summary.get("accuracies", [])
     return {
-        "accuracy_before": summary["accuracy_before"],
-        "accuracy_after": summary["accuracy_after"],
+        "accuracy_before": run.summary["accuracy_before"],
+        "accuracy_after": run.summary["accuracy_after"],
         "accuracies": dict(curve),
         "steps_to_80": first_at(curve, 0.8),
         "reward_last": fmean(line["reward/mean"] for line in lines[-max(1, len(lines) // 10) :]),
@@ -194,12 +170,12 @@ def result(run_dir: Path) -> dict[str, Any]:
 def row_of(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     row: dict[str, Any] = {"runs": len(results)}
     for column in COLUMNS:
-        values = [v for r in results if (v := r[column]) is not None]
-        row[column] = estimate(values) if values else None
+        known = [r[column] for r in results if r[column] is not None]
+        row[column] = estimate(known) if known else None
     # Where all runs were evaluated: a run that was disturbed may have missed one.
     curves = [r["accuracies"] for r in results]
     shared = sorted(set.intersection(*map(set, curves)))
-    row["curve"] = [{"version": v, **vars(estimate([c[v] for c in curves]))} for v in shared]
+    row["curve"] = [{"version": v, **estimate([c[v] for c in curves])} for v in shared]
     return row
 
 

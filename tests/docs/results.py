@@ -13,17 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from minirl.tools.sweep import COLUMNS, Estimate, cell_text
+from minirl.tools.sweep import COLUMNS, cell_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 BLOCK = re.compile(r"(<!-- (\w+) (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 Table = list[tuple[str, ...]]
 Curves = dict[str, list[tuple[int, float]]]  # (version, accuracy) by label
-FORMS = COLUMNS | {  # with the columns that only older tables have
-    "accuracy_mean": "{:.1%}".format,
-    "speed": "{:.2f}".format,
-    **dict.fromkeys(("gain_after", "gain_mean"), lambda value: f"{100 * value:+.1f}"),
-}
+FORMS = COLUMNS | {"speed": "{:.2f}"}  # a column of an older table
 ETA_HEAD = (
     *("η", "trained tokens/s", "to η = 0", "engine idle", "trainer idle"),
     *("mean staleness", "seconds to 80 %", "accuracy at the end"),
@@ -94,10 +90,7 @@ def bench(data: dict[str, Any], names: Sequence[str]) -> str:
 def sweep(data: dict[str, Any], columns: Sequence[str]) -> str:
     table: Table = [(*varied(data, data["rows"][0]), "runs", *columns)]
     for row in data["rows"]:
-        texts = [
-            cell_text(Estimate(**row[name]) if row[name] else None, FORMS[name], row["runs"])
-            for name in columns
-        ]
+        texts = [cell_text(row[name], FORMS[name], row["runs"]) for name in columns]
         table.append((*varied(data, row).values(), str(row["runs"]), *texts))
     return made_by(data["command"], data["machine"]) + markdown(table)
 
