@@ -113,7 +113,7 @@ def train(
     minirl train recipes/gsm8k.toml --run-dir runs/mine    # again: resumes it
     """
     from minirl.recipe import load
-    from minirl.tools import dry_run as check
+    from minirl.tools import doctor as check
 
     loaded = load(recipe, overrides or [])
     rows = check.plan_rows(loaded.config)  # checks task, loggers and model

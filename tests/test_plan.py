@@ -41,7 +41,7 @@ def config(model: str = "Qwen3-0.6B", split: tuple[int, int] = (1, 1), **train: 
 
 def plan(own: Config, gpu: str = "H100", gib: float = 0, mean: float | None = None) -> Plan:
     kind = GPUS[gpu]
-    kind = replace(kind, memory_gib=gib or kind.memory_gib)
+    kind = kind._replace(memory_gib=gib or kind.memory_gib)
     return Plan(own, kind, usual_lengths(own, mean))
 
 
