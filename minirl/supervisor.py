@@ -20,6 +20,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -54,7 +55,6 @@ class Log(Protocol):
     workers_replaced: float
 
     def note(self, text: str) -> None: ...
-    def stalled(self, report: str) -> Path: ...
 
 
 class Controller(Protocol):
@@ -261,7 +261,7 @@ class Supervisor:
         return Stalled(f"{why}; what waited for what, and all stacks: {self._report(why)}")
 
     def _report(self, why: str) -> Path:
-        """Writes what waits for what, and every stack. Gives the file."""
+        """Notes what waits for what, and every stack; gives the file that keeps it (rule 8)."""
         facts = self.controller.stall_facts()
         lines = [why, *(f"  {name:<12} {fact}" for name, fact in facts.items())]
         for worker in self.workers.all:
@@ -270,7 +270,11 @@ class Supervisor:
                 f"  {worker.name:<12} {_words(row)} for {row.since_s:.0f} s, last heartbeat "
                 f"{row.beat_s:.0f} s ago, version {row.version}, running {row.running}"
             )
-        return self.log.stalled("\n".join(lines) + "\n" + self.workers.stacks())
+        report, path = "\n".join([*lines, self.workers.stacks()]), self.log.run_dir / "stall.txt"
+        with suppress(OSError), path.open("a") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{report}\n")
+        self.log.note(report)
+        return path
 
 
 def _words(row: Row) -> str:

@@ -207,11 +207,6 @@ class Collector:
     def roll_back(self, delay_s: float) -> Sends:
         raise AssertionError("there are no ranks")
 
-    def stalled(self, report: str) -> Path:
-        path = self.run_dir / "stall.txt"
-        path.write_text(report)
-        return path
-
 
 # `minirl sample` ----------------------------------------------------------------------------------
 
