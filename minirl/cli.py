@@ -228,7 +228,7 @@ def data(
     from minirl.recipe import check_task, load
     from minirl.tasks.prompts import render
     from minirl.tasks.registry import make_task, self_check
-    from minirl.tools.data import survey
+    from minirl.tools.data import data_rows
     from minirl.train.tiny import tiny_tokenizer
 
     config = load(recipe, overrides or []).config
@@ -241,7 +241,7 @@ def data(
         typer.echo(f"{render(example, tokenizer)}\n--- reference: {example.reference}\n")
     source = config.tasks.data or getattr(task, "data", "")
     rows = [("task", f"{config.tasks.kind} {source}"), ("self-check", str(checked))]
-    _show([*rows, *survey(config, task, tokenizer)])
+    _show([*rows, *data_rows(config, task, tokenizer)])
 
 
 @app.command()

@@ -13,7 +13,8 @@ from minirl.model import load_tokenizer
 from minirl.records import Example
 from minirl.tasks.prompts import encode, render
 from minirl.tasks.registry import make_task
-from minirl.tools.data import survey
+from minirl.tools.data import data_rows
+from minirl.train.tiny import tiny_tokenizer
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
 ROWS = [
@@ -58,16 +59,16 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
 def test_the_tiny_models_view_of_rows_of_ones_own(recipe: Path) -> None:
     done = run(str(recipe), "--show", "1", cwd=recipe.parent.parent)  # from another folder
     assert done.returncode == 0, done.stderr[-2000:]
-    shown = done.stdout
-    assert "What is 1 + 1?\nPlease reason step by step" in shown and "reference: 2" in shown
-    for line in (
+    for text in (
+        "What is 1 + 1?\nPlease reason step by step",
+        "reference: 2",
         "4 references score 1",
         "1 of 4 (25.0%) above tasks.max_prompt_tokens = 200",
         "1 prompts that came before",
         "1 of 2 held-out prompts are trained on, such as",
         "the model has none",
     ):
-        assert line in shown, shown
+        assert text in done.stdout
 
 
 def test_a_chat_template_is_applied_without_torch(recipe: Path, with_template: Path) -> None:
@@ -103,9 +104,7 @@ def test_a_model_without_a_template_gets_plain_text(tied_folder: Path) -> None:
 
 
 def test_a_generated_task_is_looked_at_up_to_a_limit() -> None:
-    from minirl.train.tiny import tiny_tokenizer
-
     config = Config()
-    rows = dict(survey(config, make_task(config), tiny_tokenizer(), most=300))
+    rows = dict(data_rows(config, make_task(config), tiny_tokenizer(), most=300))
     assert rows["train"].endswith("examples, of which 300 are looked at")
     assert rows["in both"] == "0 of 256 held-out prompts are trained on"

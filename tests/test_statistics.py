@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from minirl.statistics import interval_of, mcnemar, pass_at, usual_ks, wilson
+from minirl.statistics import estimate, interval_of, mcnemar, pass_at, usual_ks, wilson
 
 
 def test_wilson_s_interval_has_known_values() -> None:
@@ -54,3 +54,8 @@ def test_mcnemar_is_the_exact_coin() -> None:
     assert mcnemar(0, 0) == mcnemar(5, 5) == 1.0
     assert mcnemar(5, 0) == mcnemar(0, 5) == pytest.approx(2 / 32)
     assert mcnemar(8, 2) == pytest.approx(2 * (1 + 10 + 45) / 1024)
+
+
+def test_seeds_are_summed_up_by_students_interval() -> None:
+    assert estimate([1.0, 2.0, 3.0])["half"] == pytest.approx(4.303 / 3**0.5, rel=1e-3)
+    assert estimate([5.0]) == {"mean": 5.0, "half": None, "count": 1}
