@@ -1,12 +1,10 @@
 """`minirl data`: what it shows is what a run would see."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from test_cli import ROOT, python
 
 from minirl.config import Config
 from minirl.model import load_tokenizer
@@ -46,19 +44,17 @@ def with_template(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, cwd: Path = ROOT) -> str:
     # Python itself says which modules were loaded: none of them may be torch.
-    command = [sys.executable, "-X", "importtime", "-m", "minirl.cli", "data", *arguments]
-    env = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env)
+    done = python("-X", "importtime", "-m", "minirl.cli", "data", *arguments, cwd=cwd)
     loaded = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
     assert "torch" not in loaded and "minirl.config" in loaded
-    return done
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
 
 
 def test_the_tiny_models_view_of_rows_of_ones_own(recipe: Path) -> None:
-    done = run(str(recipe), "--show", "1", cwd=recipe.parent.parent)  # from another folder
-    assert done.returncode == 0, done.stderr[-2000:]
+    shown = run(str(recipe), "--show", "1", cwd=recipe.parent.parent)  # from another folder
     for text in (
         "What is 1 + 1?\nPlease reason step by step",
         "reference: 2",
@@ -68,20 +64,12 @@ def test_the_tiny_models_view_of_rows_of_ones_own(recipe: Path) -> None:
         "1 of 2 held-out prompts are trained on, such as",
         "the model has none",
     ):
-        assert text in done.stdout
+        assert text in shown
 
 
 def test_a_chat_template_is_applied_without_torch(recipe: Path, with_template: Path) -> None:
-    done = run(str(recipe), "--set", f"model.path={with_template}")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "<|user|>What is 1 + 1?" in done.stdout and "####.<|assistant|>" in done.stdout
-
-
-def test_a_wrong_recipe_is_one_line(recipe: Path) -> None:
-    done = run(str(recipe), "--set", "tasks.prompt_column=q")
-    last = done.stderr.splitlines()[-1]
-    assert done.returncode == 2 and last.startswith("minirl: tasks.data = ")
-    assert 'nothing in the column "q"' in last and "name yours in tasks.prompt_column" in last
+    shown = run(str(recipe), "--set", f"model.path={with_template}")
+    assert "<|user|>What is 1 + 1?" in shown and "####.<|assistant|>" in shown
 
 
 def test_the_light_tokenizer_is_the_runs_own(with_template: Path, tied_folder: Path) -> None:

@@ -26,10 +26,8 @@ def test_the_bootstrap_covers_as_often_as_it_says() -> None:
     dice, num_held = random.Random(0), 0
     for _ in range(200):
         skills = [dice.betavariate(0.6, 0.4) for _ in range(60)]  # true mean 0.6
-        rewards = [[float(dice.random() < skill) for _ in range(4)] for skill in skills]
-        found = interval_of(rewards)
-        assert found is not None
-        num_held += found.low <= 0.6 <= found.high
+        found = interval_of([[float(dice.random() < s) for _ in range(4)] for s in skills])
+        num_held += found is not None and found.low <= 0.6 <= found.high
     assert 180 <= num_held <= 199
 
 

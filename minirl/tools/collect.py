@@ -30,8 +30,9 @@ from minirl.rollout.worker import RolloutSetup
 from minirl.run_dir import holds_run
 from minirl.shm.ring import TrajectoryRing, TrajectoryView
 from minirl.supervisor import Supervisor
+from minirl.tasks import Task
 from minirl.tasks.prompts import encode, has_template
-from minirl.tasks.turns import Dialogue, readable, texts_of
+from minirl.tasks.turns import dialogue_of, readable, texts_of
 from minirl.tasks.verifier import VerifierSetup
 from minirl.train import checkpoint
 from minirl.view.console import Bar
@@ -131,12 +132,15 @@ class Collector:
 
     config: Config
     folder: Path  # of the weights
-    tokenizer: Any
     run_dir: Path  # for logs
     note: Callable[[str], None]
-    dialogue: Dialogue | None = None
-    is_graded: bool = True  # else there are no verifiers
+    task: Task | None = None  # None: answers are not graded, and there are no verifiers
     workers_replaced: float = 0.0
+
+    def __post_init__(self) -> None:
+        kind, is_trusted = self.config.tasks.kind, self.config.model.trust_remote_code
+        self.tokenizer = model.load_tokenizer(self.folder, is_trusted)
+        self.dialogue = dialogue_of(self.task, kind, self.tokenizer) if self.task else None
 
     @contextmanager
     def running(self, num_cells: int) -> Iterator["Collector"]:
@@ -162,7 +166,7 @@ class Collector:
         config, source, seed = self.config, str(self.folder), self.config.seed * 1000 + 1
         first = RolloutSetup(config, source, kind, seed, self.ring, None, self.dialogue)
         spawn_engines(self.workers, first, places, temp)
-        if self.is_graded:
+        if self.task is not None:
             spawn_verifiers(self.workers, VerifierSetup(config, source, self.ring, self.dialogue))
         self.note(f"starting {len(places)} engine{'s'[: len(places) != 1]}")
         num_verifiers = len(self.workers.of(Role.VERIFY))
@@ -214,18 +218,17 @@ class Collector:
 def sample(
     target: Target, text: str, count: int, is_raw: bool
 ) -> Iterator[tuple[Attempt, list[tuple[str, float]]]]:
-    """Answers, with text and logprob of each token."""
+    """Answers, with text and logprob of each token: of the distribution that was sampled from, and
+    at temperature 0 the model's own."""
     bar, own = Bar("answers"), target.config.devices
     config = replace(target.config, devices=replace(own, rollout=own.tensor_parallel))  # one engine
     with tempfile.TemporaryDirectory(prefix="minirl-sample-") as name:
-        logs = Path(name)
-        source = target.folder or model_folder(config, logs, bar.note)
-        tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
-        prompt = render(text, tokenizer, is_raw)
-        limit = len(prompt.tokens)
-        config = replace(config, tasks=replace(config.tasks, max_prompt_tokens=limit))
-        recipe.check_model(config, source)
-        there = Collector(config, source, tokenizer, logs, bar.note, is_graded=False)
+        source = target.folder or model_folder(config, Path(name), bar.note)
+        there = Collector(config, source, Path(name), bar.note)
+        prompt, decode = render(text, there.tokenizer, is_raw), there.tokenizer.decode
+        tasks = replace(config.tasks, max_prompt_tokens=len(prompt.tokens))
+        there.config = replace(config, tasks=tasks)
+        recipe.check_model(there.config, source)
         with there.running(count):
             for _, ended in there.answers([prompt] * count):
                 answer, view = there.attempt(ended), there.view(ended)
@@ -233,9 +236,8 @@ def sample(
                     rule = f"vLLM refuses it ({answer.error})"
                     raise RecipeError("PROMPT", "…", rule, "shorten it")
                 written = view.mask == 1
-                pieces = [tokenizer.decode([token]) for token in view.tokens[written].tolist()]
-                tokens = zip(pieces, view.logprobs[written].tolist(), strict=True)
-                yield answer, list(tokens)
+                pieces = [decode([token]) for token in view.tokens[written].tolist()]
+                yield answer, list(zip(pieces, view.logprobs[written].tolist(), strict=True))
 
 
 def render(text: str, tokenizer: Any, is_raw: bool) -> Prompt:

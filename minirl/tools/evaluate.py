@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from minirl import model, recipe
+from minirl import recipe
 from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.launch import heldout_prompts, model_folder
@@ -26,7 +26,6 @@ from minirl.run_dir import read_lines, write_text
 from minirl.shm.ring import TrajectoryRing
 from minirl.statistics import bootstrap, interval_of, mcnemar, pass_at, usual_ks
 from minirl.tasks.registry import make_task, self_check
-from minirl.tasks.turns import dialogue_of
 from minirl.tools.collect import Attempt, Collector, Target, resolve, run_of
 from minirl.view.console import Bar
 
@@ -133,10 +132,8 @@ def evaluate(target: Target, out: Path | None) -> tuple[list[Result], dict[str, 
     source = target.folder or model_folder(config, folder / "logs", bar.note)
     recipe.check_model(config, source)
     (folder / "recipe.toml").write_text(recipe.to_toml(config))
-    tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
-    prompts = heldout_prompts(config, task, tokenizer)
-    dialogue = dialogue_of(task, config.tasks.kind, tokenizer)
-    there = Collector(config, source, tokenizer, folder / "logs", bar.note, dialogue)
+    there = Collector(config, source, folder / "logs", bar.note, task)
+    prompts = heldout_prompts(config, task, there.tokenizer)
     results, seconds = _ask(there, prompts, target.k, folder / RESULTS, bar)
     num_tokens = sum(answer.length for result in results for answer in result.answers)
     summary = {

@@ -84,11 +84,9 @@ def gpu_named(name: str) -> GpuKind:
 
 def recognise(device_name: str, memory_bytes: float) -> GpuKind | None:
     """From what a driver calls it, such as "NVIDIA A100-SXM4-40GB"."""
-    for name, gpu in GPUS.items():
-        is_near = abs(gpu.memory_gib * GIB / memory_bytes - 1) < 0.15
-        if is_near and name.partition("-")[0] in device_name:
-            return gpu
-    return None
+    named = [gpu for name, gpu in GPUS.items() if name.partition("-")[0] in device_name]
+    near = (gpu for gpu in named if abs(gpu.memory_gib * GIB / memory_bytes - 1) < 0.15)
+    return next(near, None)
 
 
 def shape_of(config: Config) -> Shape:

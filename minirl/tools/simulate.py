@@ -158,8 +158,8 @@ class Simulation:
         self.dice = random.Random(0)
         self.now = self.free_since_s = 0.0  # seconds
         self.trained_s = math.inf  # when the step in training ends
-        self.assigned: dict[int, Assignment] = {}  # groups that still run
-        self.done: dict[int, list[Trajectory]] = defaultdict(list)  # of groups that still run
+        # Groups: where each runs, and those of its trajectories that are done.
+        self.running: dict[int, tuple[Assignment, list[Trajectory]]] = {}
         self.num_groups = 0
         self.count_from_now()
 
@@ -195,7 +195,7 @@ class Simulation:
         for _ in range(buffer.num_to_admit(needed, buffer.version)):
             assigned = self.dispatcher.assign(size)
             group_id = buffer.admit(self.num_groups, buffer.version, self.now).group_id
-            self.assigned[group_id] = assigned
+            self.running[group_id] = (assigned, [])
             self.num_groups += 1
             drawn = self.dice.choices(self.lengths.answers, k=size)
             sent[assigned.engine] += [(group_id, length) for length in drawn]
@@ -228,17 +228,14 @@ class Simulation:
         self.now = min(self.trained_s, engine.next_end_s)
         if self.now == self.trained_s:
             self.on_trained()
-        else:
-            for group_id, trajectory in engine.take_done(self.now):
-                self.on_trajectory(group_id, trajectory)
-
-    def on_trajectory(self, group_id: int, trajectory: Trajectory) -> None:
-        self.dispatcher.trajectory_done(self.assigned[group_id], trajectory.num_written)
-        group = self.done[group_id]
-        group.append(trajectory)
-        if len(group) == self.group_size:
-            del self.done[group_id], self.assigned[group_id]
-            self.buffer.finish(Group(group_id, 0, tuple(group), (0.0,) * len(group)), self.now)
+            return
+        for group_id, trajectory in engine.take_done(self.now):
+            assigned, done = self.running[group_id]
+            self.dispatcher.trajectory_done(assigned, trajectory.num_written)
+            done.append(trajectory)
+            if len(done) == self.group_size:
+                del self.running[group_id]
+                self.buffer.finish(Group(group_id, 0, tuple(done), (0.0,) * len(done)), self.now)
 
     def on_trained(self) -> None:
         self.buffer.release(self.buffer.published(self.now))
