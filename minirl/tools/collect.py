@@ -42,9 +42,6 @@ NO_LIMIT = "train.max_tokens=100000000"  # nothing is trained
 REFUSED = "refused"
 
 
-# What is asked ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Target:
     name: str  # as typed
@@ -110,9 +107,6 @@ def with_engines(loaded: recipe.Loaded) -> Config:
         config = replace(config, devices=own)
     recipe.check_devices(config, kind, available, own.rollout - own.train)  # nothing is trained
     return config
-
-
-# Engines and verifiers ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -210,9 +204,6 @@ class Collector:
 
     def roll_back(self, delay_s: float) -> Sends:
         raise AssertionError("there are no ranks")
-
-
-# `minirl sample` ----------------------------------------------------------------------------------
 
 
 def sample(

@@ -113,9 +113,6 @@ def _sandbox() -> Finding:
     return Finding("sandbox", True, detail)
 
 
-# A recipe on this machine: --dry-run --------------------------------------------------------------
-
-
 def plan_rows(config: Config) -> list[tuple[str, str]]:
     recipe.check_task(config, "train.estimator", "train.objective")
     recipe.check_loggers(config)

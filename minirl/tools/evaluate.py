@@ -35,9 +35,6 @@ RING_BYTES = 2**30  # what answers in flight may take before problems are asked 
 TEST = "McNemar, exact"  # where a problem has several answers: of its mean reward, a sign test
 
 
-# Results ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Result:
     """One problem and its answers."""
@@ -98,9 +95,6 @@ def read(path: Path) -> list[Result]:
 
 def _result(answers: Sequence[dict[str, Any]], **others: Any) -> Result:
     return Result(answers=tuple(Attempt(**answer) for answer in answers), **others)
-
-
-# One evaluation -----------------------------------------------------------------------------------
 
 
 def summary_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -190,9 +184,6 @@ def choose_folder(target: Target, out: Path | None) -> Path:
         raise RecipeError("--out", str(out), "is not empty", "name a new directory")
     (out / "logs").mkdir(parents=True, exist_ok=True)
     return out
-
-
-# Two of them --------------------------------------------------------------------------------------
 
 
 def is_results(name: str) -> bool:

@@ -13,7 +13,7 @@ import gc
 import heapq
 import math
 import random
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -191,16 +191,13 @@ class Simulation:
     def feed(self, needed: int) -> None:
         """As many groups as the buffer admits, each to the engine that the dispatcher picks."""
         buffer, size = self.buffer, self.group_size
-        sent: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for _ in range(buffer.num_to_admit(needed, buffer.version)):
             assigned = self.dispatcher.assign(size)
             group_id = buffer.admit(self.num_groups, buffer.version, self.now).group_id
             self.running[group_id] = (assigned, [])
             self.num_groups += 1
             drawn = self.dice.choices(self.lengths.answers, k=size)
-            sent[assigned.engine] += [(group_id, length) for length in drawn]
-        for engine, sequences in sent.items():
-            self.engines[engine].submit(sequences, self.now)
+            self.engines[assigned.engine].submit([(group_id, n) for n in drawn], self.now)
 
     def learn(self) -> None:
         """The trainer, when it is free, takes the batch that the buffer gives."""

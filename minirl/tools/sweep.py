@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from minirl.errors import MinirlError, RecipeError
 from minirl.recipe import load
-from minirl.run_dir import RunDir, write_text
+from minirl.run_dir import RunDir, holds_run, write_text
 from minirl.statistics import Estimate, estimate
 
 PROGRAM = (sys.executable, "-m", "minirl.cli")
@@ -93,7 +93,7 @@ class Sweep:
         todo = list(itertools.product(range(self.num_seeds), self.cells))
         for done, (seed, cell) in enumerate(todo, 1):
             run_dir = self.run_dir(cell, seed)
-            before = ": done before" if is_finished(run_dir) else ""
+            before = ": done before" if RunDir(run_dir).state == "finished" else ""
             say(f"{done}/{len(todo)}  {folder_name(cell)} seed {seed}{before}")
             if not before:
                 train(self.recipe, run_dir, self.settings(cell, seed), self.program(cell))
@@ -103,8 +103,8 @@ class Sweep:
         """Of every combination that has a finished run."""
         found = []
         for cell in self.cells:
-            dirs = [self.run_dir(cell, seed) for seed in range(self.num_seeds)]
-            if results := [result(path) for path in dirs if is_finished(path)]:
+            runs = [RunDir(self.run_dir(cell, seed)) for seed in range(self.num_seeds)]
+            if results := [result(run) for run in runs if run.state == "finished"]:
                 found.append({"name": folder_name(cell), "settings": cell, **row_of(results)})
         return found
 
@@ -130,7 +130,7 @@ def train(
 ) -> None:
     """One run, in a process of its own; its output goes into a log beside its directory."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
-    resume = ["--resume"] if (run_dir / "recipe.toml").is_file() else []
+    resume = ["--resume"] if holds_run(run_dir) else []
     command = [*program, "train", str(recipe), "--run-dir", str(run_dir), *resume]
     command += [f"--set={setting}" for setting in settings]
     log = run_dir.with_suffix(".log")
@@ -146,13 +146,8 @@ def train(
         raise MinirlError(f"{what}, and run the same command again to resume")
 
 
-def is_finished(run_dir: Path) -> bool:
-    return bool(RunDir(run_dir).summary.get("finished"))
-
-
-def result(run_dir: Path) -> dict[str, Any]:
+def result(run: RunDir) -> dict[str, Any]:
     """What a finished run came to. The first step is left out of rates: it waits for all."""
-    run = RunDir(run_dir)
     lines, curve = run.metrics, run.summary.get("accuracies", [])
     seconds = lines[-1]["seconds"] - lines[0]["seconds"]
     return {
