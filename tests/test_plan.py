@@ -1,7 +1,6 @@
 """The plan: memory that adds up, shapes that are right, splits, the paper, and a run's balance."""
 
 import json
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,16 @@ import pytest
 from minirl.balance import measured, sentence
 from minirl.config import Config
 from minirl.errors import RecipeError
+from minirl.recipe import build
 from minirl.tools import plan as tool
 from minirl.tools.plan import GIB, GPUS, SHAPES, Plan, recommended, shape_of, splits
 from tests.docs import plan as paper
 
 
 def config(model: str = "Qwen3-0.6B", split: tuple[int, int] = (1, 1), **train: Any) -> Config:
-    base = Config()
-    return replace(
-        base,
-        model=replace(base.model, path=model, dtype="bfloat16"),
-        devices=replace(base.devices, rollout=split[0], train=split[1]),
-        rollout=replace(base.rollout, max_new_tokens=1024),
-        train=replace(base.train, **train),
-    )
+    values = {"model.path": model, "model.dtype": "bfloat16", "rollout.max_new_tokens": 1024}
+    values |= {"devices.rollout": split[0], "devices.train": split[1]}
+    return build(values | {f"train.{name}": value for name, value in train.items()})
 
 
 def plan(own: Config, gpu: str = "H100", gib: float = 0, mean: float | None = None) -> Plan:
@@ -155,7 +150,7 @@ def test_the_balance_names_the_bottleneck_and_what_would_help() -> None:
         "training-bound: engines idle 60%, one process more for training would give +100%"
     )
     assert sentence(config(), (0.01, 0.02)) == "balanced: engines idle 1%, trainers 2%"
-    synchronous = replace(config(), buffer=replace(config().buffer, max_staleness=0))
+    synchronous = build({"buffer.max_staleness": 0})
     assert sentence(synchronous, (0.3, 0.7)).startswith("synchronous: engines idle 30%, trainers")
 
 

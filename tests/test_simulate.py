@@ -1,11 +1,10 @@
 """The simulator: engines that cost what they should, and runs whose numbers can be worked out."""
 
 import math
-from dataclasses import replace
 
 import pytest
 
-from minirl.config import Config
+from minirl.recipe import build
 from minirl.tools.simulate import (
     Costs,
     Lengths,
@@ -56,16 +55,10 @@ def test_long_tailed_lengths_have_their_mean_and_their_limit() -> None:
 
 
 def simulated(train_s: float, eta: int, target: float, lengths: Lengths = ALIKE) -> Throughput:
-    base = Config()
-    config = replace(
-        base,
-        devices=replace(base.devices, rollout=2),
-        rollout=replace(base.rollout, group_size=2),
-        buffer=replace(base.buffer, max_staleness=eta, target_staleness=target),
-        train=replace(base.train, batch_size=8, num_minibatches=1),
-    )
+    values = {"buffer.max_staleness": eta, "buffer.target_staleness": target}
+    values |= {"devices.rollout": 2, "rollout.group_size": 2, "train.batch_size": 8}
     costs = Costs(step=1.0, train=train_s)
-    return Simulation(config, costs, lengths, max_running=8).run(60, num_warm=8)
+    return Simulation(build(values), costs, lengths, max_running=8).run(60, num_warm=8)
 
 
 def test_synchronous_is_the_sum_and_asynchronous_the_slower_of_the_two() -> None:
