@@ -137,12 +137,11 @@ class Collector:
         self.dialogue = dialogue_of(self.task, kind, self.tokenizer) if self.task else None
 
     @contextmanager
-    def running(self, num_cells: int) -> Iterator["Collector"]:
+    def running(self, num_cells: int) -> Iterator[None]:
         """With engines that are ready; `num_cells` answers may be in flight at once."""
         kind, available = devices.find_devices(self.config.devices.kind)
         places = devices.place(self.config, kind, available, ranks=False)[0]
         self.ring = TrajectoryRing(num_cells, self.config.max_tokens_per_trajectory)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
         self.workers = Workers(self.run_dir, len(places) + self.config.tasks.verifiers)
         temp = Path(tempfile.mkdtemp(prefix="minirl-"))
         with signals():
@@ -150,7 +149,7 @@ class Collector:
                 self._spawn(kind, places, temp)
                 while not all(worker.is_ready for worker in self.workers.of(Role.ROLLOUT)):
                     self.collect()
-                yield self
+                yield
             finally:
                 with signals(signal.SIG_IGN):
                     self.workers.kill()
@@ -190,9 +189,8 @@ class Collector:
         if answer is None or view is None:
             return Attempt("", None, 0, REFUSED, ended.error)
         text = readable(texts_of(view, self.tokenizer, self.dialogue))
-        return Attempt(
-            text, ended.reward, answer.num_written, answer.stop.name.lower(), ended.error
-        )
+        stop = answer.stop.name.lower()
+        return Attempt(text, ended.reward, answer.num_written, stop, ended.error)
 
     # -- what the supervisor asks
 
