@@ -110,12 +110,9 @@ class Supervisor:
         self._pulse: tuple[float, ...] = ()
 
     def collect(self, handle: Callable[[Worker, object], Sends]) -> None:
-        """Receives what workers say, and gives `handle` all but starts and deaths. Any message is
-        progress; one that shows work done resets its worker's back-off."""
+        """One turn of a controller: `handle` gets what workers say, but for starts and deaths."""
         for worker, message in self.workers.receive(LISTEN_S):
-            self._heard = time.monotonic()
-            if isinstance(message, Finished | Graded | Replied):
-                self.restarts.reset(worker.name)
+            self.received(worker, message)
             if isinstance(message, Started):
                 worker.is_ready = True
             elif isinstance(message, Died):
@@ -123,6 +120,12 @@ class Supervisor:
             else:
                 self.workers.deliver(handle(worker, message))
         self.workers.deliver(self.check())
+
+    def received(self, worker: Worker, message: object) -> None:
+        """Any message is progress; one that shows work done resets its worker's back-off."""
+        self._heard = time.monotonic()
+        if isinstance(message, Finished | Graded | Replied):
+            self.restarts.reset(worker.name)
 
     # -- deaths
 
