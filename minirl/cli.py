@@ -113,7 +113,7 @@ def train(
     minirl train recipes/gsm8k.toml --run-dir runs/mine    # again: resumes it
     """
     from minirl.recipe import load
-    from minirl.tools import dry_run as check
+    from minirl.tools import doctor as check
 
     loaded = load(recipe, overrides or [])
     rows = check.plan_rows(loaded.config)  # checks task, loggers and model
@@ -147,17 +147,18 @@ def evaluate(
     minirl eval --compare tiny runs/smoke-…               before and after RL
     """
     from minirl.tools import evaluate as tool
+    from minirl.tools.collect import as_overrides, resolve
 
     given = {"tasks.kind": task or None, "eval.num_prompts": problems}
-    values = tool.as_overrides({**given, "eval.temperature": temperature})
-    options = tool.Options(recipe, k, (*(overrides or ()), *values))
+    values = as_overrides({**given, "eval.temperature": temperature})
+    values = (*(overrides or ()), *values)
     if (compare is None) == (target is None):
         remedy = "minirl eval MODEL_OR_RUN, or minirl eval --compare A B"
         raise RecipeError("MODEL_OR_RUN", target or "", "one target, or --compare", remedy)
     if compare is not None:
-        _show(tool.compare_named(compare, options, out))
+        _show(tool.compare_named(compare, recipe, values, k, out))
         return
-    _, found = tool.evaluate(tool.resolve(cast(str, target), options), options, out)
+    _, found = tool.evaluate(resolve(cast(str, target), recipe, values, k), out)
     _show(tool.summary_rows(found))
     raise typer.Exit(0 if found["accuracy"] is not None else 1)
 
@@ -177,14 +178,13 @@ def sample(
 
     minirl sample runs/smoke-… "Tom has 7 apples. Tom buys 5 more. How many has Tom?" --tokens
     """
-    from minirl.tools.evaluate import Options, as_overrides, resolve, run_of
-    from minirl.tools.sample import sample as draw
+    from minirl.tools.collect import as_overrides, resolve, run_of
+    from minirl.tools.collect import sample as draw
 
     kind = None if run_of(model) else "arithmetic"  # any task: none is used
     given = {"tasks.kind": kind, "eval.temperature": temperature}
     values = as_overrides({**given, "rollout.max_new_tokens": max_new_tokens})
-    options = Options(overrides=(*values, *(overrides or ())))
-    drawn = draw(resolve(model, options), prompt, num, raw)
+    drawn = draw(resolve(model, None, (*values, *(overrides or ()))), prompt, num, raw)
     for i, (answer, written) in enumerate(drawn, start=1):
         num, total = len(written), sum(value for _, value in written)
         typer.echo(f"--- {i}: {num} tokens, {answer.stop}, mean logprob {total / max(1, num):.3f}")
@@ -228,7 +228,7 @@ def data(
     from minirl.recipe import check_task, load
     from minirl.tasks.prompts import render
     from minirl.tasks.registry import make_task, self_check
-    from minirl.tools.data import survey
+    from minirl.tools.data import data_rows
     from minirl.train.tiny import tiny_tokenizer
 
     config = load(recipe, overrides or []).config
@@ -241,7 +241,7 @@ def data(
         typer.echo(f"{render(example, tokenizer)}\n--- reference: {example.reference}\n")
     source = config.tasks.data or getattr(task, "data", "")
     rows = [("task", f"{config.tasks.kind} {source}"), ("self-check", str(checked))]
-    _show([*rows, *survey(config, task, tokenizer)])
+    _show([*rows, *data_rows(config, task, tokenizer)])
 
 
 @app.command()

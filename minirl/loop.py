@@ -29,14 +29,14 @@ from minirl.config import Config
 from minirl.errors import MinirlError
 from minirl.evaluation import Evaluation
 from minirl.groups import Groups, Sends
-from minirl.messages import CheckpointState, Died, Role, Save, Saved, Started, Train, Trained
+from minirl.messages import CheckpointState, Role, Save, Saved, Train, Trained
 from minirl.recipe import to_toml
 from minirl.records import Batch, Prompt
 from minirl.rollout.dispatch import Speedometer
 from minirl.run_log import RunLog
 from minirl.supervisor import RANKS, Supervisor
 from minirl.tasks.prompts import PromptStream
-from minirl.workers import LISTEN_S, Worker, Workers
+from minirl.workers import Worker, Workers
 
 
 class Loop:
@@ -136,23 +136,16 @@ class Loop:
     # -- collect
 
     def collect(self) -> None:
-        for worker, message in self.workers.receive(LISTEN_S):
-            self.supervisor.received(worker, message)
-            self.workers.deliver(self.handle(worker, message))
-        self.workers.deliver(self.supervisor.check())
+        self.supervisor.collect(self.handle)
         if (ended := self.groups.take_evaluation()) is not None:
             self.on_evaluated(ended)
 
     def handle(self, worker: Worker, message: object) -> Sends:
         match message:
-            case Started():
-                worker.is_ready = True
             case Trained():
                 self.on_trained(message)
             case Saved():
                 self.on_saved(message)
-            case Died():
-                return self.supervisor.on_death(worker, message)
             case _:
                 return self.groups.handle(worker.rank, message, time.monotonic())
         return []

@@ -9,7 +9,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
@@ -216,14 +215,6 @@ class RunLog:
         accuracy = "unknown" if line["accuracy"] is None else f"{line['accuracy']:.1%}"
         failed = f", {line['failures']} answers not graded" if line["failures"] else ""
         self.note(f"held-out accuracy {accuracy} at version {line['version']}{failed}")
-
-    def stalled(self, report: str) -> Path:
-        """Rule 8: everything that helps to find out why, on the screen and in a file."""
-        path = self.run_dir / "stall.txt"
-        with suppress(OSError), path.open("a") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{report}\n")
-        self.note(report)
-        return path
 
     def summarise(self, is_whole: bool, extra: Line) -> Line:
         lines, accuracies = self.metrics, self.accuracies

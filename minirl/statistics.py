@@ -1,11 +1,13 @@
 """How sure a figure is: intervals, pass@k, and a test of two results on the same problems.
 
-Takes rewards by problem, gives numbers (docs/evaluation.md); draws have a fixed seed. No files.
+Takes rewards by problem, or figures by seed; gives numbers (docs/evaluation.md). Draws have a fixed
+seed. No files.
 """
 
 from collections.abc import Sequence
-from math import comb
-from typing import NamedTuple
+from math import comb, sqrt
+from statistics import fmean, stdev
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import scipy
@@ -18,6 +20,22 @@ class Interval(NamedTuple):  # of 95 %
     mean: float
     low: float
     high: float
+
+
+class Estimate(TypedDict):
+    """A mean over seeds and half the width of its 95 % interval; None: one seed says nothing."""
+
+    mean: float
+    half: float | None
+    count: int
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Student's interval."""
+    num, half = len(values), None
+    if num > 1:
+        half = float(scipy.stats.t.ppf(0.975, num - 1)) * stdev(values) / sqrt(num)
+    return Estimate(mean=fmean(values), half=half, count=num)
 
 
 def interval_of(by_problem: Sequence[Sequence[float]]) -> Interval | None:

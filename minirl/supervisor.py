@@ -19,6 +19,8 @@ Leaves out: what becomes of groups (groups.py), processes as such (workers.py).
 import re
 import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -27,11 +29,11 @@ from minirl.buffer import republished_as
 from minirl.config import Config, get
 from minirl.errors import MinirlError, Stalled, WorkerDied
 from minirl.groups import Groups, Sends
-from minirl.messages import Died, Finished, Graded, Replied, Role, TrainerSetup
+from minirl.messages import Died, Finished, Graded, Replied, Role, Started, TrainerSetup
 from minirl.shm.board import Row, State, Total
 from minirl.train import checkpoint
 from minirl.train.checkpoint import newest_whole
-from minirl.workers import Worker, Workers
+from minirl.workers import LISTEN_S, Worker, Workers
 
 MAX_DEATHS = 4  # in a row
 FIRST_DELAY_S = 1.0
@@ -53,7 +55,6 @@ class Log(Protocol):
     workers_replaced: float
 
     def note(self, text: str) -> None: ...
-    def stalled(self, report: str) -> Path: ...
 
 
 class Controller(Protocol):
@@ -107,6 +108,18 @@ class Supervisor:
         self._num_oom_kills = num_oom_kills()
         self._checked = self._moved = self._heard = time.monotonic()
         self._pulse: tuple[float, ...] = ()
+
+    def collect(self, handle: Callable[[Worker, object], Sends]) -> None:
+        """One turn of a controller: `handle` gets what workers say, but for starts and deaths."""
+        for worker, message in self.workers.receive(LISTEN_S):
+            self.received(worker, message)
+            if isinstance(message, Started):
+                worker.is_ready = True
+            elif isinstance(message, Died):
+                self.workers.deliver(self.on_death(worker, message))
+            else:
+                self.workers.deliver(handle(worker, message))
+        self.workers.deliver(self.check())
 
     def received(self, worker: Worker, message: object) -> None:
         """Any message is progress; one that shows work done resets its worker's back-off."""
@@ -251,7 +264,7 @@ class Supervisor:
         return Stalled(f"{why}; what waited for what, and all stacks: {self._report(why)}")
 
     def _report(self, why: str) -> Path:
-        """Writes what waits for what, and every stack. Gives the file."""
+        """Notes what waits for what, and every stack; gives the file that keeps it (rule 8)."""
         facts = self.controller.stall_facts()
         lines = [why, *(f"  {name:<12} {fact}" for name, fact in facts.items())]
         for worker in self.workers.all:
@@ -260,7 +273,11 @@ class Supervisor:
                 f"  {worker.name:<12} {_words(row)} for {row.since_s:.0f} s, last heartbeat "
                 f"{row.beat_s:.0f} s ago, version {row.version}, running {row.running}"
             )
-        return self.log.stalled("\n".join(lines) + "\n" + self.workers.stacks())
+        report, path = "\n".join([*lines, self.workers.stacks()]), self.log.run_dir / "stall.txt"
+        with suppress(OSError), path.open("a") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{report}\n")
+        self.log.note(report)
+        return path
 
 
 def _words(row: Row) -> str:

@@ -1,19 +1,18 @@
 """`minirl data`: what it shows is what a run would see."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from test_cli import ROOT, python
 
 from minirl.config import Config
 from minirl.model import load_tokenizer
 from minirl.records import Example
 from minirl.tasks.prompts import encode, render
 from minirl.tasks.registry import make_task
-from minirl.tools.data import survey
+from minirl.tools.data import data_rows
+from minirl.train.tiny import tiny_tokenizer
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
 ROWS = [
@@ -45,42 +44,32 @@ def with_template(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, cwd: Path = ROOT) -> str:
     # Python itself says which modules were loaded: none of them may be torch.
-    command = [sys.executable, "-X", "importtime", "-m", "minirl.cli", "data", *arguments]
-    env = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env)
+    done = python("-X", "importtime", "-m", "minirl.cli", "data", *arguments, cwd=cwd)
     loaded = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
     assert "torch" not in loaded and "minirl.config" in loaded
-    return done
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
 
 
 def test_the_tiny_models_view_of_rows_of_ones_own(recipe: Path) -> None:
-    done = run(str(recipe), "--show", "1", cwd=recipe.parent.parent)  # from another folder
-    assert done.returncode == 0, done.stderr[-2000:]
-    shown = done.stdout
-    assert "What is 1 + 1?\nPlease reason step by step" in shown and "reference: 2" in shown
-    for line in (
+    shown = run(str(recipe), "--show", "1", cwd=recipe.parent.parent)  # from another folder
+    for text in (
+        "What is 1 + 1?\nPlease reason step by step",
+        "reference: 2",
         "4 references score 1",
         "1 of 4 (25.0%) above tasks.max_prompt_tokens = 200",
         "1 prompts that came before",
         "1 of 2 held-out prompts are trained on, such as",
         "the model has none",
     ):
-        assert line in shown, shown
+        assert text in shown
 
 
 def test_a_chat_template_is_applied_without_torch(recipe: Path, with_template: Path) -> None:
-    done = run(str(recipe), "--set", f"model.path={with_template}")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "<|user|>What is 1 + 1?" in done.stdout and "####.<|assistant|>" in done.stdout
-
-
-def test_a_wrong_recipe_is_one_line(recipe: Path) -> None:
-    done = run(str(recipe), "--set", "tasks.prompt_column=q")
-    last = done.stderr.splitlines()[-1]
-    assert done.returncode == 2 and last.startswith("minirl: tasks.data = ")
-    assert 'nothing in the column "q"' in last and "name yours in tasks.prompt_column" in last
+    shown = run(str(recipe), "--set", f"model.path={with_template}")
+    assert "<|user|>What is 1 + 1?" in shown and "####.<|assistant|>" in shown
 
 
 def test_the_light_tokenizer_is_the_runs_own(with_template: Path, tied_folder: Path) -> None:
@@ -103,9 +92,7 @@ def test_a_model_without_a_template_gets_plain_text(tied_folder: Path) -> None:
 
 
 def test_a_generated_task_is_looked_at_up_to_a_limit() -> None:
-    from minirl.train.tiny import tiny_tokenizer
-
     config = Config()
-    rows = dict(survey(config, make_task(config), tiny_tokenizer(), most=300))
+    rows = dict(data_rows(config, make_task(config), tiny_tokenizer(), most=300))
     assert rows["train"].endswith("examples, of which 300 are looked at")
     assert rows["in both"] == "0 of 256 held-out prompts are trained on"

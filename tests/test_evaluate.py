@@ -11,26 +11,14 @@ from test_cli import minirl
 from minirl.cli import main
 from minirl.config import Config
 from minirl.errors import RecipeError
-from minirl.recipe import to_toml
-from minirl.tools.collect import Attempt
-from minirl.tools.evaluate import (
-    Options,
-    Result,
-    as_overrides,
-    compare,
-    num_at_once,
-    read,
-    resolve,
-    summarise,
-)
+from minirl.recipe import build, to_toml
+from minirl.tools.collect import Attempt, as_overrides, resolve
+from minirl.tools.evaluate import Result, compare, num_at_once, read, summarise
 
 
 def result(problem: int, *rewards: float | None) -> Result:
     answers = tuple(Attempt(f"{r}", r, 10, "stop", "" if r is not None else "?") for r in rewards)
     return Result(problem, f"prompt {problem}", "ref", answers)
-
-
-# Figures ------------------------------------------------------------------------------------------
 
 
 def test_a_failed_reward_counts_nowhere_and_is_counted() -> None:
@@ -78,81 +66,55 @@ def test_several_answers_are_compared_by_their_mean() -> None:
         compare(a, [replace(r, reference="other") for r in b])
 
 
-# What is evaluated --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    run = tmp_path / "run"
-    for step in (10, 20, 30):
-        trainer = run / "checkpoints" / f"step-{step:06d}" / "trainer"
-        trainer.mkdir(parents=True)
-        (trainer.parent / "config.json").write_text("{}")
-        (trainer / "state.json").touch()
-    (run / "recipe.toml").write_text(to_toml(Config()))
-    return run
-
-
-def test_a_run_gives_its_recipe_and_a_checkpoint(run_dir: Path) -> None:
-    first, *_, last = sorted((run_dir / "checkpoints").iterdir())
-    assert resolve(str(run_dir), Options()).folder == last
-    assert resolve(str(first), Options()).folder == first
-    values = {"eval.num_prompts": 7, "seed": 3, "tasks.data": None}
-    target = resolve(str(run_dir), Options(overrides=as_overrides(values)))
-    assert (target.config.eval.num_prompts, target.config.seed) == (7, 3)
-
-
-def test_several_answers_are_sampled_and_one_is_as_the_recipe_says(run_dir: Path) -> None:
-    def temperature(k: int, *overrides: str) -> float:
-        return resolve(str(run_dir), Options(k=k, overrides=overrides)).config.eval.temperature
-
-    assert temperature(1) == 0.0
-    assert temperature(4) == 1.0  # rollout.temperature
-    assert temperature(4, "eval.temperature=0.6") == 0.6
-    assert temperature(4, "eval.temperature=0") == 1.0  # greedy answers would be alike
-
-
-def test_a_model_needs_a_task(tied_folder: Path) -> None:
+def test_a_run_gives_its_recipe_and_a_checkpoint_and_a_model_needs_a_task(
+    tmp_path: Path, tied_folder: Path
+) -> None:
+    first, last = (tmp_path / "checkpoints" / f"step-{step:06d}" for step in (10, 20))
+    for folder in (first, last):
+        (folder / "trainer").mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "trainer" / "state.json").touch()
+    (tmp_path / "recipe.toml").write_text(to_toml(Config()))
+    assert resolve(str(tmp_path)).folder == last and resolve(str(first)).folder == first
+    values = as_overrides({"eval.num_prompts": 7, "seed": 3, "tasks.data": None})
+    config = resolve(str(tmp_path), None, values).config
+    assert (config.eval.num_prompts, config.seed) == (7, 3)
+    # Several answers are sampled: greedy ones would be alike.
+    for k, given, expected in ((1, (), 0.0), (4, (), 1.0), (4, (0.6,), 0.6), (4, (0,), 1.0)):
+        sets = [f"eval.temperature={value}" for value in given]
+        assert resolve(str(tmp_path), None, sets, k).config.eval.temperature == expected
     with pytest.raises(RecipeError, match="comes with no task"):
-        resolve(str(tied_folder), Options())
-    config = resolve(str(tied_folder), Options(overrides=("tasks.kind=arithmetic",))).config
+        resolve(str(tied_folder))
+    config = resolve(str(tied_folder), None, ["tasks.kind=arithmetic"]).config
     assert config.model.path == str(tied_folder)
 
 
 def test_problems_are_asked_in_turns_where_memory_is_short() -> None:
-    config = Config()
-    assert num_at_once(config, 1000, 4) == 1000
-    long = replace(config, rollout=replace(config.rollout, max_new_tokens=10**6))
+    assert num_at_once(Config(), 1000, 4) == 1000
+    long = build({"rollout.max_new_tokens": 10**6})
     assert num_at_once(long, 1000, 4) == 2 * 256 // 4 + 1
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["eval"], "MODEL_OR_RUN"),
-        (["eval", "no/such/folder", "--task", "gsm8k"], "no such folder"),
-        (["eval", "tiny", "--task", "gsm9k"], 'did you mean "gsm8k"'),
-        (["eval", "tiny", "--task", "arithmetic", "--k", "0"], "value for '--k'"),
-        (["eval", "tiny", "--task=arithmetic", "--set", "devices.rollout=99"], "rollout = 99"),
-        (["eval", "--compare", "pyproject.toml", "Makefile"], "no results of an eval"),
-        (["sample", "tiny", "hello", "-n", "0"], "value for '-n'"),
+        ("eval", "MODEL_OR_RUN"),
+        ("eval no/such/folder --task gsm8k", "no such folder"),
+        ("eval tiny --task gsm9k", 'did you mean "gsm8k"'),
+        ("eval tiny --task arithmetic --k 0", "value for '--k'"),
+        ("eval tiny --task arithmetic --set devices.rollout=99", "rollout = 99"),
+        ("eval --compare pyproject.toml Makefile", "no results of an eval"),
+        ("sample tiny hello -n 0", "value for '-n'"),
     ],
 )
 def test_wrong_input_is_one_line(
-    args: list[str],
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    args: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["minirl", *args])
+    monkeypatch.setattr("sys.argv", ["minirl", *args.split()])
     with pytest.raises(SystemExit) as end:
         main()
     said = capsys.readouterr().err
-    assert end.value.code == 2
-    assert words in said and said.count("\n") == 1
-
-
-# The real thing -----------------------------------------------------------------------------------
+    assert end.value.code == 2 and words in said and said.count("\n") == 1
 
 
 @pytest.mark.vllm
@@ -164,35 +126,33 @@ def test_a_model_is_evaluated_and_sampled(engines: int, tied_folder: Path, tmp_p
     done = minirl(
         *("eval", str(tied_folder), "--task", task, "--k", "3", "--problems", "12"),
         *("--temperature=1", "--set=rollout.max_new_tokens=24", f"--set=devices.rollout={engines}"),
-        *("--set", "tasks.timeout_s=0.5", "--set", "rollout.kv_cache_gib=0.1"),
-        *("--set", "tasks.max_prompt_tokens=64", "--out", "out"),
+        *("--set=tasks.timeout_s=0.5", "--set=rollout.kv_cache_gib=0.1"),
+        *("--set=tasks.max_prompt_tokens=64", "--out", "out"),
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
     assert "problems 12/12" in done.stderr and "95 % interval" in done.stdout
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     results = read(tmp_path / "out")
+    assert {k: summary[k] for k in summarise(results)} == summarise(results)
     assert [r.problem for r in results] == list(range(12))
     answers = [answer for r in results for answer in r.answers]
-    assert len(answers) == 36
     failed = [answer for answer in answers if answer.reward is None]
-    assert summary["answers_failed"] == len(failed) > 0
+    assert len(answers) == 36 and summary["answers_failed"] == len(failed) > 0
     assert all(answer.error and answer.text for answer in failed)
     for answer in answers:
         first, *second = answer.text.split("⟦ again?⟧")
         kinds = [sum(text.encode()) for text in (first, *second)]
+        is_reply_bad = kinds[0] % 7 == 6 or kinds[0] % 41 == 9
         if answer.stop == "stop" and not second:  # else it would have gone on
-            assert kinds[0] % 7 == 6 or kinds[0] % 41 == 9, answer
+            assert is_reply_bad, answer
             assert "nothing to say" in answer.error or "tasks.timeout_s" in answer.error, answer
         else:
-            assert not second or not (kinds[0] % 7 == 6 or kinds[0] % 41 == 9), answer
+            assert not (second and is_reply_bad), answer
             assert (answer.reward is None) == (kinds[-1] % 7 == 3 or kinds[-1] % 41 == 5), answer
-        if answer.reward is not None:
-            assert answer.reward == float(answer.length % 2 == 0)
-        assert answer.length <= 24
+        assert answer.reward in (None, float(answer.length % 2 == 0)) and answer.length <= 24
     assert any("⟦" in answer.text for answer in answers if answer.reward is not None)
     assert any("nothing to say" in answer.error for answer in failed)
-    assert {k: summary[k] for k in summarise(results)} == summarise(results)
     check_samples(tied_folder, tmp_path)
 
 
@@ -210,13 +170,11 @@ def check_samples(folder: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     heads = [line for line in done.stdout.splitlines() if line.startswith("---")]
     shown = [float(line.split()[0]) for line in done.stdout.splitlines() if line[:1] == " "]
-    assert len(heads) == 2 and len(shown) == 16
-    tokens, model = tokenizer.encode(prompt), plain_script.load(folder)
-    expected = []
+    tokens, model, expected = tokenizer.encode(prompt), plain_script.load(folder), []
     for _ in range(8):
         logprobs_V = plain_script.distributions(model, [*tokens, 0], 1.0)[len(tokens) - 1]
         tokens.append(int(logprobs_V.argmax()))
         expected.append(logprobs_V.max().item())
-    assert shown == pytest.approx(expected * 2, abs=1e-3)
+    assert len(heads) == 2 and shown == pytest.approx(expected * 2, abs=1e-3)
     assert f"{math.fsum(expected) / 8:.3f}" in heads[0]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]

@@ -30,9 +30,9 @@ FOREIGN = {  # rooms, or single modules
     "rich matplotlib jinja2 wandb trackio": "view",
     "transformers": "train model rollout",
     "peft": "train",
-    "scipy": "statistics tools.sweep",
+    "scipy": "statistics",
     "pynvml": "devices",
-    "psutil": "workers",
+    "psutil": "workers devices",
     "pydantic": "config recipe train.bad_batch train.checkpoint view.dashboard",
     "datasets pyarrow math_verify": "tasks",
 }

@@ -1,11 +1,10 @@
 """The simulator: engines that cost what they should, and runs whose numbers can be worked out."""
 
 import math
-from dataclasses import replace
 
 import pytest
 
-from minirl.config import Config
+from minirl.recipe import build
 from minirl.tools.simulate import (
     Costs,
     Lengths,
@@ -18,26 +17,24 @@ from minirl.tools.simulate import (
 ALIKE = Lengths((100,), 10)
 
 
-def ends(engine: SimulatedEngine) -> list[tuple[float, int]]:
-    """When each sequence is done, in order: (time, group)."""
-    found = []
+@pytest.mark.parametrize(
+    ("costs", "max_running", "lengths", "expected"),
+    [
+        (Costs(step=1.0), 8, (3, 5, 5, 9), [(3.0, 0), (5.0, 1), (5.0, 2), (9.0, 3)]),
+        (Costs(step=1.0), 1, (3, 5), [(3.0, 0), (8.0, 1)]),  # the others wait
+        (Costs(1.0, step_per_seq=0.5, prefill=0.1), 8, (4, 8), [(8.2, 0), (8.2 + 4 * 1.5, 1)]),
+    ],
+)
+def test_a_step_gives_every_running_sequence_a_token(
+    costs: Costs, max_running: int, lengths: tuple[int, ...], expected: list[tuple[float, int]]
+) -> None:
+    engine, found = SimulatedEngine(costs, max_running), []
+    engine.submit(enumerate(lengths), now=1.0)
     while (at := engine.next_end_s) < math.inf:
-        found += [(round(at, 6), group_id) for group_id, _ in engine.take_done(at)]
-    return found
-
-
-def test_a_step_gives_every_running_sequence_a_token_and_the_others_wait() -> None:
-    engine = SimulatedEngine(Costs(step=1.0), max_running=8)
-    engine.submit(enumerate((3, 5, 5, 9)), now=0.0)
-    assert ends(engine) == [(3.0, 0), (5.0, 1), (5.0, 2), (9.0, 3)]
-    engine = SimulatedEngine(Costs(step=1.0), max_running=1)
-    engine.submit(enumerate((3, 5)), now=1.0)
-    assert ends(engine) == [(4.0, 0), (9.0, 1)]
-    engine.advance(11.0)
+        found += [(round(at - 1.0, 6), group_id) for group_id, _ in engine.take_done(at)]
+    assert found == expected
+    engine.advance(engine.now + 2.0)
     assert engine.idle_s == pytest.approx(1.0 + 2.0)
-    engine = SimulatedEngine(Costs(step=1.0, step_per_seq=0.5, prefill=0.1), max_running=8)
-    engine.submit([(0, 4), (1, 8)], now=0.0)
-    assert ends(engine) == [(0.2 + 4 * 2.0, 0), (0.2 + 4 * 2.0 + 4 * 1.5, 1)]
 
 
 def test_new_weights_stop_the_engine_and_are_seen_in_the_versions() -> None:
@@ -57,19 +54,11 @@ def test_long_tailed_lengths_have_their_mean_and_their_limit() -> None:
     assert long_tailed(2000, 1000, 1).mean_tokens == 1001
 
 
-def simulated(
-    train_s: float, eta: int, target: float, lengths: Lengths = ALIKE, steps: int = 20
-) -> Throughput:
-    base = Config()
-    config = replace(
-        base,
-        devices=replace(base.devices, rollout=2),
-        rollout=replace(base.rollout, group_size=2),
-        buffer=replace(base.buffer, max_staleness=eta, target_staleness=target),
-        train=replace(base.train, batch_size=8, num_minibatches=1),
-    )
+def simulated(train_s: float, eta: int, target: float, lengths: Lengths = ALIKE) -> Throughput:
+    values = {"buffer.max_staleness": eta, "buffer.target_staleness": target}
+    values |= {"devices.rollout": 2, "rollout.group_size": 2, "train.batch_size": 8}
     costs = Costs(step=1.0, train=train_s)
-    return Simulation(config, costs, lengths, max_running=8).run(steps, num_warm=8)
+    return Simulation(build(values), costs, lengths, max_running=8).run(60, num_warm=8)
 
 
 def test_synchronous_is_the_sum_and_asynchronous_the_slower_of_the_two() -> None:
@@ -86,8 +75,8 @@ def test_synchronous_is_the_sum_and_asynchronous_the_slower_of_the_two() -> None
 
 def test_a_slow_trainer_finds_data_as_old_as_allowed_unless_it_has_a_target() -> None:
     lengths = long_tailed(95, 400, 10)
-    free, paced = (simulated(300, 8, target, lengths, steps=60) for target in (8, -1))
-    assert free == simulated(300, 8, 8, lengths, steps=60), "and the same again"
+    free, paced = (simulated(300, 8, target, lengths) for target in (8, -1))
+    assert free == simulated(300, 8, 8, lengths), "and the same again"
     assert 7 < free.staleness <= 8
     assert paced.staleness <= 2.5 and paced.trainer_idle < 0.05
     assert paced.tokens_per_s > 0.95 * free.tokens_per_s

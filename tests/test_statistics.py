@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from minirl.statistics import interval_of, mcnemar, pass_at, usual_ks, wilson
+from minirl.statistics import estimate, interval_of, mcnemar, pass_at, usual_ks, wilson
 
 
 def test_wilson_s_interval_has_known_values() -> None:
@@ -26,10 +26,8 @@ def test_the_bootstrap_covers_as_often_as_it_says() -> None:
     dice, num_held = random.Random(0), 0
     for _ in range(200):
         skills = [dice.betavariate(0.6, 0.4) for _ in range(60)]  # true mean 0.6
-        rewards = [[float(dice.random() < skill) for _ in range(4)] for skill in skills]
-        found = interval_of(rewards)
-        assert found is not None
-        num_held += found.low <= 0.6 <= found.high
+        found = interval_of([[float(dice.random() < s) for _ in range(4)] for s in skills])
+        num_held += found is not None and found.low <= 0.6 <= found.high
     assert 180 <= num_held <= 199
 
 
@@ -54,3 +52,8 @@ def test_mcnemar_is_the_exact_coin() -> None:
     assert mcnemar(0, 0) == mcnemar(5, 5) == 1.0
     assert mcnemar(5, 0) == mcnemar(0, 5) == pytest.approx(2 / 32)
     assert mcnemar(8, 2) == pytest.approx(2 * (1 + 10 + 45) / 1024)
+
+
+def test_seeds_are_summed_up_by_students_interval() -> None:
+    assert estimate([1.0, 2.0, 3.0])["half"] == pytest.approx(4.303 / 3**0.5, rel=1e-3)
+    assert estimate([5.0]) == {"mean": 5.0, "half": None, "count": 1}

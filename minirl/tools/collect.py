@@ -1,36 +1,112 @@
-"""Answers without a trainer. Takes prompts and a folder of weights, gives graded answers.
+"""Answers without a trainer, for `minirl eval` and `minirl sample`.
 
-The same engines, verifiers, `Groups` and `Supervisor` as in training, on all devices of the
-machine: vLLM loads the folder's own weights, and all prompts are one evaluation. An engine that
-dies is restarted and its prompts are requeued. A reward that hangs or takes its verifier down costs
-that one answer, and so does a reply that fails: such an answer has no reward, and an error that
-says why (rule 7). However it ends, nothing is left but logs.
+Takes what a person typed (a run, one of its checkpoints, or a model under a recipe) and prompts;
+gives graded answers. The engines, verifiers, `Groups` and `Supervisor` are those of training, on
+all devices of the machine: vLLM loads the folder's own weights, and all prompts are one evaluation.
+An engine that dies is restarted and its prompts are requeued. A reward that hangs or takes its
+verifier down costs that one answer, and so does a reply that fails: such an answer has no reward,
+and an error that says why (rule 7). However it ends, nothing is left but logs.
 """
 
+import json
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from minirl import devices
+from minirl import devices, model, recipe
 from minirl.buffer import Buffer
 from minirl.config import Config
+from minirl.errors import RecipeError
 from minirl.evaluation import Ended, Evaluation
 from minirl.groups import Groups, Sends
-from minirl.launch import spawn_engines, spawn_verifiers
-from minirl.messages import Died, Role, Started
-from minirl.records import Prompt
+from minirl.launch import model_folder, spawn_engines, spawn_verifiers
+from minirl.messages import Role
+from minirl.records import Example, Prompt
 from minirl.rollout.worker import RolloutSetup
+from minirl.run_dir import holds_run
 from minirl.shm.ring import TrajectoryRing, TrajectoryView
 from minirl.supervisor import Supervisor
-from minirl.tasks.turns import Dialogue, readable, texts_of
+from minirl.tasks import Task
+from minirl.tasks.prompts import encode, has_template
+from minirl.tasks.turns import dialogue_of, readable, texts_of
 from minirl.tasks.verifier import VerifierSetup
-from minirl.workers import LISTEN_S, Worker, Workers, signals
+from minirl.train import checkpoint
+from minirl.view.console import Bar
+from minirl.workers import Worker, Workers, signals
 
+NO_LIMIT = "train.max_tokens=100000000"  # nothing is trained
 REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Target:
+    name: str  # as typed
+    config: Config
+    k: int = 1  # answers to each problem
+    folder: Path | None = None  # of the weights; None: where model.path leads
+    run_dir: Path | None = None
+
+
+def as_overrides(values: Mapping[str, object]) -> tuple[str, ...]:
+    """As of --set; None is not given."""
+    return tuple(f"{key}={json.dumps(v)}" for key, v in values.items() if v is not None)
+
+
+def run_of(name: str) -> Path | None:
+    """The run that is named, by its directory or by one of its checkpoints."""
+    path = Path(name)
+    if path.parent.name == "checkpoints" and (path / "config.json").is_file():
+        path = path.parent.parent
+    return path if holds_run(path) else None
+
+
+def resolve(
+    name: str, path: Path | None = None, overrides: Sequence[str] = (), k: int = 1
+) -> Target:
+    """`path` is of a recipe; default: the run's own. Raises RecipeError with what is missing."""
+    run, folder, values = run_of(name), None, [*overrides, NO_LIMIT]
+    if run is not None:
+        folder = last_checkpoint(run) if run == Path(name) else Path(name)
+        path = path or run / "recipe.toml"
+    else:
+        values = [*as_overrides({"model.path": name}), *values]
+    loaded = recipe.load(path, values)
+    if path is None and loaded.origins["tasks.kind"] == "default":
+        remedy = "name a recipe with --recipe, or set tasks.kind"
+        raise RecipeError("MODEL_OR_RUN", name, "is a model, which comes with no task", remedy)
+    recipe.check_task(loaded.config)
+    if run is None:
+        recipe.find_model(loaded.config)  # raises where the path leads nowhere
+    config = with_engines(loaded)
+    if k > 1 and config.eval.temperature == 0:  # else all answers would be alike
+        sampled = replace(config.eval, temperature=config.rollout.temperature)
+        config = replace(config, eval=sampled)
+    return Target(name, config, k, folder, run)
+
+
+def last_checkpoint(run_dir: Path) -> Path:
+    whole = [p for p in checkpoint.found(run_dir) if (p / "trainer" / "state.json").is_file()]
+    folders = [path for path in (run_dir / "model", *whole) if (path / "config.json").is_file()]
+    if not folders:  # model/ is of `minirl sft`
+        remedy = "wait for its first checkpoint, or name a model folder"
+        raise RecipeError("run", str(run_dir), "has no checkpoint yet", remedy)
+    return folders[-1]
+
+
+def with_engines(loaded: recipe.Loaded) -> Config:
+    """On devices.rollout of --set; else on CUDA all GPUs, on CPU one engine with all cores."""
+    config, own = loaded.config, loaded.config.devices
+    kind, available = devices.find_devices(own.kind)
+    if loaded.origins["devices.rollout"] != "--set":
+        whole = available // own.tensor_parallel if kind == "cuda" else 1
+        own = replace(own, rollout=max(1, whole) * own.tensor_parallel)
+        config = replace(config, devices=own)
+    recipe.check_devices(config, kind, available, own.rollout - own.train)  # nothing is trained
+    return config
 
 
 @dataclass(frozen=True)
@@ -44,57 +120,51 @@ class Attempt:
     error: str = ""
 
 
-@contextmanager
-def collecting(
-    config: Config,
-    folder: Path,
-    tokenizer: Any,
-    num_cells: int,
-    log_dir: Path,
-    note: Callable[[str], None],
-    dialogue: Dialogue | None = None,
-    is_graded: bool = True,
-) -> Iterator["Collector"]:
-    """With engines that start, and verifiers unless nothing is to be graded."""
-    kind, available = devices.find_devices(config.devices.kind)
-    places = devices.place(config, kind, available, ranks=False)[0]
-    log_dir.mkdir(parents=True, exist_ok=True)
-    temp = Path(tempfile.mkdtemp(prefix="minirl-"))
-    workers = Workers(log_dir, len(places) + config.tasks.verifiers)
-    with signals():
-        try:
-            ring = TrajectoryRing(num_cells, config.max_tokens_per_trajectory)
-            seed, source = config.seed * 1000 + 1, str(folder)
-            first = RolloutSetup(config, source, kind, seed, ring, None, dialogue)
-            spawn_engines(workers, first, places, temp)
-            if is_graded:
-                spawn_verifiers(workers, VerifierSetup(config, source, ring, dialogue))
-            note(f"starting {len(places)} engine{'s'[: len(places) != 1]}")
-            collector = Collector(config, workers, ring, tokenizer, note, dialogue)
-            while not all(worker.is_ready for worker in workers.of(Role.ROLLOUT)):
-                collector.collect()
-            yield collector
-        finally:
-            with signals(signal.SIG_IGN):
-                workers.kill()
-                devices.sweep_temp(temp)
-
-
 @dataclass
 class Collector:
+    """The controller of an evaluation, as `Loop` is that of training, and its log."""
+
     config: Config
-    workers: Workers
-    ring: TrajectoryRing
-    tokenizer: Any
+    folder: Path  # of the weights
+    run_dir: Path  # for logs
     note: Callable[[str], None]
-    dialogue: Dialogue | None
+    task: Task | None = None  # None: answers are not graded, and there are no verifiers
+    workers_replaced: float = 0.0
 
     def __post_init__(self) -> None:
-        engines, verifiers = (len(self.workers.of(role)) for role in (Role.ROLLOUT, Role.VERIFY))
-        self.groups = Groups(self.config, None, Buffer(1, 0), engines, verifiers, self.note)
-        self.supervisor = Supervisor(self.config, self.workers, self.groups, self, self)
-        self.run_dir = self.workers.log_dir
-        self.workers_replaced = 0.0
+        kind, is_trusted = self.config.tasks.kind, self.config.model.trust_remote_code
+        self.tokenizer = model.load_tokenizer(self.folder, is_trusted)
+        self.dialogue = dialogue_of(self.task, kind, self.tokenizer) if self.task else None
+
+    @contextmanager
+    def running(self, num_cells: int) -> Iterator[None]:
+        """With engines that are ready; `num_cells` answers may be in flight at once."""
+        kind, available = devices.find_devices(self.config.devices.kind)
+        places = devices.place(self.config, kind, available, ranks=False)[0]
+        self.ring = TrajectoryRing(num_cells, self.config.max_tokens_per_trajectory)
+        self.workers = Workers(self.run_dir, len(places) + self.config.tasks.verifiers)
+        temp = Path(tempfile.mkdtemp(prefix="minirl-"))
+        with signals():
+            try:
+                self._spawn(kind, places, temp)
+                while not all(worker.is_ready for worker in self.workers.of(Role.ROLLOUT)):
+                    self.collect()
+                yield
+            finally:
+                with signals(signal.SIG_IGN):
+                    self.workers.kill()
+                    devices.sweep_temp(temp)
+
+    def _spawn(self, kind: str, places: list[devices.Placement], temp: Path) -> None:
+        config, source, seed = self.config, str(self.folder), self.config.seed * 1000 + 1
+        first = RolloutSetup(config, source, kind, seed, self.ring, None, self.dialogue)
+        spawn_engines(self.workers, first, places, temp)
+        if self.task is not None:
+            spawn_verifiers(self.workers, VerifierSetup(config, source, self.ring, self.dialogue))
+        self.note(f"starting {len(places)} engine{'s'[: len(places) != 1]}")
+        num_verifiers = len(self.workers.of(Role.VERIFY))
+        self.groups = Groups(config, None, Buffer(1, 0), len(places), num_verifiers, self.note)
+        self.supervisor = Supervisor(config, self.workers, self.groups, self, self)
 
     def answers(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, Ended]]:
         """By place, in the order in which they end. A prompt that stands there k times has k
@@ -107,28 +177,20 @@ class Collector:
             yield from evaluation.take_ended()
 
     def collect(self) -> None:
-        for worker, message in self.workers.receive(LISTEN_S):
-            self.supervisor.received(worker, message)
-            if isinstance(message, Started):
-                worker.is_ready = True
-            elif isinstance(message, Died):
-                self.workers.deliver(self.supervisor.on_death(worker, message))
-            else:
-                self.workers.deliver(self.groups.handle(worker.rank, message, 0.0))
-        self.workers.deliver(self.supervisor.check())
+        self.supervisor.collect(lambda worker, m: self.groups.handle(worker.rank, m, 0.0))
 
     def view(self, ended: Ended) -> TrajectoryView | None:
-        if ended.trajectory is None:
-            return None
-        return self.ring.read(ended.trajectory.cell, ended.group_id)
+        """None: there is no answer."""
+        answer = ended.trajectory
+        return self.ring.read(answer.cell, ended.group_id) if answer else None
 
     def attempt(self, ended: Ended) -> Attempt:
-        if ended.trajectory is None:
+        answer, view = ended.trajectory, self.view(ended)
+        if answer is None or view is None:
             return Attempt("", None, 0, REFUSED, ended.error)
-        view = self.ring.read(ended.trajectory.cell, ended.group_id)
         text = readable(texts_of(view, self.tokenizer, self.dialogue))
-        stop = ended.trajectory.stop.name.lower()
-        return Attempt(text, ended.reward, ended.trajectory.num_written, stop, ended.error)
+        stop = answer.stop.name.lower()
+        return Attempt(text, ended.reward, answer.num_written, stop, ended.error)
 
     # -- what the supervisor asks
 
@@ -136,12 +198,40 @@ class Collector:
         return self.groups.facts()
 
     def keep_batch(self, worker: Worker, why: str) -> str:
-        return f"; its log is in {self.workers.log_dir}"
+        return f"; its log is in {self.run_dir}"
 
     def roll_back(self, delay_s: float) -> Sends:
         raise AssertionError("there are no ranks")
 
-    def stalled(self, report: str) -> Path:
-        path = self.workers.log_dir / "stall.txt"
-        path.write_text(report)
-        return path
+
+def sample(
+    target: Target, text: str, count: int, is_raw: bool
+) -> Iterator[tuple[Attempt, list[tuple[str, float]]]]:
+    """Answers, with text and logprob of each token: of the distribution that was sampled from, and
+    at temperature 0 the model's own."""
+    bar, own = Bar("answers"), target.config.devices
+    config = replace(target.config, devices=replace(own, rollout=own.tensor_parallel))  # one engine
+    with tempfile.TemporaryDirectory(prefix="minirl-sample-") as name:
+        source = target.folder or model_folder(config, Path(name), bar.note)
+        there = Collector(config, source, Path(name), bar.note)
+        prompt, decode = render(text, there.tokenizer, is_raw), there.tokenizer.decode
+        tasks = replace(config.tasks, max_prompt_tokens=len(prompt.tokens))
+        there.config = replace(config, tasks=tasks)
+        recipe.check_model(there.config, source)
+        with there.running(count):
+            for _, ended in there.answers([prompt] * count):
+                answer, view = there.attempt(ended), there.view(ended)
+                if view is None:
+                    rule = f"vLLM refuses it ({answer.error})"
+                    raise RecipeError("PROMPT", "…", rule, "shorten it")
+                written = view.mask == 1
+                pieces = [decode([token]) for token in view.tokens[written].tolist()]
+                yield answer, list(zip(pieces, view.logprobs[written].tolist(), strict=True))
+
+
+def render(text: str, tokenizer: Any, is_raw: bool) -> Prompt:
+    is_chat = not is_raw and has_template(tokenizer)
+    example = Example(({"role": "user", "content": text},) if is_chat else text, "")
+    if tokens := encode(example, tokenizer):
+        return Prompt(0, example, tokens)
+    raise RecipeError("PROMPT", "", "has no token", "write something")

@@ -17,7 +17,7 @@ from minirl.tasks.prompts import encode, has_template
 MOST_LOOKED_AT = 10_000  # training examples
 
 
-def survey(
+def data_rows(
     config: Config, task: Task, tokenizer: Any, most: int = MOST_LOOKED_AT
 ) -> Iterator[tuple[str, str]]:
     train = [task.train(i) for i in range(min(task.num_train, most))]

@@ -1,7 +1,9 @@
 """Is this machine ready? One finding per thing that a run needs, each ok or with its remedy.
 
-Takes nothing, gives a list of findings. torch and transformers are imported in a child process
-with a deadline: a broken driver or a mismatched build is then a finding, not a hang or a crash.
+`minirl doctor` takes nothing and gives findings. torch and transformers are imported in a child
+process with a deadline: a broken driver or a mismatched build is then a finding, not a hang or a
+crash. `minirl train --dry-run` takes a recipe and gives rows: what the run would do, after checks
+of task, loggers and a model that is here, and what this machine lacks for it.
 
 Leaves out: the network (never tried) and importing vLLM (its metadata says enough).
 """
@@ -13,8 +15,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from minirl import devices
-from minirl.devices import free_memory_bytes, num_cores, torch_cuda, version_of
+from minirl import devices, recipe
+from minirl.config import TINY, Config
+from minirl.devices import find_devices, free_memory_bytes, num_cores, torch_cuda, version_of
+from minirl.errors import RecipeError
 from minirl.tasks.sandbox import why_not
 
 PROBE_TIMEOUT_S = 120
@@ -107,3 +111,39 @@ def _sandbox() -> Finding:
     if why := why_not():
         detail = f'none for code ({why}): tasks.kind = "code" is refused; see docs/sandbox.md'
     return Finding("sandbox", True, detail)
+
+
+def plan_rows(config: Config) -> list[tuple[str, str]]:
+    recipe.check_task(config, "train.estimator", "train.objective")
+    recipe.check_loggers(config)
+    own, size = config.devices, f"{config.train.batch_size} × {config.rollout.group_size}"
+    return [
+        ("model", f"{_model(config)}, {config.model.dtype}"),
+        ("task", f"{config.tasks.kind} {config.tasks.data}"),
+        ("devices", f"{own.kind}: {own.rollout} rollout + {own.train} train"),
+        ("slots", f"{config.num_slots} groups, staleness at most {config.buffer.max_staleness}"),
+        ("steps", f"{config.train.steps} of {size} trajectories"),
+        ("trajectory ring", f"{config.ring_bytes / 2**20:,.1f} MiB of shared memory"),
+    ]
+
+
+def _model(config: Config) -> str:
+    path, folder = config.model.path, recipe.find_model(config)
+    if folder is None:
+        return path if path == TINY else f"{path} (not in the local cache: not checked)"
+    recipe.check_model(config, folder)
+    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return f"{path}, {num_bytes / 2**20:,.1f} MiB of safetensors"
+
+
+def machine_notes(config: Config) -> list[tuple[str, str]]:
+    """Too few GPUs is a note: a GPU recipe can be checked anywhere."""
+    kind, available = find_devices(config.devices.kind)
+    try:
+        recipe.check_devices(config, kind, available)
+        recipe.check_memory(config, free_memory_bytes())
+    except RecipeError as error:
+        if kind == "cpu" and config.devices.kind != "cuda":
+            raise
+        return [("note", f"this machine cannot run it: {error}")]
+    return []

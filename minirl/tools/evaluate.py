@@ -1,16 +1,15 @@
 """`minirl eval`: how good a model is, how sure that is, and what changed between two.
 
-Takes what a person typed: a run (its recipe and a checkpoint), one of its checkpoints, or a model
-under a recipe. Gives a folder with results.jsonl (one line per problem), summary.json and
+Takes a target. Gives a folder with results.jsonl (one line per problem), summary.json and
 recipe.toml (docs/evaluation.md). A reward that failed is null with its reason: it is left out of
-all figures, and counted. Leaves out: how answers are collected (collect.py), how figures are
-computed (statistics.py).
+all figures, and counted. Leaves out: targets and how their answers are collected (collect.py), how
+figures are computed (statistics.py).
 """
 
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
@@ -18,106 +17,21 @@ from typing import Any
 
 import numpy as np
 
-from minirl import model, recipe
-from minirl.config import TINY, Config
-from minirl.devices import find_devices
+from minirl import recipe
+from minirl.config import BYTES_PER_TOKEN, Config
 from minirl.errors import RecipeError
 from minirl.launch import heldout_prompts, model_folder
+from minirl.records import Prompt
 from minirl.run_dir import read_lines, write_text
-from minirl.shm.ring import TrajectoryRing
 from minirl.statistics import bootstrap, interval_of, mcnemar, pass_at, usual_ks
-from minirl.tasks import Task
 from minirl.tasks.registry import make_task, self_check
-from minirl.tasks.turns import dialogue_of
-from minirl.tools.collect import Attempt, collecting
-from minirl.train import checkpoint
+from minirl.tools.collect import Attempt, Collector, Target, resolve, run_of
 from minirl.view.console import Bar
 
 RESULTS, SUMMARY = "results.jsonl", "summary.json"
 EVALS = Path("evals")
-NO_LIMIT = "train.max_tokens=100000000"  # nothing is trained
 RING_BYTES = 2**30  # what answers in flight may take before problems are asked in turns
 TEST = "McNemar, exact"  # where a problem has several answers: of its mean reward, a sign test
-
-
-@dataclass(frozen=True)
-class Options:
-    recipe: Path | None = None
-    k: int = 1
-    overrides: tuple[str, ...] = ()  # as of --set
-
-    def names(self, key: str) -> bool:
-        return any(text.startswith(f"{key}=") for text in self.overrides)
-
-
-@dataclass(frozen=True)
-class Target:
-    name: str  # as typed
-    config: Config
-    folder: Path | None  # of the weights; None: where model.path leads
-    run_dir: Path | None = None
-
-
-def as_overrides(values: Mapping[str, object]) -> tuple[str, ...]:
-    """In the recipe's own words; None is not given."""
-    return tuple(f"{key}={json.dumps(v)}" for key, v in values.items() if v is not None)
-
-
-def is_results(name: str) -> bool:
-    return Path(name).is_file() or (Path(name) / RESULTS).is_file()
-
-
-def run_of(name: str) -> Path | None:
-    """The run that is named, by its directory or by one of its checkpoints."""
-    path = Path(name)
-    if path.parent.name == "checkpoints" and (path / "config.json").is_file():
-        path = path.parent.parent
-    return path if (path / "recipe.toml").is_file() else None
-
-
-def resolve(name: str, options: Options) -> Target:
-    """Checks all that needs no machine. Raises RecipeError with what is missing."""
-    run = run_of(name)
-    folder, path, values = None, options.recipe, [*options.overrides, NO_LIMIT]
-    if run is not None:
-        folder = last_checkpoint(run) if run == Path(name) else Path(name)
-        path = path or run / "recipe.toml"
-    elif path is None and not options.names("tasks.kind"):
-        remedy = "name a recipe with --recipe, or set tasks.kind"
-        raise RecipeError("MODEL_OR_RUN", name, "is a model, which comes with no task", remedy)
-    else:
-        values = [*as_overrides({"model.path": name}), *values]
-    config = recipe.load(path, values).config
-    recipe.check_task(config)
-    if run is None and config.model.path != TINY:
-        recipe.find_model(config)  # raises where the path leads nowhere
-    if options.k > 1 and config.eval.temperature == 0:  # else all answers would be alike
-        sampled = replace(config.eval, temperature=config.rollout.temperature)
-        config = replace(config, eval=sampled)
-    return Target(name, config, folder, run)
-
-
-def last_checkpoint(run_dir: Path) -> Path:
-    whole = [p for p in checkpoint.found(run_dir) if (p / "trainer" / "state.json").is_file()]
-    folders = [path for path in (run_dir / "model", *whole) if (path / "config.json").is_file()]
-    if not folders:  # model/ is of `minirl sft`
-        remedy = "wait for its first checkpoint, or name a model folder"
-        raise RecipeError("run", str(run_dir), "has no checkpoint yet", remedy)
-    return folders[-1]
-
-
-def with_devices(config: Config, num_devices: int | None) -> Config:
-    """As asked; else on CUDA all GPUs, on CPU one engine with all cores."""
-    kind, available = find_devices(config.devices.kind)
-    width = config.devices.tensor_parallel
-    everything = available // width * width if kind == "cuda" else width
-    own = replace(config.devices, rollout=num_devices or everything)
-    config = replace(config, devices=own)
-    recipe.check_devices(config, kind, available, own.rollout - own.train)  # nothing is trained
-    return config
-
-
-# Results ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -168,19 +82,18 @@ def summarise(results: Sequence[Result]) -> dict[str, Any]:
 
 def read(path: Path) -> list[Result]:
     """A results.jsonl, or the folder that holds one."""
-    rows = read_lines(path / RESULTS if path.is_dir() else path, key="problem")
     try:
-        answers = [tuple(Attempt(**answer) for answer in row["answers"]) for row in rows]
-        found = [Result(**{**row, "answers": a}) for row, a in zip(rows, answers, strict=True)]
-    except (KeyError, TypeError):
-        found = []
-    if not found:
-        remedy = f"name a {RESULTS} as `minirl eval` wrote it"
-        raise RecipeError("results", str(path), "is no results of an eval", remedy)
-    return found
+        rows = read_lines(path / RESULTS if path.is_dir() else path, key="problem")
+        if found := [_result(**row) for row in rows]:
+            return found
+    except TypeError:
+        pass
+    remedy = f"name a {RESULTS} as `minirl eval` wrote it"
+    raise RecipeError("results", str(path), "is no results of an eval", remedy)
 
 
-# One evaluation -----------------------------------------------------------------------------------
+def _result(answers: Sequence[dict[str, Any]], **others: Any) -> Result:
+    return Result(answers=tuple(Attempt(**answer) for answer in answers), **others)
 
 
 def summary_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -202,66 +115,62 @@ def summary_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def evaluate(
-    target: Target, options: Options, out: Path | None
-) -> tuple[list[Result], dict[str, Any]]:
+def evaluate(target: Target, out: Path | None) -> tuple[list[Result], dict[str, Any]]:
     """The results and their summary. Ctrl-C leaves the problems that were done in results.jsonl."""
-    asked = target.config.devices.rollout if options.names("devices.rollout") else None
-    config = with_devices(target.config, asked)
+    config, bar = target.config, Bar("problems")
     task = make_task(config)
     self_check(task, config.tasks.kind)
     folder = choose_folder(target, out)
-    bar = Bar("problems")
     bar.note(f"{target.folder or target.name} on {config.tasks.kind}; results in {folder}")
     source = target.folder or model_folder(config, folder / "logs", bar.note)
     recipe.check_model(config, source)
     (folder / "recipe.toml").write_text(recipe.to_toml(config))
-    results, figures = _ask(config, task, source, folder, options.k, bar)
-    names = {"target": target.name, "model": str(source), "folder": str(folder)}
-    summary = {**names, **summarise(results), **figures}
+    there = Collector(config, source, folder / "logs", bar.note, task)
+    prompts = heldout_prompts(config, task, there.tokenizer)
+    results, seconds = _ask(there, prompts, target.k, folder / RESULTS, bar)
+    num_tokens = sum(answer.length for result in results for answer in result.answers)
+    summary = {
+        "target": target.name,
+        "model": str(source),
+        "folder": str(folder),
+        **summarise(results),
+        "prompts_too_long": len(task.heldout(config.eval.num_prompts)) - len(prompts),
+        "seconds": round(seconds, 3),
+        "tokens_per_s": num_tokens / max(seconds, 1e-9),
+    }
     write_text(folder / RESULTS, "".join(result.line for result in results))  # now in order
     write_text(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     return results, summary
 
 
 def _ask(
-    config: Config, task: Task, source: Path, folder: Path, k: int, bar: Bar
-) -> tuple[list[Result], dict[str, Any]]:
-    """All problems, each k times: the results in order, and how it went."""
-    tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
-    prompts = heldout_prompts(config, task, tokenizer)
-    dialogue = dialogue_of(task, config.tasks.kind, tokenizer)
-    num_cells, logs = k * num_at_once(config, len(prompts), k), folder / "logs"
-    kept: list[Result] = []
+    there: Collector, prompts: Sequence[Prompt], k: int, path: Path, bar: Bar
+) -> tuple[list[Result], float]:
+    """All problems, each k times: the results in order, and the seconds that they took."""
+    results: list[Result] = []
     done: dict[int, Attempt] = {}  # by place: k for each prompt
-    with (
-        (folder / RESULTS).open("w", buffering=1, encoding="utf-8") as file,
-        collecting(config, source, tokenizer, num_cells, logs, bar.note, dialogue) as there,
-    ):
+    num_cells = k * num_at_once(there.config, len(prompts), k)
+    with path.open("w", buffering=1, encoding="utf-8") as file, there.running(num_cells):
         began = time.monotonic()
         for place, ended in there.answers([prompt for prompt in prompts for _ in range(k)]):
             done[place] = there.attempt(ended)
             own = range(place // k * k, place // k * k + k)
             if all(i in done for i in own):
-                prompt, attempts = prompts[place // k], tuple(done.pop(i) for i in own)
+                prompt, answers = prompts[place // k], tuple(done.pop(i) for i in own)
                 example = prompt.example
-                kept.append(Result(prompt.index, example.prompt, example.reference, attempts))
-                file.write(kept[-1].line)
-                so_far = _mean([reward for result in kept for reward in result.rewards])
-                bar.at(len(kept), len(prompts), f"mean reward so far {so_far or 0:.1%}")
-    seconds = time.monotonic() - began
-    return sorted(kept, key=lambda result: result.problem), {
-        "prompts_too_long": len(task.heldout(config.eval.num_prompts)) - len(prompts),
-        "seconds": round(seconds, 3),
-        "tokens_per_s": sum(a.length for r in kept for a in r.answers) / max(seconds, 1e-9),
-    }
+                results.append(Result(prompt.index, example.prompt, example.reference, answers))
+                file.write(results[-1].line)
+                so_far = _mean([reward for result in results for reward in result.rewards])
+                bar.at(len(results), len(prompts), f"mean reward so far {so_far or 0:.1%}")
+        seconds = time.monotonic() - began
+    return sorted(results, key=lambda result: result.problem), seconds
 
 
 def num_at_once(config: Config, num_problems: int, k: int) -> int:
     """All problems where their answers take little memory; else enough to keep engines full."""
     engines = config.devices.rollout // config.devices.tensor_parallel
     seats = 2 * engines * config.rollout.max_num_seqs // k + 1
-    cell_bytes = TrajectoryRing.bytes_needed(1, config.max_tokens_per_trajectory)
+    cell_bytes = BYTES_PER_TOKEN * config.max_tokens_per_trajectory
     return min(num_problems, max(seats, RING_BYTES // (k * cell_bytes)))
 
 
@@ -276,7 +185,8 @@ def choose_folder(target: Target, out: Path | None) -> Path:
     return out
 
 
-# Two of them --------------------------------------------------------------------------------------
+def is_results(name: str) -> bool:
+    return Path(name).is_file() or (Path(name) / RESULTS).is_file()
 
 
 def compare(a: Sequence[Result], b: Sequence[Result]) -> dict[str, Any]:
@@ -290,11 +200,10 @@ def compare(a: Sequence[Result], b: Sequence[Result]) -> dict[str, Any]:
     by = np.array([fmean(b.rewards) - fmean(a.rewards) for a, b in pairs])
     order = np.argsort(by, kind="stable").tolist()  # the largest change first, in both
     gained, lost = [i for i in order[::-1] if by[i] > 0], [i for i in order if by[i] < 0]
-    sides = [interval_of([result.rewards for result in side]) for side in zip(*pairs, strict=True)]
     change = bootstrap(by)
     return {
         "problems": len(pairs),
-        "accuracies": [[i.mean, i.low, i.high] if i else None for i in sides],
+        "accuracies": [interval_of([r.rewards for r in side]) for side in zip(*pairs, strict=True)],
         "unmatched": len(left.keys() | right.keys()) - len(pairs),
         "difference": change.mean,
         "interval_95": [change.low, change.high],
@@ -321,20 +230,20 @@ def _shown(left: Result, right: Result) -> dict[str, Any]:
 
 
 def compare_named(
-    names: tuple[str, str], options: Options, out: Path | None
+    names: tuple[str, str], path: Path | None, overrides: Sequence[str], k: int, out: Path | None
 ) -> list[tuple[str, str]]:
     """Evaluates what is no results yet, gives what is printed."""
     runs = [run for name in names if (run := run_of(name)) and not is_results(name)]
-    if runs and not options.names("tasks.kind") and options.recipe is None:
-        options = replace(options, recipe=runs[0] / "recipe.toml")  # the same problems for both
+    if runs and path is None:
+        path = runs[0] / "recipe.toml"  # the same problems for both
     sides = []
     for name, letter in zip(names, "ab", strict=True):
         if is_results(name):
             sides.append(read(Path(name)))
-            continue
-        folder = out / letter if out else None
-        sides.append(evaluate(resolve(name, options), options, folder)[0])
-    found = compare(sides[0], sides[1])
+        else:
+            target = resolve(name, path, overrides, k)
+            sides.append(evaluate(target, out / letter if out else None)[0])
+    found = compare(*sides)
     if out is not None:
         write_text(out / "compare.json", json.dumps(found, indent=2) + "\n")
     return _comparison_rows(names, found)

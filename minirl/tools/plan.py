@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from minirl.balance import sentence
 from minirl.config import Config
@@ -33,8 +33,7 @@ HOST_BYTES_S = 20e9  # to and from shared memory
 REMEDIES = {"gradient_checkpointing": True, "shard_optimizer": True, "lora_rank": 32}
 
 
-@dataclass(frozen=True)
-class GpuKind:
+class GpuKind(NamedTuple):  # a row of plan.toml
     memory_gib: float
     bf16_tflops: float
     fp32_tflops: float
@@ -42,8 +41,7 @@ class GpuKind:
     link_gb_s: float
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):  # a row of plan.toml
     """A decoder of the Llama and Qwen kind: gated MLP, grouped-query attention."""
 
     layers: int
@@ -86,11 +84,9 @@ def gpu_named(name: str) -> GpuKind:
 
 def recognise(device_name: str, memory_bytes: float) -> GpuKind | None:
     """From what a driver calls it, such as "NVIDIA A100-SXM4-40GB"."""
-    for name, gpu in GPUS.items():
-        is_near = abs(gpu.memory_gib * GIB / memory_bytes - 1) < 0.15
-        if is_near and name.partition("-")[0] in device_name:
-            return gpu
-    return None
+    named = [gpu for name, gpu in GPUS.items() if name.partition("-")[0] in device_name]
+    near = (gpu for gpu in named if abs(gpu.memory_gib * GIB / memory_bytes - 1) < 0.15)
+    return next(near, None)
 
 
 def shape_of(config: Config) -> Shape:
@@ -149,6 +145,11 @@ class Plan:
     gpu: GpuKind
     lengths: Lengths
 
+    def changed(self, section: str, **values: Any) -> "Plan":
+        """With other values in one section of the recipe."""
+        own = replace(getattr(self.config, section), **values)
+        return replace(self, config=replace(self.config, **{section: own}))
+
     @cached_property
     def shape(self) -> Shape:
         return shape_of(self.config)
@@ -187,8 +188,7 @@ class Plan:
     def train_bill(self) -> Bill:
         activations = self.config.train.max_tokens * self.activation_bytes
         items = {**self.fixed_items, "activations": activations}
-        available = self.gpu.memory_gib * GIB
-        return Bill(items, available, self._remedy if sum(items.values()) > available else "")
+        return Bill(items, self.gpu.memory_gib * GIB, self._train_remedy)
 
     @property
     def fixed_items(self) -> dict[str, float]:
@@ -224,22 +224,28 @@ class Plan:
         return layer * shape.layers
 
     @property
-    def _remedy(self) -> str:
-        """One set of changes that fits, with no more of them than it takes."""
+    def max_tokens_that_fit(self) -> int:
+        """Of a micro-batch, beside all else on a training GPU."""
+        free = self.gpu.memory_gib * GIB - sum(self.fixed_items.values())
+        return int(free / self.activation_bytes)
+
+    @property
+    def _train_remedy(self) -> str:
+        """One set of changes that fits, with no more of them than it takes; empty: it fits."""
         longest, train = self.config.max_tokens_per_trajectory, self.config.train
-        unset = [key for key in REMEDIES if not getattr(train, key)]
-        keys = [key for key in unset if self.config.devices.train > 1 or key != "shard_optimizer"]
-        for num in range(len(keys) + 1):
-            changes: dict[str, Any] = {key: REMEDIES[key] for key in keys[:num]}
-            tried = replace(self, config=replace(self.config, train=replace(train, **changes)))
-            free = self.gpu.memory_gib * GIB - sum(tried.fixed_items.values())
-            fit = int(free / tried.activation_bytes)
-            if fit >= longest:
-                texts = [f"set train.{k} = {str(v).lower()}" for k, v in changes.items()]
-                if fit < train.max_tokens:
-                    texts.append(f"lower train.max_tokens to {max(longest, fit // 256 * 256):,}")
-                return ", ".join(texts)
-        return "take a smaller model or shorter answers: every training GPU holds all of it"
+        tried, texts = self, []
+        for key, value in REMEDIES.items():
+            is_useless = key == "shard_optimizer" and self.config.devices.train == 1
+            if tried.max_tokens_that_fit >= longest or getattr(train, key) or is_useless:
+                continue
+            tried = tried.changed("train", **{key: value})
+            texts.append(f"set train.{key} = {str(value).lower()}")
+        fit = tried.max_tokens_that_fit
+        if fit < longest:
+            return "take a smaller model or shorter answers: every training GPU holds all of it"
+        if fit < train.max_tokens:
+            texts.append(f"lower train.max_tokens to {max(longest, fit // 256 * 256):,}")
+        return ", ".join(texts)
 
     @property
     def costs(self) -> Costs:
@@ -293,8 +299,7 @@ def splits(plan: Plan, num_gpus: int) -> list[Plan]:
     if not pairs:
         rule = f"{num_gpus} cannot be split into engines of {width} and at least one to train"
         raise RecipeError("--gpus", num_gpus, rule, f"take {width + 1} or more")
-    each = [replace(config.devices, rollout=rollout, train=train) for rollout, train in pairs]
-    return [replace(plan, config=replace(config, devices=devices)) for devices in each]
+    return [plan.changed("devices", rollout=rollout, train=train) for rollout, train in pairs]
 
 
 def recommended(found: Sequence[Plan]) -> Plan:
@@ -317,8 +322,8 @@ def tables(plan: Plan, num_gpus: int) -> Iterator[list[tuple[str, ...]]]:
         ("training GPU", *best.train_bill.row),
     ]
     idle = sentence(best.config, (best.outcome.engines_idle, best.outcome.trainer_idle))
-    head = ("split", "tokens/s", "engines idle", "trainers idle", "staleness", "")
     advice = f"<- take this{'' if best.fits else ', once it fits'}; {idle}"
+    head = ("split", "tokens/s", "engines idle", "trainers idle", "staleness", "")
     yield [head, *((*s.row[:-1], advice) if s is best else s.row for s in found)]
 
 

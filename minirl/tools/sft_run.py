@@ -26,7 +26,7 @@ from minirl.tasks.registry import make_task, self_check
 from minirl.view.console import Bar
 from minirl.workers import Workers, graceful, signals
 
-START_LIMIT_S = 1800.0
+START_LIMIT_S = 1800.0  # loading a large model takes its time
 
 
 def sft(config: Config, run_dir: Path) -> int:

@@ -9,11 +9,10 @@ Leaves out: evaluations, checkpoints, the time of rewards and of messages; a gro
 old is not aborted but dropped when it is done.
 """
 
-import gc
 import heapq
 import math
 import random
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -158,8 +157,8 @@ class Simulation:
         self.dice = random.Random(0)
         self.now = self.free_since_s = 0.0  # seconds
         self.trained_s = math.inf  # when the step in training ends
-        self.assigned: dict[int, Assignment] = {}  # groups that still run
-        self.done: dict[int, list[Trajectory]] = defaultdict(list)  # of groups that still run
+        # Groups: where each runs, and those of its trajectories that are done.
+        self.running: dict[int, tuple[Assignment, list[Trajectory]]] = {}
         self.num_groups = 0
         self.count_from_now()
 
@@ -172,14 +171,10 @@ class Simulation:
     def run(self, num_steps: int, num_warm: int = 0) -> Throughput:
         """The first `num_warm` steps do not count."""
         self.num_warm = num_warm
-        gc.disable()  # nothing here refers to itself; looking for it costs a fifth of the time
-        try:
-            while self.buffer.version < num_steps:
-                self.feed((num_steps - self.buffer.version) * self.buffer.batch_size)
-                self.learn()
-                self.next_event()
-        finally:
-            gc.enable()
+        while self.buffer.version < num_steps:
+            self.feed((num_steps - self.buffer.version) * self.buffer.batch_size)
+            self.learn()
+            self.next_event()
         seconds = self.now - self.began_s
         return Throughput(
             tokens_per_s=self.num_tokens / seconds,
@@ -191,16 +186,13 @@ class Simulation:
     def feed(self, needed: int) -> None:
         """As many groups as the buffer admits, each to the engine that the dispatcher picks."""
         buffer, size = self.buffer, self.group_size
-        sent: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for _ in range(buffer.num_to_admit(needed, buffer.version)):
             assigned = self.dispatcher.assign(size)
             group_id = buffer.admit(self.num_groups, buffer.version, self.now).group_id
-            self.assigned[group_id] = assigned
+            self.running[group_id] = (assigned, [])
             self.num_groups += 1
             drawn = self.dice.choices(self.lengths.answers, k=size)
-            sent[assigned.engine] += [(group_id, length) for length in drawn]
-        for engine, sequences in sent.items():
-            self.engines[engine].submit(sequences, self.now)
+            self.engines[assigned.engine].submit([(group_id, n) for n in drawn], self.now)
 
     def learn(self) -> None:
         """The trainer, when it is free, takes the batch that the buffer gives."""
@@ -228,17 +220,14 @@ class Simulation:
         self.now = min(self.trained_s, engine.next_end_s)
         if self.now == self.trained_s:
             self.on_trained()
-        else:
-            for group_id, trajectory in engine.take_done(self.now):
-                self.on_trajectory(group_id, trajectory)
-
-    def on_trajectory(self, group_id: int, trajectory: Trajectory) -> None:
-        self.dispatcher.trajectory_done(self.assigned[group_id], trajectory.num_written)
-        group = self.done[group_id]
-        group.append(trajectory)
-        if len(group) == self.group_size:
-            del self.done[group_id], self.assigned[group_id]
-            self.buffer.finish(Group(group_id, 0, tuple(group), (0.0,) * len(group)), self.now)
+            return
+        for group_id, trajectory in engine.take_done(self.now):
+            assigned, done = self.running[group_id]
+            self.dispatcher.trajectory_done(assigned, trajectory.num_written)
+            done.append(trajectory)
+            if len(done) == self.group_size:
+                del self.running[group_id]
+                self.buffer.finish(Group(group_id, 0, tuple(done), (0.0,) * len(done)), self.now)
 
     def on_trained(self) -> None:
         self.buffer.release(self.buffer.published(self.now))

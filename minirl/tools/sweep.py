@@ -8,62 +8,41 @@ again. Leaves out: running several at once, which would measure each other.
 
 import itertools
 import json
-import math
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, ClassVar
-
-from scipy import stats
 
 from minirl.errors import MinirlError, RecipeError
 from minirl.recipe import load
-from minirl.run_dir import RunDir, write_text
+from minirl.run_dir import RunDir, holds_run, write_text
+from minirl.statistics import Estimate, estimate
 
 PROGRAM = (sys.executable, "-m", "minirl.cli")
 VALUE = re.compile(r'(?:"[^"]*"|\[[^\]]*\]|[^,])+')  # commas in a list or in quotes are its own
 Cell = dict[str, str]  # one combination: values by key. Its runs differ in the seed only
 
-
-COLUMNS: dict[str, Callable[[float], str]] = {
-    "accuracy_before": "{:.1%}".format,
-    "accuracy_after": "{:.1%}".format,
-    "steps_to_80": "{:.1f}".format,  # until held-out accuracy reaches 0.8, of runs that do
-    "reward_last": "{:.2f}".format,
-    "tokens_per_s": "{:,.0f}".format,
-    "seconds": "{:,.0f}".format,
-    "staleness_mean": "{:.2f}".format,
+COLUMNS = {
+    "accuracy_before": "{:.1%}",
+    "accuracy_after": "{:.1%}",
+    "steps_to_80": "{:.1f}",  # until held-out accuracy reaches 0.8, of runs that do
+    "reward_last": "{:.2f}",
+    "tokens_per_s": "{:,.0f}",
+    "seconds": "{:,.0f}",
+    "staleness_mean": "{:.2f}",
 }
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over seeds and half the width of its 95 % interval; None: one seed says nothing."""
-
-    mean: float
-    half: float | None
-    count: int
-
-
-def estimate(values: Sequence[float]) -> Estimate:
-    """Student's interval."""
-    num = len(values)
-    if num < 2:
-        return Estimate(values[0], None, num)
-    quantile = float(stats.t.ppf(0.975, num - 1))
-    return Estimate(fmean(values), quantile * stdev(values) / math.sqrt(num), num)
-
-
-def cell_text(value: Estimate | None, form: Callable[[float], str], num_runs: int) -> str:
+def cell_text(value: Estimate | None, form: str, num_runs: int) -> str:
     if value is None:
         return ""
-    half = "" if value.half is None else f" ± {form(value.half).removeprefix('+')}"
-    partly = f" ({value.count} of {num_runs} runs)" if value.count < num_runs else ""
-    return form(value.mean) + half + partly
+    half = "" if value["half"] is None else f" ± {form.format(value['half'])}"
+    partly = f" ({value['count']} of {num_runs} runs)" if value["count"] < num_runs else ""
+    return form.format(value["mean"]) + half + partly
 
 
 def parse_vary(texts: Sequence[str]) -> dict[str, list[str]]:
@@ -114,7 +93,7 @@ class Sweep:
         todo = list(itertools.product(range(self.num_seeds), self.cells))
         for done, (seed, cell) in enumerate(todo, 1):
             run_dir = self.run_dir(cell, seed)
-            before = ": done before" if is_finished(run_dir) else ""
+            before = ": done before" if RunDir(run_dir).state == "finished" else ""
             say(f"{done}/{len(todo)}  {folder_name(cell)} seed {seed}{before}")
             if not before:
                 train(self.recipe, run_dir, self.settings(cell, seed), self.program(cell))
@@ -124,8 +103,8 @@ class Sweep:
         """Of every combination that has a finished run."""
         found = []
         for cell in self.cells:
-            dirs = [self.run_dir(cell, seed) for seed in range(self.num_seeds)]
-            if results := [result(path) for path in dirs if is_finished(path)]:
+            runs = [RunDir(self.run_dir(cell, seed)) for seed in range(self.num_seeds)]
+            if results := [result(run) for run in runs if run.state == "finished"]:
                 found.append({"name": folder_name(cell), "settings": cell, **row_of(results)})
         return found
 
@@ -138,14 +117,12 @@ class Sweep:
 
     def write(self) -> None:
         """After every run."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         options = [f"--vary {key}={','.join(values)}" for key, values in self.varied.items()]
         options += [f"--seeds {self.num_seeds}", *(f"--set {text}" for text in self.overrides)]
         command = " ".join([self.name, str(self.recipe), *options])
         machine = RunDir(self.run_dir(self.cells[0], 0)).machine
         whole = {"command": command, "machine": machine, "rows": self.rows()}
-        text = json.dumps(whole, indent=1, default=vars)  # an Estimate is its fields
-        write_text(self.folder / "table.json", text + "\n")
+        write_text(self.folder / "table.json", json.dumps(whole, indent=1) + "\n")
 
 
 def train(
@@ -153,7 +130,7 @@ def train(
 ) -> None:
     """One run, in a process of its own; its output goes into a log beside its directory."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
-    resume = ["--resume"] if (run_dir / "recipe.toml").is_file() else []
+    resume = ["--resume"] if holds_run(run_dir) else []
     command = [*program, "train", str(recipe), "--run-dir", str(run_dir), *resume]
     command += [f"--set={setting}" for setting in settings]
     log = run_dir.with_suffix(".log")
@@ -169,19 +146,13 @@ def train(
         raise MinirlError(f"{what}, and run the same command again to resume")
 
 
-def is_finished(run_dir: Path) -> bool:
-    return bool(RunDir(run_dir).summary.get("finished"))
-
-
-def result(run_dir: Path) -> dict[str, Any]:
+def result(run: RunDir) -> dict[str, Any]:
     """What a finished run came to. The first step is left out of rates: it waits for all."""
-    run = RunDir(run_dir)
-    summary, lines = run.summary, run.metrics
+    lines, curve = run.metrics, run.summary.get("accuracies", [])
     seconds = lines[-1]["seconds"] - lines[0]["seconds"]
-    curve = summary.get("accuracies", [])
     return {
-        "accuracy_before": summary["accuracy_before"],
-        "accuracy_after": summary["accuracy_after"],
+        "accuracy_before": run.summary["accuracy_before"],
+        "accuracy_after": run.summary["accuracy_after"],
         "accuracies": dict(curve),
         "steps_to_80": first_at(curve, 0.8),
         "reward_last": fmean(line["reward/mean"] for line in lines[-max(1, len(lines) // 10) :]),
@@ -194,12 +165,12 @@ def result(run_dir: Path) -> dict[str, Any]:
 def row_of(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     row: dict[str, Any] = {"runs": len(results)}
     for column in COLUMNS:
-        values = [v for r in results if (v := r[column]) is not None]
-        row[column] = estimate(values) if values else None
+        known = [r[column] for r in results if r[column] is not None]
+        row[column] = estimate(known) if known else None
     # Where all runs were evaluated: a run that was disturbed may have missed one.
     curves = [r["accuracies"] for r in results]
     shared = sorted(set.intersection(*map(set, curves)))
-    row["curve"] = [{"version": v, **vars(estimate([c[v] for c in curves]))} for v in shared]
+    row["curve"] = [{"version": v, **estimate([c[v] for c in curves])} for v in shared]
     return row
 
 

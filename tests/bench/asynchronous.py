@@ -36,7 +36,8 @@ from typing import Any
 
 from minirl.errors import RecipeError
 from minirl.run_dir import read_lines
-from minirl.tools.sweep import estimate, train
+from minirl.statistics import estimate
+from minirl.tools.sweep import train
 from minirl.workers import Worker
 from tests.bench import MODELS, Figure, Options, at_least, median
 from tests.bench.held_out import HeldOut, accuracy_of
@@ -212,9 +213,9 @@ def accuracies(runs: Runs, best: int) -> list[Figure]:
     """The asynchronous run's against the synchronous one's, seed by seed."""
     pairs = list(zip(runs[best], runs[0], strict=True))
     gap = estimate([a.accuracy - b.accuracy for a, b in pairs])
-    found = [Figure("accuracy_gap", gap.mean, note=f"η = {best} minus η = 0, mean")]
-    if gap.half is not None:
-        low, high = gap.mean - gap.half, gap.mean + gap.half
+    found = [Figure("accuracy_gap", gap["mean"], note=f"η = {best} minus η = 0, mean")]
+    if gap["half"] is not None:
+        low, high = gap["mean"] - gap["half"], gap["mean"] + gap["half"]
         found.append(Figure("accuracy_gap_low", low, note="of its 95 % interval over seeds"))
         found.append(at_least("accuracy_gap_high", high, 0.0, "the interval reaches 0"))
     times = [b.seconds_to / a.seconds_to for a, b in pairs if a.seconds_to and b.seconds_to]

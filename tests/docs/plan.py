@@ -9,11 +9,10 @@ on the first two rows.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import nan
 from typing import NamedTuple
 
-from minirl.config import Config
+from minirl.recipe import build
 from minirl.tools.plan import GPUS, Plan
 from minirl.tools.simulate import long_tailed
 
@@ -22,16 +21,13 @@ PAPER = {0: 27_100, 1: 47_800, 4: 49_000, 16: 52_000}  # tokens/s by η
 
 def tokens_per_s(eta: int) -> float:
     """As the paper admits: up to η at once, nothing held back."""
-    base, limit = Config(), 8192 - 1024
-    config = replace(
-        base,
-        model=replace(base.model, path="DeepSeek-R1-Distill-Qwen-1.5B", dtype="bfloat16"),
-        tasks=replace(base.tasks, max_prompt_tokens=1024),
-        devices=replace(base.devices, rollout=6, train=2),
-        rollout=replace(base.rollout, group_size=16, max_new_tokens=limit),
-        buffer=replace(base.buffer, max_staleness=eta, target_staleness=float(eta)),
-        train=replace(base.train, batch_size=64, num_minibatches=4, max_tokens=32_768),
-    )
+    limit = 8192 - 1024
+    model = {"model.path": "DeepSeek-R1-Distill-Qwen-1.5B", "model.dtype": "bfloat16"}
+    lengths = {"tasks.max_prompt_tokens": 1024, "rollout.max_new_tokens": limit}
+    batch = {"train.batch_size": 64, "rollout.group_size": 16, "train.num_minibatches": 4}
+    devices = {"devices.rollout": 6, "devices.train": 2, "train.max_tokens": 32_768}
+    staleness = {"buffer.max_staleness": eta, "buffer.target_staleness": float(eta)}
+    config = build(model | lengths | batch | devices | staleness)
     return Plan(config, GPUS["H800"], long_tailed(4000, limit, 200)).outcome.tokens_per_s
 
 

@@ -13,17 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from minirl.tools.sweep import COLUMNS, Estimate, cell_text
+from minirl.tools.sweep import COLUMNS, cell_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 BLOCK = re.compile(r"(<!-- (\w+) (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 Table = list[tuple[str, ...]]
 Curves = dict[str, list[tuple[int, float]]]  # (version, accuracy) by label
-FORMS = COLUMNS | {  # with the columns that only older tables have
-    "accuracy_mean": "{:.1%}".format,
-    "speed": "{:.2f}".format,
-    **dict.fromkeys(("gain_after", "gain_mean"), lambda value: f"{100 * value:+.1f}"),
-}
+FORMS = COLUMNS | {"speed": "{:.2f}"}  # a column of an older table
 ETA_HEAD = (
     *("η", "trained tokens/s", "over η = 0", "seed by seed", "engine idle", "trainer idle"),
     *("mean staleness", "seconds to 80 %", "accuracy at the end"),
@@ -103,8 +99,7 @@ def sweep(data: dict[str, Any], columns: Sequence[str]) -> str:
         *keys, last = [*varied(data, row).values()] or [""]
         found = cells.setdefault(tuple(keys), {})
         for name in columns:
-            estimate = Estimate(**row[name]) if row[name] else None
-            text = cell_text(estimate, FORMS[name], row["runs"])
+            text = cell_text(row[name], FORMS[name], row["runs"])
             found[f"{last} {name}".strip()] = text
     names = [*varied(data, data["rows"][0])][:-1]
     table: Table = [(*names, *next(iter(cells.values())))]
