@@ -19,12 +19,11 @@ from typing import Any
 import numpy as np
 
 from minirl import model, recipe
-from minirl.config import TINY, Config
+from minirl.config import BYTES_PER_TOKEN, TINY, Config
 from minirl.devices import find_devices
 from minirl.errors import RecipeError
 from minirl.launch import heldout_prompts, model_folder
 from minirl.run_dir import read_lines, write_text
-from minirl.shm.ring import TrajectoryRing
 from minirl.statistics import bootstrap, interval_of, mcnemar, pass_at, usual_ks
 from minirl.tasks import Task
 from minirl.tasks.registry import make_task, self_check
@@ -261,7 +260,7 @@ def num_at_once(config: Config, num_problems: int, k: int) -> int:
     """All problems where their answers take little memory; else enough to keep engines full."""
     engines = config.devices.rollout // config.devices.tensor_parallel
     seats = 2 * engines * config.rollout.max_num_seqs // k + 1
-    cell_bytes = TrajectoryRing.bytes_needed(1, config.max_tokens_per_trajectory)
+    cell_bytes = BYTES_PER_TOKEN * config.max_tokens_per_trajectory
     return min(num_problems, max(seats, RING_BYTES // (k * cell_bytes)))
 
 
