@@ -33,7 +33,7 @@ CONFIG = Config(
     tasks=TasksConfig(max_prompt_tokens=128),
     rollout=RolloutConfig(max_new_tokens=128, max_num_seqs=16, kv_cache_gib=0.125),
 )
-FREE = Sampling(max_new_tokens=100, temperature=1.0)
+FREE = Sampling(max_tokens=100, temperature=1.0)
 
 
 @dataclass
@@ -182,10 +182,10 @@ def test_a_prefix_is_never_served_from_another_version(
     engine = engines[name]
     running = engine.add(PROMPT)
     engine.step(3)
-    before = engine.add(PROMPT, replace(FREE, max_new_tokens=5))
+    before = engine.add(PROMPT, replace(FREE, max_tokens=5))
     engine.step(5)
     engine.update()
-    after = engine.add(PROMPT, replace(FREE, max_new_tokens=5))
+    after = engine.add(PROMPT, replace(FREE, max_tokens=5))
     engine.step()
     assert set(before.versions).isdisjoint(after.versions)
     assert len(set(running.versions)) == 2
@@ -331,7 +331,7 @@ def how_it_ends(answer: Written, tokenizer: Any) -> str:
 def test_a_seed_repeats_what_is_sampled(tied: Remote) -> None:
     def sample(seed: int) -> list[list[int]]:
         tied.call(Engine.reseed, seed)
-        answers = [tied.add(PROMPT[: 40 + i], replace(FREE, max_new_tokens=20)) for i in range(3)]
+        answers = [tied.add(PROMPT[: 40 + i], replace(FREE, max_tokens=20)) for i in range(3)]
         tied.step()
         return [answer.tokens for answer in answers]
 
@@ -343,7 +343,7 @@ def test_a_seed_repeats_what_is_sampled(tied: Remote) -> None:
 
 def test_with_too_few_seats_the_lower_priority_number_goes_first(tied: Remote) -> None:
     seats = CONFIG.rollout.max_num_seqs + 1  # the canary has one of its own
-    short = replace(FREE, max_new_tokens=2)
+    short = replace(FREE, max_tokens=2)
     answers = {p: tied.add(PROMPT[:9], short, priority=p) for p in reversed(range(seats + 4))}
     tied.step(1)
     waiting = {priority for priority, answer in answers.items() if not answer.tokens}

@@ -70,21 +70,18 @@ class Dispatcher:
         self._load[assignment.engine] -= num_left * assignment.tokens_each
 
     def restarted(self, engine: int) -> None:
-        self._set_speed(engine, UNPROVEN * self._usual_speed)
+        self.measured(engine, UNPROVEN * self._usual_speed)
 
     def measured(self, engine: int, tokens_per_s: float) -> None:
         """What an engine has shown while it was busy."""
-        self._set_speed(engine, tokens_per_s)
+        self._speed[engine] = tokens_per_s
+        self._rates = [speed or self._usual_speed for speed in self._speed]
+        self._is_even = len({*self._rates}) == 1
 
     @property
     def _usual_speed(self) -> float:
         known = [speed for speed in self._speed if speed]
         return sum(known) / len(known) if known else 1.0
-
-    def _set_speed(self, engine: int, tokens_per_s: float) -> None:
-        self._speed[engine] = tokens_per_s
-        self._rates = [speed or self._usual_speed for speed in self._speed]
-        self._is_even = len({*self._rates}) == 1
 
 
 class Speedometer:

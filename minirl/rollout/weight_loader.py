@@ -17,9 +17,8 @@ SAMPLES_PER_AXIS = 16  # what the check after a load compares of each tensor
 class WeightLoader:
     """Mixed into vLLM's worker class by name (`worker_extension_cls`)."""
 
-    def open_store(self, table: list[tuple[str, tuple[int, ...]]], dtype: str, path: str) -> None:
-        specs = tuple(TensorSpec(name, tuple(shape)) for name, shape in table)
-        self._store = WeightStore(specs, dtype, path)
+    def open_store(self, table: tuple[TensorSpec, ...], dtype: str, path: str) -> None:
+        self._store = WeightStore(table, dtype, path)
         self._loaded: LoadedTensors | None = None
 
     def load_slot(self, slot: int) -> list[str]:
