@@ -81,18 +81,16 @@ def run(setup: RolloutSetup, board: BoardWriter, pipe: Connection) -> None:
     engine.shutdown()
 
 
+@dataclass
 class RolloutWorker:
-    def __init__(
-        self,
-        config: Config,
-        engine: Engine,
-        ring: TrajectoryRing,
-        board: BoardWriter,
-        pipe: Connection,
-        has_turns: bool = False,
-    ):
-        self.config, self.engine, self.ring = config, engine, ring
-        self.board, self.pipe, self.has_turns = board, pipe, has_turns
+    config: Config
+    engine: Engine
+    ring: TrajectoryRing
+    board: BoardWriter
+    pipe: Connection
+    has_turns: bool = False
+
+    def __post_init__(self) -> None:
         self.waiting: Waiting = []
         self.waiting_eval: Waiting = []
         self.running: dict[int, Request] = {}
@@ -103,7 +101,7 @@ class RolloutWorker:
         # group still runs, and an evaluation's still pins its version.
         self.parked: dict[tuple[int, int], Request] = {}
         self.recomputing: set[int] = set()  # running, and their KV is gone since a reload
-        self.expected = ExpectedLength(config.rollout.max_new_tokens)
+        self.expected = ExpectedLength(self.config.rollout.max_new_tokens)
         self.keys = count()
         self.stopped = False
 

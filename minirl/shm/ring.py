@@ -8,8 +8,7 @@ an entry, and a cell that was handed on is never mistaken for its earlier conten
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +23,7 @@ COLUMNS = {"tokens": np.int32, "mask": np.uint8, "logprobs": np.float32, "versio
 Column: TypeAlias = Sequence[int] | Sequence[float] | NDArray[np.number]
 
 
-@dataclass(frozen=True)
-class TrajectoryView:
+class TrajectoryView(NamedTuple):
     """One trajectory in shared memory: flat arrays of one length, not to be written to."""
 
     tokens: NDArray[np.int32]
