@@ -98,10 +98,8 @@ def be_controller(log_dir: str) -> None:
     workers = Workers(Path(log_dir), num_workers=3)
     for rank, body in enumerate(("echo", "deaf", "deaf")):
         workers.spawn(Role.VERIFY, rank, f"worker_bodies:{body}", None, place())
-    waited_for = {worker.name for worker in workers.all}
-    while waited_for:
-        for worker, _ in workers.receive(0.2):
-            waited_for.discard(worker.name)
+    for _ in workers.all:
+        workers.next_message(300.0)
     print(*[worker.pid for worker in workers.all], flush=True)
     time.sleep(600)
 
