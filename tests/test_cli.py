@@ -97,7 +97,8 @@ def test_wrong_input_is_one_line_and_exit_code_2(tmp_path: Path, args: str, line
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
-def test_dry_run_anywhere(recipe: Path, tmp_path: Path) -> None:
+def test_recipes_are_short_and_a_dry_run_checks_them_anywhere(recipe: Path, tmp_path: Path) -> None:
+    assert len(recipe.read_text().splitlines()) <= 30 and recipe.read_text().startswith("# ")
     done = minirl("train", str(recipe), "--dry-run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("recipe ok\n") and "trajectory ring" in done.stdout

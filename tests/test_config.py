@@ -225,12 +225,6 @@ def test_random_files_give_only_recipe_errors(folder: Path, data: bytes | str) -
         assert len(str(error).splitlines()) == 1
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda p: p.stem)
-def test_recipes_load_and_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 30 and path.read_text().startswith("# ")
-    recipe.check_task(load(path).config)
-
-
 def refusal(check: Callable[..., Any], values: dict[str, Any], *args: Any) -> str:
     """The line with which a check refuses these values, or ""."""
     try:

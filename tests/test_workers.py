@@ -1,10 +1,9 @@
 """Worker processes: whatever happens to one is reported, and nothing is left of it."""
 
 import contextlib
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,13 +126,13 @@ def test_stop_and_kill_leave_no_process_and_stop_lets_them_end_by_themselves(
 
 
 def test_workers_die_with_a_killed_controller(tmp_path: Path) -> None:
-    command = [sys.executable, worker_bodies.__file__, str(tmp_path)]
-    env = {**os.environ, **place().env}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as controller:
-        assert controller.stdout is not None
-        pids = [int(pid) for pid in controller.stdout.readline().split()]
-        assert len(pids) == 3 and all(map(psutil.pid_exists, pids))
-        controller.kill()
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    controller = spawn.Process(target=worker_bodies.be_controller, args=(tmp_path, theirs))
+    controller.start()
+    pids = ours.recv()
+    assert len(pids) == 3 and all(map(psutil.pid_exists, pids))
+    controller.kill()
     wait_gone(pids)
 
 

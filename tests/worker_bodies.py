@@ -1,5 +1,5 @@
-"""Bodies of tiny workers for test_workers.py, imported by name in their processes; and, run as a
-program, a controller that is there to be killed."""
+"""Bodies of tiny workers for test_workers.py, imported by name in their processes; and a controller
+that is there to be killed."""
 
 import os
 import signal
@@ -94,15 +94,11 @@ def deaf_in_a_thread() -> None:
     time.sleep(600)
 
 
-def be_controller(log_dir: str) -> None:
-    workers = Workers(Path(log_dir), num_workers=3)
+def be_controller(log_dir: Path, pipe: Connection) -> None:
+    workers = Workers(log_dir, num_workers=3)
     for rank, body in enumerate(("echo", "deaf", "deaf")):
         workers.spawn(Role.VERIFY, rank, f"worker_bodies:{body}", None, place())
     for _ in workers.all:
         workers.next_message(300.0)
-    print(*[worker.pid for worker in workers.all], flush=True)
+    pipe.send([worker.pid for worker in workers.all])
     time.sleep(600)
-
-
-if __name__ == "__main__":
-    be_controller(sys.argv[1])

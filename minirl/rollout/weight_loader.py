@@ -65,7 +65,6 @@ class LoadedTensors:
             held = parameter[first_row : first_row + tensor.shape[0]]
             if num_rows <= parameter.shape[0] and held.shape == tensor.shape:  # else it is sharded
                 self._held[name] = held
-        self._samples = {name: held[_grid(held)] for name, held in self._held.items()}
         self._direct = {n: held for n, held in self._held.items() if _is_equal(held, weights[n])}
 
     @property
@@ -84,13 +83,12 @@ class LoadedTensors:
     def absent(self, weights: dict[str, torch.Tensor]) -> list[str]:
         """Names whose values the model does not hold, by a grid of samples of each tensor. Tensors
         that are sharded are left to the canary."""
-        published = {name: weights[name][_grid(weights[name])] for name in self._samples}
-        missing = [n for n, s in self._samples.items() if not _is_equal(s, published[n])]
-        return self._unplaced + missing
+        sampled = {name: (_grid(held), _grid(weights[name])) for name, held in self._held.items()}
+        return self._unplaced + [n for n, pair in sampled.items() if not _is_equal(*pair)]
 
 
-def _grid(tensor: torch.Tensor) -> tuple[slice, ...]:
-    return tuple(slice(None, None, max(1, size // SAMPLES_PER_AXIS)) for size in tensor.shape)
+def _grid(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[tuple(slice(None, None, max(1, n // SAMPLES_PER_AXIS)) for n in tensor.shape)]
 
 
 def _is_equal(held: torch.Tensor, published: torch.Tensor) -> bool:

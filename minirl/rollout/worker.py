@@ -203,10 +203,10 @@ class RolloutWorker:
     def has_room(self) -> bool:
         """For one more sequence, and for the KV of all at their expected lengths. With less room
         vLLM would preempt running sequences and compute their KV again later."""
-        if len(self.running) >= self.config.rollout.max_num_seqs:
-            return False
-        needed = self.prompt_tokens + self.expected.tokens * (len(self.running) + 1)
-        return not self.running or needed <= self.engine.kv_tokens
+        num = len(self.running) + 1
+        needed = self.prompt_tokens + self.expected.tokens * num
+        is_free = num <= self.config.rollout.max_num_seqs and needed <= self.engine.kv_tokens
+        return is_free or not self.running
 
     def next_waiting(self) -> tuple[int, int, Request]:
         share = max(1, int(EVAL_SHARE * self.config.rollout.max_num_seqs))
