@@ -122,10 +122,10 @@ def _anchored(key: str, value: Any, folder: Path) -> Any:
     """A value that names a file beside its recipe, or else in the working folder, with the whole
     path: the run can then be resumed from anywhere."""
     file, colon, name = "", "", ""
-    if key == "tasks.data":
-        file = str(value)
-    elif key in BUILT_IN and ".py:" in str(value):
-        file, colon, name = str(value).rpartition(":")
+    if key == "tasks.data" and isinstance(value, str):
+        file = value
+    elif key in BUILT_IN and isinstance(value, str) and ".py:" in value:
+        file, colon, name = value.rpartition(":")
     for base in (folder, Path()):
         if file and os.path.exists(base / file):
             return os.path.abspath(base / file) + colon + name
@@ -225,10 +225,10 @@ def validate(config: Config) -> None:
     can_shard = not train.shard_optimizer or devices.train > 1
     need("train.shard_optimizer", can_shard, "there is one training device", "set it to false")
     for key, built_in in BUILT_IN.items():
-        value, is_own = get(config, key), re.compile(r".+:[^\W\d]\w*")
+        value, is_own = get(config, key), re.compile(r".+:[^\W\d]\w*").fullmatch
         rule = f'must be one of {", ".join(built_in)}, or your own "FILE.py:NAME"'
         remedy = _near(value, built_in, f"{built_in[0]} is usual")
-        need(key, value in built_in or is_own.fullmatch(value) is not None, rule, remedy)
+        need(key, value in built_in or bool(is_own(value)), rule, remedy)
 
 
 def check_task(config: Config, *others: str) -> None:
