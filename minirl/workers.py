@@ -120,7 +120,8 @@ class Workers:
             args=(worker, self.board, theirs, self._log(worker), delay_s),
             name=f"minirl-{worker.name}",
         )
-        resource_tracker.ensure_running()  # here, since its first start unblocks signals
+        if self._context.get_start_method() == "spawn":
+            resource_tracker.ensure_running()  # here, since its first start unblocks signals
         with _environment(worker.placement.env), _deferred_signals():
             process.start()  # type: ignore[attr-defined]
             worker.process, worker.pid = process, process.pid  # type: ignore[attr-defined,assignment]

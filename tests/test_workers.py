@@ -1,7 +1,7 @@
-"""Worker processes: whatever happens to one is reported, and nothing is left of it."""
+"""Worker processes: whatever happens to one is reported, and nothing is left of it. That they die
+with a killed controller is in test_killed_controller.py."""
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import time
@@ -123,17 +123,6 @@ def test_stop_and_kill_leave_no_process_and_stop_lets_them_end_by_themselves(
         workers.kill()
     wait_gone([polite.pid, deaf.pid])
     workers.kill()  # once more is no error
-
-
-def test_workers_die_with_a_killed_controller(tmp_path: Path) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    controller = spawn.Process(target=worker_bodies.be_controller, args=(tmp_path, theirs))
-    controller.start()
-    pids = ours.recv()
-    assert len(pids) == 3 and all(map(psutil.pid_exists, pids))
-    controller.kill()
-    wait_gone(pids)
 
 
 def test_ctrl_c_and_sigterm_are_the_controllers_business(workers: Workers) -> None:

@@ -1,5 +1,4 @@
-"""Bodies of tiny workers for test_workers.py, imported by name in their processes; and a controller
-that is there to be killed."""
+"""Bodies of tiny workers for test_workers.py, imported by name in their processes."""
 
 import os
 import signal
@@ -14,9 +13,7 @@ from typing import Any
 
 from minirl.devices import Placement
 from minirl.errors import MinirlError
-from minirl.messages import Role
 from minirl.shm.board import BoardWriter, State
-from minirl.workers import Workers
 
 HERE = Path(__file__).parent
 
@@ -91,14 +88,4 @@ def deaf(setup: Any, board: BoardWriter, pipe: Connection) -> None:
 
 
 def deaf_in_a_thread() -> None:
-    time.sleep(600)
-
-
-def be_controller(log_dir: Path, pipe: Connection) -> None:
-    workers = Workers(log_dir, num_workers=3)
-    for rank, body in enumerate(("echo", "deaf", "deaf")):
-        workers.spawn(Role.VERIFY, rank, f"worker_bodies:{body}", None, place())
-    for _ in workers.all:
-        workers.next_message(300.0)
-    pipe.send([worker.pid for worker in workers.all])
     time.sleep(600)
