@@ -235,8 +235,8 @@ def data(
     check_task(config)
     task = make_task(config)
     checked = self_check(task, config.tasks.kind)
-    tiny = tiny_tokenizer() if config.model.path == "tiny" else None
-    tokenizer = tiny or load_tokenizer_alone(config)
+    is_tiny = config.model.path == "tiny"
+    tokenizer = tiny_tokenizer() if is_tiny else load_tokenizer_alone(config)
     for example in map(task.train, range(min(count, task.num_train))):
         typer.echo(f"{render(example, tokenizer)}\n--- reference: {example.reference}\n")
     source = config.tasks.data or getattr(task, "data", "")
@@ -250,9 +250,7 @@ def plan(
     overrides: Overrides = None,
     gpu: Annotated[str, Option(help="H100, H800, A100-80, A100-40, L40S, 4090, 3090.")] = "H100",
     gpus: Annotated[int, Option(help="Of them. Default: the recipe's rollout + train.")] = 0,
-    mean: Annotated[
-        float, Option(min=0, help="Tokens of an answer. Default: 0.4 of the limit.")
-    ] = 0.0,
+    mean: Annotated[float, Option(min=0, help="Tokens of an answer; 0: 0.4 of the limit.")] = 0.0,
 ) -> None:
     """Say whether a recipe fits on GPUs, how fast, and which split. No GPU is needed: memory is
     computed, every split is simulated. docs/planning.md says how far to trust it.
@@ -327,8 +325,7 @@ def watch(
     """
     from minirl.view import dashboard
 
-    files = sorted(RUNS.glob(f"*/{dashboard.FILE}"), key=lambda path: path.stat().st_mtime)
-    found = run or (files[-1].parent if files else RUNS)
+    found = run or next((newest.path for newest in list_runs(RUNS)), RUNS)
     if not (found / dashboard.FILE).exists():
         raise RecipeError("RUN", str(found), "has no status.json", "name a run that has started")
     dashboard.watch(found, once)
@@ -354,8 +351,7 @@ def inspect(
     opened = open_run(run)
     line = find_step(opened, step)
     typer.echo(f"step {line['step']}, from version {line.get('version', '?')}")
-    if line.get("groups"):
-        _show(trajectory_rows(line))
+    _show(trajectory_rows(line))
     for text in sample_texts(opened, line["step"]):
         typer.echo(f"\n{text}")
 

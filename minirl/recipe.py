@@ -12,10 +12,9 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -44,16 +43,14 @@ REMOVED = {
 """Keys and sections of earlier versions, and what to do instead."""
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
     """A recipe and where each value was written: "default", "smoke.toml", "algorithm gspo", …"""
 
     config: Config
     origins: dict[str, str]
 
 
-@dataclass(frozen=True)
-class _Layer:  # a file of the chain, or one --set
+class _Layer(NamedTuple):  # a file of the chain, or one --set
     values: dict[str, Any]
     name: str
     folder: Path = Path()  # that files are looked for in first
@@ -124,13 +121,14 @@ def _near(given: str, known: Iterable[str], otherwise: str) -> str:
 def _anchored(key: str, value: Any, folder: Path) -> Any:
     """A value that names a file beside its recipe, or else in the working folder, with the whole
     path: the run can then be resumed from anywhere."""
-    file, colon, name = str(value), "", ""
-    if key in BUILT_IN:
-        file, colon, name = file.rpartition(":")
-    if file.endswith(".py") if key in BUILT_IN else key == "tasks.data" and value:
-        for base in (folder, Path()):
-            if os.path.exists(base / file):
-                return os.path.abspath(base / file) + colon + name
+    file, colon, name = "", "", ""
+    if key == "tasks.data" and isinstance(value, str):
+        file = value
+    elif key in BUILT_IN and isinstance(value, str) and ".py:" in value:
+        file, colon, name = value.rpartition(":")
+    for base in (folder, Path()):
+        if file and os.path.exists(base / file):
+            return os.path.abspath(base / file) + colon + name
     return value
 
 
@@ -226,24 +224,18 @@ def validate(config: Config) -> None:
     need("log.stall_s", config.log.stall_s > slow, rule, remedy)
     can_shard = not train.shard_optimizer or devices.train > 1
     need("train.shard_optimizer", can_shard, "there is one training device", "set it to false")
-    for key in ("train.estimator", "train.objective"):
-        _file_of(config, key)  # raises where it is neither
-
-
-def _file_of(config: Config, key: str) -> str:
-    """The file of a key of BUILT_IN that names the user's own code, or ""."""
-    value, built_in = str(get(config, key)), BUILT_IN[key]
-    place, _, name = value.rpartition(":")
-    if value not in built_in and not (place and name.isidentifier()):
+    for key, built_in in BUILT_IN.items():
+        value, is_own = get(config, key), re.compile(r".+:[^\W\d]\w*").fullmatch
         rule = f'must be one of {", ".join(built_in)}, or your own "FILE.py:NAME"'
-        raise RecipeError(key, value, rule, _near(value, built_in, f"{built_in[0]} is usual"))
-    return place if place.endswith(".py") else ""
+        remedy = _near(value, built_in, f"{built_in[0]} is usual")
+        need(key, value in built_in or bool(is_own(value)), rule, remedy)
 
 
 def check_task(config: Config, *others: str) -> None:
     """The file of tasks.kind is here, and that of other keys of BUILT_IN. Runs none of it."""
     for key in ("tasks.kind", *others):
-        if (file := _file_of(config, key)) and not os.path.isfile(file):
+        file = get(config, key).rpartition(":")[0]
+        if file.endswith(".py") and not os.path.isfile(file):
             remedy = "put it beside the recipe or into the working folder"
             raise RecipeError(key, get(config, key), "there is no such file", remedy)
 

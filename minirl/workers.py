@@ -34,7 +34,6 @@ from minirl.devices import Placement
 from minirl.errors import Interrupted, MinirlError, Stalled, WorkerDied
 from minirl.messages import Died, Role
 from minirl.shm.board import Board, State
-from minirl.shm.tracer import Tracer, open_trace
 
 LOG_TAIL_LINES = 12
 STOP_GRACE_S = 10.0
@@ -92,8 +91,7 @@ class Worker:
 class Workers:
     def __init__(self, log_dir: Path, num_workers: int, trace: Path | None = None):
         self.log_dir = log_dir
-        self._trace = open_trace(trace) if trace else None
-        self.board = Board(num_workers)
+        self.board = Board(num_workers, trace)
         self.all: list[Worker] = []
         # Not torch.multiprocessing: no tensor goes through a pipe, and torch is slow to load.
         self._context = multiprocessing.get_context("spawn")
@@ -119,7 +117,7 @@ class Workers:
         self.board.reset(worker.row)
         process = self._context.Process(
             target=_child,
-            args=(worker, self.board, theirs, self._log(worker), self._trace, delay_s),
+            args=(worker, self.board, theirs, self._log(worker), delay_s),
             name=f"minirl-{worker.name}",
         )
         if self._context.get_start_method() == "spawn":
@@ -162,14 +160,13 @@ class Workers:
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             for worker, message in self.receive(LISTEN_S):
-                if isinstance(message, Died):
-                    raise self.exit_error(worker, message)
-                return message
+                if not isinstance(message, Died):
+                    return message
+                how = f"{worker.name}: {message.how}; its log is in {self.log_dir}"
+                if message.is_final:
+                    raise MinirlError(how)
+                raise WorkerDied(f"{how}\n{self.log_tail(worker)}")
         raise Stalled(f"no message for {limit_s:.0f} s; stacks:\n{self.stacks()}")
-
-    def exit_error(self, worker: Worker, death: Died) -> MinirlError:
-        how = f"{worker.name}: {death.how}; its log is in {self.log_dir}"
-        return MinirlError(how) if death.is_final else WorkerDied(f"{how}\n{self.log_tail(worker)}")
 
     def log_tail(self, worker: Worker) -> str:
         lines = _read(self._log(worker)).decode(errors="replace").splitlines()
@@ -292,16 +289,14 @@ def _deferred_signals() -> Iterator[None]:
     nor killed. Signals that arrive meanwhile are re-raised afterwards. They, and the signal that
     asks for stacks, stay blocked in the child until it has its own handlers."""
     came: list[int] = []
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGUSR1))
-    try:
-        with signals(lambda number, frame: came.append(number)):
-            try:
-                yield
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    finally:
-        for late in came:
-            signal.raise_signal(late)
+    with signals(lambda number, frame: came.append(number)):
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGUSR1))
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    for late in came:
+        signal.raise_signal(late)
 
 
 @contextlib.contextmanager
@@ -320,14 +315,7 @@ def _environment(extra: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _child(
-    worker: Worker,
-    board: Board,
-    pipe: Connection,
-    log: Path,
-    trace: Path | None,
-    delay_s: float,
-) -> None:
+def _child(worker: Worker, board: Board, pipe: Connection, log: Path, delay_s: float) -> None:
     """What every worker process runs."""
     parent, libc = multiprocessing.parent_process(), ctypes.CDLL(None)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -341,10 +329,8 @@ def _child(
     tqdm.set_lock(threading.RLock())  # its own lock is a named semaphore, which a kill would leave
     if worker.placement.cores:
         os.sched_setaffinity(0, worker.placement.cores)
-    writer = board.writer(worker.row)
-    if trace is not None:
-        writer.tracer = Tracer(trace, worker.name)
-        writer.enter(State.STARTING)
+    writer = board.writer(worker.row, worker.name)
+    writer.enter(State.STARTING)
     time.sleep(delay_s)
     try:
         module, _, function = worker.body.partition(":")

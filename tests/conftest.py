@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,25 +23,19 @@ def pytest_collection_finish() -> None:
         torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session")
-def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import tiny_models  # not at the top: tests that need no model load no torch
+def model_fixture(name: str, **kind: bool) -> Any:
+    @pytest.fixture(scope="session")
+    def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        import tiny_models  # not at the top: tests that need no model load no torch
 
-    return tiny_models.write(tmp_path_factory.mktemp("qwen3-tied"), tied=True)
+        return tiny_models.write(tmp_path_factory.mktemp(name), **kind)
 
-
-@pytest.fixture(scope="session")
-def untied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import tiny_models
-
-    return tiny_models.write(tmp_path_factory.mktemp("qwen3-untied"), tied=False)
+    return folder
 
 
-@pytest.fixture(scope="session")
-def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import tiny_models
-
-    return tiny_models.write(tmp_path_factory.mktemp("llama"), tied=False, is_llama=True)
+tied_folder = model_fixture("qwen3-tied", tied=True)
+untied_folder = model_fixture("qwen3-untied", tied=False)
+llama_folder = model_fixture("llama", tied=False, is_llama=True)
 
 
 @pytest.fixture(scope="session")

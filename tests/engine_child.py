@@ -4,9 +4,8 @@ and calls what it is sent. vLLM needs its environment before torch is imported, 
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,8 +17,7 @@ from minirl.shm.board import BoardWriter
 Weights = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """Of a method of Engine, a function of this module, or getattr, on one of the engines."""
 
     engine: str
@@ -27,8 +25,7 @@ class Call:
     arguments: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     value: Any = None
     error: Exception | None = None
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+from crew import wait_until
 
 from minirl.run_dir import read_lines
 from tests.soak.controller_process import living, orphaned_memory
@@ -26,31 +27,21 @@ SMALL = {
     "eval.every": 0,
     "eval.num_prompts": 8,
 }
-
-
 LONG_S = 300.0  # a hang is a failure, however slow the machine
 
 
 class Run:
     """`minirl train` on the smoke recipe, made small, in a process of its own."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        *extra: str,
-        small: bool = True,
-        **changes: object,
-    ):
+    def __init__(self, run_dir: Path, *extra: str, small: bool = True, **changes: object):
         settings = {**SMALL, **_dotted(changes)} if small else _dotted(changes)
         overrides = [f"--set={key}={value}" for key, value in settings.items()]
         self.dir, here = run_dir, Path(__file__).parent
         path = (here, here.parent, os.environ.get("PYTHONPATH", ""))
         self.before = set(os.listdir("/dev/shm"))
+        train = [sys.executable, "-m", "minirl.cli", "train", str(RECIPES / "smoke.toml")]
         self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "minirl.cli", "train", str(RECIPES / "smoke.toml")),
-                *("--run-dir", str(run_dir), *overrides, *extra),
-            ],
+            [*train, "--run-dir", str(run_dir), *overrides, *extra],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -84,10 +75,8 @@ class Run:
             out, err = self.process.communicate(timeout=limit_s)
         finally:
             self.process.kill()
-        deadline = time.monotonic() + LONG_S
-        while self.traces() and time.monotonic() < deadline:
-            time.sleep(0.2)  # others' memory is orphaned for an instant too, as it comes and goes
-        assert self.traces() == []
+        # Others' memory is orphaned for an instant too, as it comes and goes.
+        wait_until(lambda: not self.traces())
         assert list(self.dir.rglob("*.tmp")) == [], "a half-written file is left"
         return Ended(self.process.returncode, out, err)
 

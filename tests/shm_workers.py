@@ -86,11 +86,6 @@ def publish_half(store: WeightStore, version: int, pipe: Connection) -> None:
         time.sleep(600)
 
 
-def publish_once(store: WeightStore, version: int, pipe: Connection) -> None:
-    publish(store, version)
-    pipe.send("published")
-
-
 def read_half(store: WeightStore, pipe: Connection) -> None:
     def load(slot: int) -> None:
         next(store.views(slot))[1].clone()

@@ -1,6 +1,7 @@
 """The board says what a worker does and since when; idle time adds up by itself."""
 
 from multiprocessing import get_context
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,18 +9,11 @@ from minirl.shm import board as board_module
 from minirl.shm.board import IDLE_STATES, Board, State, Total
 
 
-class Clock:
-    """Time that passes only when a test says so."""
-
-    now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture()
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Time that passes only when a test says so."""
+    clock = SimpleNamespace(now=100.0)
+    clock.monotonic = lambda: clock.now
     monkeypatch.setattr(board_module, "time", clock)
     return clock
 
@@ -46,7 +40,7 @@ def test_a_spawned_worker_writes_its_own_row_and_a_reset_keeps_its_totals() -> N
         assert [board.total(worker, column) for column in Total] == totals
 
 
-def test_the_same_state_again_is_a_heartbeat_and_keeps_since(clock: Clock) -> None:
+def test_the_same_state_again_is_a_heartbeat_and_keeps_since(clock: SimpleNamespace) -> None:
     board = Board(1)
     writer = board.writer(0)
 
@@ -67,7 +61,9 @@ def test_the_same_state_again_is_a_heartbeat_and_keeps_since(clock: Clock) -> No
 
 
 @pytest.mark.parametrize("state", State)
-def test_idle_time_counts_while_a_worker_waits_and_only_then(state: State, clock: Clock) -> None:
+def test_idle_time_counts_while_a_worker_waits_and_only_then(
+    state: State, clock: SimpleNamespace
+) -> None:
     board = Board(1)
     writer = board.writer(0)
     found = []

@@ -66,11 +66,11 @@ def test_a_writer_killed_at_any_moment_leaves_no_torn_entry() -> None:
         time.sleep(moment.uniform(0.0, 0.02))
         kill(writer)
         num_kills += 1
-        for cell, ticket in enumerate(ring._seals.tolist()):
+        for cell, ticket in enumerate(ring._cells["seal"].tolist()):
             if ticket == NOTHING:
                 num_caught += 1
                 with pytest.raises(TornEntry):
                     ring.read(cell, first_ticket)
             else:
                 check_whole(ring, cell, ticket)
-        first_ticket = max(first_ticket, *ring._seals.tolist()) + 1
+        first_ticket = max(first_ticket, *ring._cells["seal"].tolist()) + 1

@@ -1,10 +1,9 @@
-"""Worker processes: whatever happens to one is reported, and nothing is left of it."""
+"""Worker processes: whatever happens to one is reported, and nothing is left of it. That they die
+with a killed controller is in test_killed_controller.py."""
 
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,29 +91,22 @@ def test_a_death_is_reported_after_all_messages_with_its_reason(
     worker.send("to a dead one")  # not an error: `receive` says so
 
 
-def test_a_replaced_worker_is_new_and_inherits_no_failure(workers: Workers) -> None:
+def test_a_replaced_worker_is_new_and_nothing_is_left_of_the_old_one(workers: Workers) -> None:
     worker = start(workers, "give_up", "no")
     assert messages(workers, 1) == [Died("no", is_final=True)]
-    first = worker.pid
+    gone = [worker.pid]
+    worker.body = "worker_bodies:with_children"
+    workers.replace(worker)  # it is dead
+    gone += [*messages(workers, 1)[0], worker.pid]
     worker.body, worker.setup = "worker_bodies:echo", "mine"
-    workers.replace(worker)
-    assert workers.board.row(worker.row).state in (State.STARTING, State.GENERATING)
+    workers.replace(worker)  # it lives
     assert messages(workers, 1) == [("mine", worker.pid, None)]
-    assert worker.num_starts == 2 and worker.pid != first
+    assert worker.num_starts == 3 and worker.pid not in gone
     os.kill(worker.pid, signal.SIGKILL)
     assert messages(workers, 1) == [Died("was killed by SIGKILL", is_final=False)]
-
-
-def test_a_living_worker_is_replaced_or_retired_with_all_its_children(workers: Workers) -> None:
-    worker = start(workers, "with_children")
-    gone = [worker.pid, *messages(workers, 1)[0]]
-    worker.body = "worker_bodies:echo"
-    workers.replace(worker)
-    assert messages(workers, 1) == [(None, worker.pid, None)]
-    gone.append(worker.pid)
     workers.retire(worker)
-    wait_gone(gone)
     assert list(workers.receive(0.05)) == []
+    wait_gone([*gone, worker.pid])
 
 
 @pytest.mark.parametrize("is_polite", [True, False])
@@ -122,8 +114,6 @@ def test_stop_and_kill_leave_no_process_and_stop_lets_them_end_by_themselves(
     is_polite: bool, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers_module, "STOP_GRACE_S", 2.0)
-    children = start(workers, "with_children")
-    pids = [children.pid, *messages(workers, 1)[0]]
     polite, deaf = start(workers, "echo").process, start(workers, "deaf").process
     messages(workers, 2)
     if is_polite:
@@ -131,21 +121,8 @@ def test_stop_and_kill_leave_no_process_and_stop_lets_them_end_by_themselves(
         assert polite.exitcode == 0
     else:
         workers.kill()
-    wait_gone([*pids, polite.pid, deaf.pid])
+    wait_gone([polite.pid, deaf.pid])
     workers.kill()  # once more is no error
-
-
-def test_workers_die_with_a_killed_controller(tmp_path: Path) -> None:
-    program = Path(worker_bodies.__file__)
-    path = os.pathsep.join([str(program.parent), str(program.parent.parent)])
-    command = [sys.executable, str(program), str(tmp_path)]
-    env = {**os.environ, "PYTHONPATH": path}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as controller:
-        assert controller.stdout is not None
-        pids = [int(pid) for pid in controller.stdout.readline().split()]
-        assert len(pids) == 3 and all(map(psutil.pid_exists, pids))
-        controller.kill()
-    wait_gone(pids)
 
 
 def test_ctrl_c_and_sigterm_are_the_controllers_business(workers: Workers) -> None:

@@ -1,5 +1,4 @@
-"""Bodies of tiny workers for test_workers.py, imported by name in their processes; and, run as a
-program, a controller that is there to be killed."""
+"""Bodies of tiny workers for test_workers.py, imported by name in their processes."""
 
 import os
 import signal
@@ -14,9 +13,7 @@ from typing import Any
 
 from minirl.devices import Placement
 from minirl.errors import MinirlError
-from minirl.messages import Role
 from minirl.shm.board import BoardWriter, State
-from minirl.workers import Workers
 
 HERE = Path(__file__).parent
 
@@ -92,19 +89,3 @@ def deaf(setup: Any, board: BoardWriter, pipe: Connection) -> None:
 
 def deaf_in_a_thread() -> None:
     time.sleep(600)
-
-
-def be_controller(log_dir: str) -> None:
-    workers = Workers(Path(log_dir), num_workers=3)
-    for rank, body in enumerate(("echo", "deaf", "deaf")):
-        workers.spawn(Role.VERIFY, rank, f"worker_bodies:{body}", None, place())
-    waited_for = {worker.name for worker in workers.all}
-    while waited_for:
-        for worker, _ in workers.receive(0.2):
-            waited_for.discard(worker.name)
-    print(*[worker.pid for worker in workers.all], flush=True)
-    time.sleep(600)
-
-
-if __name__ == "__main__":
-    be_controller(sys.argv[1])

@@ -13,7 +13,7 @@ Leaves out: how many groups may run (buffer.py), and the groups themselves (grou
 """
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from minirl.shm.board import Board, Total
@@ -45,19 +45,18 @@ class Assignment(NamedTuple):
 class Dispatcher:
     def __init__(self, num_engines: int, max_new_tokens: int):
         self._load = [0] * num_engines  # in whole tokens: what is added can be taken away again
-        self._speed: list[float | None] = [None] * num_engines  # None: nothing known yet
-        self._rates = [1.0] * num_engines  # the same, with what is usual where nothing is known
-        self._is_even = True  # all alike: then the least load is through first
+        self._speed = [0.0] * num_engines  # 0: nothing known yet
         self.expected = ExpectedLength(max_new_tokens)
 
     def assign(self, num_trajectories: int, among: Collection[int] | None = None) -> Assignment:
         """`among`: the engines that may have it; default all."""
         tokens = max(1, round(self.expected.tokens))
-        work = num_trajectories * tokens
-        through: Sequence[float] = self._load
-        if not self._is_even:
-            through = [(n + work) / speed for n, speed in zip(through, self._rates, strict=True)]
-        engine = min(among, key=through.__getitem__) if among else through.index(min(through))
+        work, usual = num_trajectories * tokens, self._usual_speed
+
+        def seconds(engine: int) -> float:
+            return (self._load[engine] + work) / (self._speed[engine] or usual)
+
+        engine = min(among or range(len(self._load)), key=seconds)
         self._load[engine] += work
         return Assignment(engine, tokens)
 
@@ -70,21 +69,16 @@ class Dispatcher:
         self._load[assignment.engine] -= num_left * assignment.tokens_each
 
     def restarted(self, engine: int) -> None:
-        self._set_speed(engine, UNPROVEN * self._usual_speed)
+        self._speed[engine] = UNPROVEN * self._usual_speed
 
     def measured(self, engine: int, tokens_per_s: float) -> None:
         """What an engine has shown while it was busy."""
-        self._set_speed(engine, tokens_per_s)
+        self._speed[engine] = tokens_per_s
 
     @property
     def _usual_speed(self) -> float:
         known = [speed for speed in self._speed if speed]
         return sum(known) / len(known) if known else 1.0
-
-    def _set_speed(self, engine: int, tokens_per_s: float) -> None:
-        self._speed[engine] = tokens_per_s
-        self._rates = [speed or self._usual_speed for speed in self._speed]
-        self._is_even = len({*self._rates}) == 1
 
 
 class Speedometer:

@@ -28,9 +28,9 @@ CANARY_LIMIT = {"float32": 1e-3, "bfloat16": 0.25}  # mean |engine - trainer| lo
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one request is sampled. Temperature 0 is greedy."""
+    """How one request is sampled, in vLLM's words. Temperature 0 is greedy."""
 
-    max_new_tokens: int
+    max_tokens: int
     temperature: float
     top_p: float = 1.0
     top_k: int = 0
@@ -91,8 +91,11 @@ class Engine:
         self.canary_gap = 0.0
         self.version = 0 if store is None else -1
         if store is not None:
-            table = [(spec.name, spec.shape) for spec in store.table]
-            self._engine.collective_rpc("open_store", args=(table, store.dtype, store.path))
+            self._rpc("open_store", store.table, store.dtype, store.path)
+
+    def _rpc(self, method: str, *args: object) -> list[Any]:
+        """Of WeightLoader, on each tensor-parallel rank."""
+        return self._engine.collective_rpc(method, args=args)
 
     @property
     def kv_tokens(self) -> int:
@@ -114,14 +117,9 @@ class Engine:
         canary are the trainer's."""
         start = time.perf_counter()
         was_busy = self.is_busy
-        missing: list[str] = []
-
-        def load(slot: int) -> None:
-            by_rank = self._engine.collective_rpc("load_slot", args=(slot,))
-            missing[:] = [name for names in by_rank for name in names]
-
         assert self._store is not None
-        published = self._store.read(load)
+        published = self._store.read(lambda slot: self._rpc("load_slot", slot))
+        missing = [name for by_rank in published.loaded for name in by_rank]
         if missing:
             raise StaleWeights(
                 f"version {published.version} did not reach the engine: tensor {missing[0]} "
@@ -143,7 +141,7 @@ class Engine:
         that an evaluation left in the cache. Not one seed per request: on CPU vLLM fails on these
         in a chunked prefill."""
         self._engine.reset_prefix_cache()
-        self._engine.collective_rpc("reseed", args=(seed,))
+        self._rpc("reseed", seed)
 
     def add(self, key: int, prompt: Sequence[int], sampling: Sampling, priority: int) -> None:
         """Raises ValueError where vLLM refuses the request."""
@@ -152,11 +150,7 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            max_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
+            **vars(sampling),
             stop=self._stop,
             stop_token_ids=self._stop_tokens,
             include_stop_str_in_output=True,  # the tokens are there; the text says so too

@@ -18,9 +18,8 @@ SAMPLES_PER_AXIS = 16  # what the check after a load compares of each tensor
 class WeightLoader:
     """Mixed into vLLM's worker class by name (`worker_extension_cls`)."""
 
-    def open_store(self, table: list[tuple[str, tuple[int, ...]]], dtype: str, path: str) -> None:
-        specs = tuple(TensorSpec(name, tuple(shape)) for name, shape in table)
-        self._store = WeightStore(specs, dtype, path)
+    def open_store(self, table: tuple[TensorSpec, ...], dtype: str, path: str) -> None:
+        self._store = WeightStore(table, dtype, path)
         self._loaded: LoadedTensors | None = None
 
     def load_slot(self, slot: int) -> list[str]:
@@ -68,7 +67,6 @@ class LoadedTensors:
             held = parameter[first_row : first_row + tensor.shape[0]]
             if num_rows <= parameter.shape[0] and held.shape == tensor.shape:  # else it is sharded
                 self._held[name] = held
-        self._samples = {name: held[_grid(held)] for name, held in self._held.items()}
         self._direct = {n: held for n, held in self._held.items() if _is_equal(held, weights[n])}
 
     @property
@@ -87,13 +85,12 @@ class LoadedTensors:
     def absent(self, weights: dict[str, torch.Tensor]) -> list[str]:
         """Names whose values the model does not hold, by a grid of samples of each tensor. Tensors
         that are sharded are left to the canary."""
-        published = {name: weights[name][_grid(weights[name])] for name in self._samples}
-        missing = [n for n, s in self._samples.items() if not _is_equal(s, published[n])]
-        return self._unplaced + missing
+        sampled = {name: (_grid(held), _grid(weights[name])) for name, held in self._held.items()}
+        return self._unplaced + [n for n, pair in sampled.items() if not _is_equal(*pair)]
 
 
-def _grid(tensor: torch.Tensor) -> tuple[slice, ...]:
-    return tuple(slice(None, None, max(1, size // SAMPLES_PER_AXIS)) for size in tensor.shape)
+def _grid(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[tuple(slice(None, None, max(1, n // SAMPLES_PER_AXIS)) for n in tensor.shape)]
 
 
 def _is_equal(held: torch.Tensor, published: torch.Tensor) -> bool:

@@ -11,22 +11,15 @@ of another version. What the model wrote in earlier turns is never tokenised aga
 import heapq
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
+from minirl import messages
 from minirl.config import Config
-from minirl.messages import (
-    Abort,
-    Continue,
-    Finished,
-    Gone,
-    GroupRequest,
-    Pinned,
-    Started,
-    Submit,
-    TurnEnded,
-)
+from minirl.messages import GroupRequest
 from minirl.records import StopReason, Trajectory
 from minirl.rollout.dispatch import ExpectedLength
 from minirl.rollout.engine import Engine, Sampling
@@ -50,13 +43,11 @@ class Request:
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     versions: "array[int]" = field(default_factory=lambda: array("i"))
     num_turns: int = 0
-    num_replied: int = 0
 
-    def append_reply(self, tokens: tuple[int, ...]) -> None:
+    def append(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> None:
         self.tokens.extend(tokens)
-        self.logprobs.extend([0.0] * len(tokens))
-        self.versions.extend([NOTHING] * len(tokens))
-        self.num_replied += len(tokens)
+        self.logprobs.extend(logprobs)
+        self.versions.extend([version] * len(tokens))
 
 
 Waiting = list[tuple[int, int, Request]]  # a heap of (vLLM's priority, key, request)
@@ -85,23 +76,21 @@ def run(setup: RolloutSetup, board: BoardWriter, pipe: Connection) -> None:
     if setup.store is not None:
         board.enter(State.RELOADING)
         engine.reload()  # waits for the trainer's first version
-    pipe.send(Started())
+    pipe.send(messages.Started())
     RolloutWorker(config, engine, setup.ring, board, pipe, has_turns).loop()
     engine.shutdown()
 
 
+@dataclass
 class RolloutWorker:
-    def __init__(
-        self,
-        config: Config,
-        engine: Engine,
-        ring: TrajectoryRing,
-        board: BoardWriter,
-        pipe: Connection,
-        has_turns: bool = False,
-    ):
-        self.config, self.engine, self.ring = config, engine, ring
-        self.board, self.pipe, self.has_turns = board, pipe, has_turns
+    config: Config
+    engine: Engine
+    ring: TrajectoryRing
+    board: BoardWriter
+    pipe: Connection
+    has_turns: bool = False
+
+    def __post_init__(self) -> None:
         self.waiting: Waiting = []
         self.waiting_eval: Waiting = []
         self.running: dict[int, Request] = {}
@@ -112,8 +101,8 @@ class RolloutWorker:
         # group still runs, and an evaluation's still pins its version.
         self.parked: dict[tuple[int, int], Request] = {}
         self.recomputing: set[int] = set()  # running, and their KV is gone since a reload
-        self.expected = ExpectedLength(config.rollout.max_new_tokens)
-        self.next_key = 0
+        self.expected = ExpectedLength(self.config.rollout.max_new_tokens)
+        self.keys = count()
         self.stopped = False
 
     def loop(self) -> None:
@@ -144,11 +133,12 @@ class RolloutWorker:
         while not self.stopped and self.pipe.poll(IDLE_POLL_S if is_idle else 0):
             message = self.pipe.recv()
             is_idle = False
-            if isinstance(message, Submit):
+            if isinstance(message, messages.Submit):
                 self.enqueue(message)
-            elif isinstance(message, Abort):
-                self.abort(message.group_id)
-            elif isinstance(message, Continue):
+            elif isinstance(message, messages.Abort):  # always answered: then the cells are free
+                self.forget(message.group_id)
+                self.pipe.send(messages.Gone(message.group_id, ""))
+            elif isinstance(message, messages.Continue):
                 self.resume(message)
             else:
                 self.stopped = True
@@ -163,32 +153,29 @@ class RolloutWorker:
             self.recomputing = set(self.running)
         self.board.serving(self.engine.version, len(self.running))
 
-    def enqueue(self, submit: Submit) -> None:
+    def enqueue(self, submit: messages.Submit) -> None:
         if submit.seed is not None:
             self.engine.reseed(submit.seed)
             self.expected = ExpectedLength(self.config.rollout.max_new_tokens)  # nothing remembered
         if any(group.is_eval for group in submit.groups):
             self.look_at_version()  # pins the newest version there is, or the one that is pinned
-            self.pipe.send(Pinned(self.engine.version))
+            self.pipe.send(messages.Pinned(self.engine.version))
         for group in submit.groups:
             for index in range(len(group.cells)):
                 self.queue(Request(group, index))
 
     def queue(self, request: Request) -> None:
-        group = request.group
-        if group.is_eval:
-            heapq.heappush(self.waiting_eval, (EVAL_PRIORITY, self.next_key, request))
-        else:
-            heapq.heappush(self.waiting, (group.group_id, self.next_key, request))
-        self.next_key += 1
+        is_eval, group_id = request.group.is_eval, request.group.group_id
+        heap = self.waiting_eval if is_eval else self.waiting
+        heapq.heappush(heap, (EVAL_PRIORITY if is_eval else group_id, next(self.keys), request))
 
-    def resume(self, message: Continue) -> None:
+    def resume(self, message: messages.Continue) -> None:
         for group_id, place, tokens in message.replies:
             request = self.parked.pop((group_id, place), None)
             if request is None:  # its group was aborted in the meantime
                 continue
             if tokens:
-                request.append_reply(tokens)
+                request.append(tokens, [0.0] * len(tokens), NOTHING)
                 self.queue(request)
             else:
                 self.expected.saw(len(request.tokens))
@@ -202,30 +189,24 @@ class RolloutWorker:
                 self.engine.add(key, prompt, self.sampling(request), priority)
             except ValueError as refusal:
                 self.forget(group.group_id)
-                self.pipe.send(Gone(group.group_id, str(refusal).splitlines()[0]))
+                self.pipe.send(messages.Gone(group.group_id, str(refusal).splitlines()[0]))
                 continue
             self.running[key] = request
-            self.count_seat(group, 1)
+            self.num_running_eval += group.is_eval
+            if group.group_id not in self.seats:
+                self.prompt_tokens += len(group.prompt)
+            self.seats[group.group_id] += 1
             if self.board.tracer is not None:
                 self.board.tracer.begin_sequence(key)
         self.board.serving(self.engine.version, len(self.running))
 
-    def count_seat(self, group: GroupRequest, change: int) -> None:
-        self.num_running_eval += change * group.is_eval
-        before = self.seats[group.group_id]
-        self.seats[group.group_id] += change
-        if not before or not self.seats[group.group_id]:  # its first seat, or its last
-            self.prompt_tokens += change * len(group.prompt)
-        if not self.seats[group.group_id]:
-            del self.seats[group.group_id]
-
     def has_room(self) -> bool:
         """For one more sequence, and for the KV of all at their expected lengths. With less room
         vLLM would preempt running sequences and compute their KV again later."""
-        if len(self.running) >= self.config.rollout.max_num_seqs:
-            return False
-        needed = self.prompt_tokens + self.expected.tokens * (len(self.running) + 1)
-        return not self.running or needed <= self.engine.kv_tokens
+        num = len(self.running) + 1
+        needed = self.prompt_tokens + self.expected.tokens * num
+        is_free = num <= self.config.rollout.max_num_seqs and needed <= self.engine.kv_tokens
+        return is_free or not self.running
 
     def next_waiting(self) -> tuple[int, int, Request]:
         share = max(1, int(EVAL_SHARE * self.config.rollout.max_num_seqs))
@@ -243,12 +224,9 @@ class RolloutWorker:
     def step(self) -> None:
         finished, ended = [], []
         num_tokens = 0
-        version = self.engine.version
         for chunk in self.engine.step():
             request = self.running[chunk.key]
-            request.tokens.extend(chunk.tokens)
-            request.logprobs.extend(chunk.logprobs)
-            request.versions.extend([version] * len(chunk.tokens))
+            request.append(chunk.tokens, chunk.logprobs, self.engine.version)
             num_tokens += len(chunk.tokens)
             self.recomputing.discard(chunk.key)
             if chunk.stop is None:
@@ -264,41 +242,41 @@ class RolloutWorker:
         self.board.add(Total.TOKENS, num_tokens)
         self.board.add(Total.STEPS, 1)
         if finished:
-            self.pipe.send(Finished(tuple(finished)))
+            self.pipe.send(messages.Finished(tuple(finished)))
         if ended:
-            self.pipe.send(TurnEnded(tuple(ended)))
+            self.pipe.send(messages.TurnEnded(tuple(ended)))
 
     def leave(self, key: int) -> None:
         request = self.running.pop(key)
-        self.count_seat(request.group, -1)
         self.recomputing.discard(key)
+        group, group_id = request.group, request.group.group_id
+        self.num_running_eval -= group.is_eval
+        self.seats[group_id] -= 1
+        if not self.seats[group_id]:
+            del self.seats[group_id]
+            self.prompt_tokens -= len(group.prompt)
         if self.board.tracer is not None:
             facts: dict[str, object] = {"place": request.index, "tokens": len(request.tokens)}
             facts["versions"] = [*request.versions[:1], *request.versions[-1:]]
-            if request.group.is_eval:
-                facts["evaluation"] = True
-            self.board.tracer.end_sequence(key, request.group.group_id, facts)
+            facts["evaluation"] = group.is_eval
+            self.board.tracer.end_sequence(key, group_id, facts)
 
     def seal(self, request: Request, stop: StopReason) -> tuple[int, int, Trajectory]:
         group, tokens, versions = request.group, request.tokens, request.versions
         cell = group.cells[request.index]
         self.ring.write(cell, group.group_id, group.prompt, tokens, request.logprobs, versions)
+        num_replied = versions.count(NOTHING)
         descriptor = Trajectory(
             cell=cell,
             length=len(group.prompt) + len(tokens),
-            num_written=len(tokens) - request.num_replied,
+            num_written=len(tokens) - num_replied,
             stop=stop,
             head_version=versions[0],
             tail_version=versions[-1],
-            num_replied=request.num_replied,
+            num_replied=num_replied,
             num_turns=request.num_turns,
         )
         return group.group_id, request.index, descriptor
-
-    def abort(self, group_id: int) -> None:
-        """Always answered, so that the controller knows when the cells are free."""
-        self.forget(group_id)
-        self.pipe.send(Gone(group_id, ""))
 
     def forget(self, group_id: int) -> None:
         keys = [key for key, r in self.running.items() if r.group.group_id == group_id]

@@ -5,13 +5,14 @@ the throughput and idle metrics without a message. Each field is one aligned 8-b
 """
 
 import time
-from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from minirl.shm.segment import Segment, Shared
-from minirl.shm.tracer import Tracer
+from minirl.shm.tracer import Tracer, open_trace
 
 BEAT_S = 0.25  # a worker that waits says so this often
 
@@ -52,8 +53,7 @@ STATE, SINCE, BEAT, VERSION, RUNNING, TOTALS = range(6)
 NUM_COLUMNS = TOTALS + len(Total)
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     state: State
     since_s: float  # seconds in this state
     beat_s: float  # seconds since the last sign of life
@@ -62,8 +62,9 @@ class Row:
 
 
 class Board(Shared):
-    def __init__(self, num_workers: int):
+    def __init__(self, num_workers: int, trace: Path | None = None):
         self.num_workers = num_workers
+        self.trace = open_trace(trace) if trace else None
         self._segment = Segment(8 * NUM_COLUMNS * num_workers)
         self._map()
         for worker in range(num_workers):
@@ -89,17 +90,16 @@ class Board(Shared):
         is_waiting = column is Total.IDLE_S and row[STATE] in IDLE_STATES
         return float(row[TOTALS + column]) + (time.monotonic() - row[BEAT] if is_waiting else 0.0)
 
-    def writer(self, worker: int) -> "BoardWriter":
-        return BoardWriter(self, worker)
+    def writer(self, worker: int, name: str = "") -> "BoardWriter":
+        return BoardWriter(self, worker, name)
 
 
 class BoardWriter:
     """One worker's pen. Time in a waiting state adds to its idle total by itself."""
 
-    def __init__(self, board: Board, worker: int):
+    def __init__(self, board: Board, worker: int, name: str):
         self._row = board._rows[worker]
-        self._board = board
-        self.tracer: Tracer | None = None  # where log.trace is on
+        self.tracer = Tracer(board.trace, name) if board.trace else None  # where log.trace is on
 
     def enter(self, state: State, anew: bool = False, **facts: object) -> None:
         """Also a beat. Called again in the same state it keeps `since`, unless it begins anew.

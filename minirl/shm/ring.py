@@ -8,22 +8,22 @@ an entry, and a cell that was handed on is never mistaken for its earlier conten
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from minirl.errors import MinirlError
-from minirl.shm.segment import Segment, Shared, aligned
+from minirl.shm.segment import Segment, Shared
 
 NOTHING = -1  # the seal of a cell without an entry; also the version of a token no model wrote
+
+COLUMNS = {"tokens": np.int32, "mask": np.uint8, "logprobs": np.float32, "versions": np.int32}
 
 Column: TypeAlias = Sequence[int] | Sequence[float] | NDArray[np.number]
 
 
-@dataclass(frozen=True)
-class TrajectoryView:
+class TrajectoryView(NamedTuple):
     """One trajectory in shared memory: flat arrays of one length, not to be written to."""
 
     tokens: NDArray[np.int32]
@@ -39,30 +39,14 @@ class TornEntry(Exception):
 class TrajectoryRing(Shared):
     def __init__(self, num_cells: int, cell_tokens: int):
         self.num_cells, self.cell_tokens = num_cells, cell_tokens
-        self._segment = Segment(self.bytes_needed(num_cells, cell_tokens))
+        columns = [(name, kind, cell_tokens) for name, kind in COLUMNS.items()]
+        self.cell = np.dtype([("seal", np.int64), ("length", np.int64), *columns], align=True)
+        self._segment = Segment(num_cells * self.cell.itemsize)
         self._map()
-        self._seals[:] = NOTHING
-
-    @staticmethod
-    def bytes_needed(num_cells: int, cell_tokens: int) -> int:
-        per_column = [aligned(num_cells * cell_tokens * size) for size in (4, 1, 4, 4)]
-        return sum(per_column) + 2 * aligned(8 * num_cells)
+        self._cells["seal"] = NOTHING
 
     def _map(self) -> None:
-        shape, offset = (self.num_cells, self.cell_tokens), 0
-
-        def column(dtype: type, dims: tuple[int, ...]) -> NDArray:
-            nonlocal offset
-            array = self._segment.array(dtype, dims, offset)
-            offset += aligned(array.nbytes)
-            return array
-
-        self._seals = column(np.int64, (self.num_cells,))
-        self._lengths = column(np.int64, (self.num_cells,))
-        self._tokens = column(np.int32, shape)
-        self._logprobs = column(np.float32, shape)
-        self._versions = column(np.int32, shape)
-        self._mask = column(np.uint8, shape)
+        self._cells = self._segment.array(self.cell, (self.num_cells,))
 
     def write(
         self,
@@ -85,21 +69,17 @@ class TrajectoryRing(Shared):
             )
         # By hand: numpy would repeat a single value where lengths differ.
         assert len(tokens) == len(logprobs) == len(versions) and ticket != NOTHING
-        self._seals[cell] = NOTHING
-        self._tokens[cell, :start] = prompt
-        self._tokens[cell, start:end] = tokens
-        self._mask[cell, :start] = 0
-        self._logprobs[cell, :start] = 0.0
-        self._logprobs[cell, start:end] = logprobs
-        self._versions[cell, :start] = NOTHING
-        self._versions[cell, start:end] = versions
-        self._mask[cell, start:end] = self._versions[cell, start:end] != NOTHING
-        self._lengths[cell] = end
-        self._seals[cell] = ticket
+        entry = self._cells[cell]
+        entry["seal"] = NOTHING
+        entry["tokens"][:start], entry["tokens"][start:end] = prompt, tokens
+        entry["logprobs"][:start], entry["logprobs"][start:end] = 0.0, logprobs
+        entry["versions"][:start], entry["versions"][start:end] = NOTHING, versions
+        entry["mask"][:end] = entry["versions"][:end] != NOTHING
+        entry["length"] = end
+        entry["seal"] = ticket
 
     def read(self, cell: int, ticket: int) -> TrajectoryView:
-        if self._seals[cell] != ticket:
-            raise TornEntry(f"cell {cell} is sealed for {self._seals[cell]}, not for {ticket}")
-        end = int(self._lengths[cell])
-        columns = (self._tokens, self._mask, self._logprobs, self._versions)
-        return TrajectoryView(*(column[cell, :end] for column in columns))
+        entry = self._cells[cell]
+        if entry["seal"] != ticket:
+            raise TornEntry(f"cell {cell} is sealed for {entry['seal']}, not for {ticket}")
+        return TrajectoryView(*(entry[name][: entry["length"]] for name in COLUMNS))

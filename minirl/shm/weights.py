@@ -11,9 +11,8 @@ Leaves out: barriers. The order of stores is x86's; an ARM port would need them 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +25,12 @@ if TYPE_CHECKING:
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 CANARY_TOKENS = 16
 NUM_SLOTS = 2
-HEADER_BYTES = aligned(8 * (1 + NUM_SLOTS)) + NUM_SLOTS * aligned(4 * CANARY_TOKENS)
+CANARIES = ("canaries", np.float32, (NUM_SLOTS, CANARY_TOKENS))
+HEADER = np.dtype([("latest", np.int64), ("sequence", np.int64, NUM_SLOTS), CANARIES])
+HEADER_BYTES = aligned(HEADER.itemsize)
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     name: str  # as in the Hugging Face checkpoint
     shape: tuple[int, ...]
 
@@ -39,11 +39,11 @@ class TensorSpec:
         return int(np.prod(self.shape, dtype=np.int64))
 
 
-@dataclass(frozen=True)
-class Published:
-    """What a reader got: which version, and what the trainer's canary said under it."""
+class Published(NamedTuple):
+    """What a reader got: which version, what its `load` gave, and the trainer's canary under it."""
 
     version: int
+    loaded: Any
     canary: NDArray[np.float32]
 
 
@@ -84,11 +84,9 @@ class WeightStore(Shared):
         return sum(aligned(spec.numel * size) for spec in self.table)
 
     def _map(self) -> None:
-        header = self._segment.array(np.int64, (1 + NUM_SLOTS,))
-        self._latest, self._sequence = header[:1], header[1:]
-        start, step = aligned(header.nbytes), aligned(4 * CANARY_TOKENS)
-        offsets = [start + slot * step for slot in range(NUM_SLOTS)]
-        self._canaries = [self._segment.array(np.float32, (CANARY_TOKENS,), o) for o in offsets]
+        header = self._segment.array(HEADER, (1,))
+        self._latest = header["latest"]
+        self._sequence, self._canaries = header["sequence"][0], header["canaries"][0]
 
     @cached_property
     def _slots(self) -> "list[list[tuple[str, torch.Tensor]]]":
@@ -128,30 +126,26 @@ class WeightStore(Shared):
         """The named tensors of a slot, in place. Only `read` knows whether they are whole."""
         return iter(self._slots[slot])
 
-    def read(self, load: Callable[[int], None]) -> Published:
+    def read(self, load: Callable[[int], Any]) -> Published:
         """Calls `load` with the slot of the newest version until a whole one got through. The copy
         of an attempt that was lapped is torn; the next attempt overwrites it."""
-        while True:
-            version = self.latest
-            slot = version % NUM_SLOTS
-            before = int(self._sequence[slot])
-            # Odd, or no longer the newest: the writer is or was in this slot, two versions ahead.
-            if version < 0 or before % 2 or self.latest != version:
-                time.sleep(0.0005)
-                continue
-            load(slot)
-            canary = self._canaries[slot].copy()
-            if int(self._sequence[slot]) == before:
-                return Published(version, canary)
+        while (found := self._attempt(self.latest, load, is_newest=True)) is None:
+            time.sleep(0.0005)
+        return found
 
-    def snapshot(
-        self, version: int
-    ) -> "tuple[dict[str, torch.Tensor], NDArray[np.float32]] | None":
-        """A copy of a version and its canary, or None where it is no longer there, or torn."""
+    def snapshot(self, version: int) -> "dict[str, torch.Tensor] | None":
+        """A copy of a version, or None where it is no longer there, or torn."""
+        found = self._attempt(version, lambda slot: {n: v.clone() for n, v in self.views(slot)})
+        return found and found.loaded
+
+    def _attempt(
+        self, version: int, load: Callable[[int], Any], is_newest: bool = False
+    ) -> Published | None:
         slot = version % NUM_SLOTS
         before = int(self._sequence[slot])
-        if before % 2 or not max(0, self.latest - 1) <= version <= self.latest:
+        oldest = self.latest if is_newest else self.latest - 1
+        # Odd, or too old: the writer is or was in this slot, two versions ahead.
+        if before % 2 or not max(0, oldest) <= version <= self.latest:
             return None
-        tensors = {name: view.clone() for name, view in self._slots[slot]}
-        canary = self._canaries[slot].copy()
-        return (tensors, canary) if int(self._sequence[slot]) == before else None
+        found = Published(version, load(slot), self._canaries[slot].copy())
+        return found if int(self._sequence[slot]) == before else None

@@ -160,7 +160,7 @@ class BatchSaver:
         if (found := self.store.snapshot(version)) is None:
             raise MinirlError(f"version {version} is no longer in memory")
         folder.mkdir()
-        save_file(found[0], folder / "model.safetensors", {"format": "pt"})
+        save_file(found, folder / "model.safetensors", {"format": "pt"})
         shutil.copy2(self.source / "config.json", folder)
         checkpoint.copy_tokenizer(self.source, folder)
 

@@ -255,8 +255,8 @@ class Watched(RolloutWorker):
 
     def sampling(self, request: Request) -> Sampling:
         whole = super().sampling(request)
-        shortest = max(1, whole.max_new_tokens // 2)
-        return replace(whole, max_new_tokens=self.dice.randint(shortest, whole.max_new_tokens))
+        shortest = max(1, whole.max_tokens // 2)
+        return replace(whole, max_tokens=self.dice.randint(shortest, whole.max_tokens))
 
     def turn(self) -> None:
         phase, began, tokens, steps = self.switch.phase, now(), *self.done

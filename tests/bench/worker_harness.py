@@ -42,7 +42,7 @@ class LongTailed(RolloutWorker):
 
     def sampling(self, request: Request) -> Sampling:
         length = self.lengths[request.group.group_id]
-        return replace(super().sampling(request), max_new_tokens=length)
+        return replace(super().sampling(request), max_tokens=length)
 
 
 class WaitingWorker(RolloutWorker):
