@@ -28,42 +28,42 @@ Option = Annotated[Any, GetPydanticSchema(lambda _, schema_of: schema_of(Plain |
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     path: Name = TINY
-    """A Hugging Face folder or hub name; "tiny" is the model minirl builds and warms up itself."""
+    """A Hugging Face folder or hub name; "tiny" is a model that minirl builds itself."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What vLLM computes in and what is published."""
+    """Of vLLM and of published weights."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Off unless you have read that code."""
+    """Run Python code that comes with the model; read it first."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class TasksConfig:
     kind: Name = "arithmetic"
     """"arithmetic", "calculator", "code", "countdown", "gsm8k", "math", or your own class:
-    "my_task.py:MyTask" (beside the recipe, or in the working folder) or "package.module:MyTask"."""
+    "my_task.py:MyTask" or "package.module:MyTask"."""
     data: Line = ""
     """A folder, a .jsonl, .csv or .parquet file, or a hub name. Empty: the task's own."""
     prompt_column: Line = ""
-    """Column of the data that holds prompts, text or chat messages. Empty: the task's own."""
+    """Column of prompts, text or chat messages. Empty: the task's own."""
     reference_column: Line = ""
-    """Column of the data that holds references. Empty: the task's own."""
+    """Column of references. Empty: the task's own."""
     train_split: Name = "train"
-    """Split of the data to train on: of the hub, or a file's name in the folder."""
+    """Split to train on, or a file's name in the folder."""
     test_split: Line = "test"
-    """Split to evaluate on. Empty, or where the data is one file: a tenth of the training rows."""
+    """Split to evaluate on. Empty, or one file: a tenth of the training rows."""
     options: dict[OptionName, Option] = field(default_factory=dict)
-    """The task's own settings, as the table [tasks.options]; docs/tasks.md lists them."""
+    """The task's own settings (docs/tasks.md)."""
     max_prompt_tokens: Annotated[int, Field(ge=1, le=10**6)] = 256
     """Prompts longer than this are dropped, with a count."""
     verifiers: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Processes that compute rewards; one for every few cores is enough."""
+    """Processes that compute rewards."""
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 10.0
-    """A reward that takes longer is a failure, and its verifier is replaced."""
+    """A reward that takes longer fails; its verifier is replaced."""
     memory_gib: Annotated[float, Field(ge=0.25, le=4096)] = 4.0
-    """What a verifier may allocate; a reward that needs more fails."""
+    """Memory of a verifier; a reward that needs more fails."""
     max_failures: Annotated[int, Field(ge=0, le=4094)] = 0
-    """Rewards of a group that may fail, and are left out; with more the group is dropped."""
+    """Failed rewards of a group that are left out; with more the group is dropped."""
     overlong_tokens: Annotated[int, Field(ge=0, le=10**6)] = 0
-    """Training answers this near the token limit lose reward, up to 1 at it (DAPO); 0 is off."""
+    """Answers this near the token limit lose reward, up to 1 (DAPO); 0 is off."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -75,19 +75,19 @@ class DevicesConfig:
     train: Annotated[int, Field(ge=1, le=1024)] = 1
     """Devices that train, one DDP rank each (on CPU: processes)."""
     split: Literal["manual", "auto"] = "manual"
-    """"auto" shares rollout + train devices out as `minirl plan` finds best."""
+    """"auto" takes the split that `minirl plan` recommends."""
     tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Rollout devices per vLLM engine: more than 1 where a model is too large for one GPU."""
+    """Rollout devices per vLLM engine, for a model too large for one GPU."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class RolloutConfig:
     group_size: Annotated[int, Field(ge=2, le=4096)] = 8
-    """Trajectories per prompt: an advantage compares the answers to one prompt."""
+    """Trajectories per prompt."""
     max_new_tokens: Annotated[int, Field(ge=1, le=10**6)] = 128
-    """An answer is truncated here. In a task of several turns: all turns, the replies too."""
+    """An answer is truncated here, replies of the task included."""
     max_turns: Annotated[int, Field(ge=1, le=10_000)] = 8
-    """Turns of the model per answer at most, in a task that replies (docs/tasks.md)."""
+    """The model's turns in a task that replies."""
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
     """Of the sampling distribution; the trainer applies the same."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -101,7 +101,7 @@ class RolloutConfig:
     stop_tokens: Annotated[tuple[StopToken, ...], Field(strict=False)] = ()
     """Token ids that end an answer, beside the model's own end."""
     on_update: Literal["recompute", "keep"] = "recompute"
-    """At new weights, the KV of running sequences is rebuilt ("recompute") or kept ("keep")."""
+    """What happens to the KV of running sequences at new weights."""
     max_num_seqs: Annotated[int, Field(ge=1, le=65_536)] = 256
     """Sequences that one engine decodes at once."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
@@ -115,13 +115,13 @@ class BufferConfig:
     max_staleness: Annotated[int, Field(ge=0, le=1000)] = 2
     """η: no token older than this many versions is trained. 0 is exactly synchronous."""
     on_stale: Literal["mask", "drop", "wait"] = "mask"
-    """Tokens too old when their group is done: "mask" them out, "drop" the group, or "wait"."""
+    """Tokens too old when their group is done: mask them, drop the group, or wait."""
     target_staleness: Annotated[float, Field(ge=-1, le=1000)] = -1.0
-    """Batches that generation may be ahead of training; -1: as few as keep the trainer fed."""
+    """Batches that generation may be ahead; -1: as few as keep the trainer fed."""
     drop_equal_rewards: bool = False
-    """Drop groups whose rewards are all equal and fill the batch with others (DAPO)."""
+    """Drop groups whose rewards are all equal (DAPO)."""
     mask_truncated: bool = False
-    """Keep truncated answers out of the loss; their rewards still count in the baseline."""
+    """Keep truncated answers out of the loss, but in the baseline."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -137,7 +137,7 @@ class TrainConfig:
     warmup_steps: Annotated[int, Field(ge=0, le=10**7)] = 0
     """Steps over which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Of the learning rate after that; "linear" and "cosine" go down to 0 at the end."""
+    """Of the learning rate after that; all but "constant" fall to 0."""
     weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Of AdamW; norms and biases are left out."""
     grad_clip: Annotated[float, Field(gt=0, le=10**6)] = 1.0
@@ -149,12 +149,11 @@ class TrainConfig:
     ] = "grpo"
     """Sets the keys below that a recipe leaves out, as docs/algorithms.md says."""
     estimator: Name = "grpo"
-    """Of the advantage: "grpo", "dr_grpo", "rloo", "reinforce++", "batch" (normalises over the
-    batch), "gae" (trains a critic besides), or your own function: "my_adv.py:my_advantage"."""
+    """Of the advantage: "grpo", "dr_grpo", "rloo", "reinforce++", "batch", "gae" (a critic), or
+    your own function: "my_adv.py:my_advantage"."""
     objective: Name = "decoupled"
-    """"decoupled" PPO (the paper's eq. 5), "naive" PPO (ratio to the sampling policy), "gspo"
-    (ratio of whole sequences), "cispo" (clipped weights, every token keeps its gradient), or your
-    own function: "my_loss.py:my_loss"."""
+    """"decoupled" PPO (the paper's eq. 5), "naive" PPO, "gspo", "cispo", or your own function:
+    "my_loss.py:my_loss"."""
     proximal: Literal["forward", "loglinear"] = "forward"
     """π_prox by a "forward" before the first minibatch, or "loglinear" interpolation (A-3PO)."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
@@ -166,31 +165,31 @@ class TrainConfig:
     loss_norm: Literal["token", "sequence", "constant"] = "token"
     """Mean over "token"s, over "sequence"s of their means, or sum by a "constant" (Dr. GRPO)."""
     kl_coef: Annotated[float, Field(ge=0, le=100)] = 0.0
-    """Weight of the KL to the model that the run began with; 0 is off and loads no reference."""
+    """Weight of the KL to the first model; 0 is off and loads no reference."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """The KL is a term of the "loss", or of the "reward" of each token."""
+    """Where the KL is subtracted."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """λ of the estimator "gae": 1 is the return minus the value, 0 trusts the critic."""
+    """λ of the estimator "gae"; 0 trusts the critic."""
     critic_lr: Annotated[float, Field(gt=0, le=1)] = 1e-5
-    """Learning rate of the critic of the estimator "gae"."""
+    """Learning rate of the critic ("gae")."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more time."""
     compile: bool = False
-    """torch.compile the model: slow first steps, then faster ones; for long runs on CUDA."""
+    """torch.compile: slow first steps, then faster ones."""
     shard_optimizer: bool = False
-    """Each training device keeps a part of AdamW's state: less memory, one broadcast per step."""
+    """Shard AdamW's state over the ranks: less memory, one broadcast per step."""
     lora_rank: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Train low-rank adapters of this rank on all linear layers; 0 is off. Needs extra `lora`."""
+    """Rank of LoRA adapters on all linear layers; 0 is off. Needs extra `lora`."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class SftConfig:
     steps: Annotated[int, Field(ge=1, le=10**7)] = 200
-    """Training steps of `minirl sft`; max_tokens, grad_clip, lora_rank, … are those of [train]."""
+    """Steps of `minirl sft`; other keys are those of [train]."""
     batch_size: Annotated[int, Field(ge=1, le=10**6)] = 64
-    """Examples per step of `minirl sft`."""
+    """Examples per step."""
     lr: Annotated[float, Field(gt=0, le=1)] = 1e-5
-    """Learning rate of `minirl sft`: it rises over ten steps, then falls to 0 at the end."""
+    """Rises over ten steps, then falls to 0."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -198,7 +197,7 @@ class EvalConfig:
     every: Annotated[int, Field(ge=0, le=10**7)] = 10
     """Steps between evaluations on held-out prompts; 0: only before and after."""
     num_prompts: Annotated[int, Field(ge=1, le=10**6)] = 256
-    """Held-out prompts per evaluation; 256 give an accuracy to about 3 points."""
+    """Held-out prompts per evaluation; 256 give a standard error of 3 points."""
     temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
     """0 is greedy."""
 
@@ -208,9 +207,9 @@ class CheckpointConfig:
     every: Annotated[int, Field(ge=0, le=10**7)] = 0
     """Steps between checkpoints; 0: only by time and at the end."""
     every_s: Annotated[float, Field(ge=0, le=604_800)] = 600.0
-    """One is saved after so many seconds in any case, so that a fault costs no more; 0 is off."""
+    """Seconds between checkpoints at most; 0 is off."""
     keep: Annotated[int, Field(ge=1, le=1000)] = 2
-    """How many of the last checkpoints stay; the best by held-out accuracy stays besides."""
+    """Last checkpoints that stay, beside the best by held-out accuracy."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -218,19 +217,19 @@ class LogConfig:
     samples: Annotated[int, Field(ge=0, le=1000)] = 2
     """Readable trajectories per step, in samples.jsonl."""
     trace: bool = False
-    """Write a timeline: trace.json opens in ui.perfetto.dev, and `minirl report` draws it."""
+    """Write a timeline, trace.json (ui.perfetto.dev)."""
     to: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)] = ()
-    """Where metrics go beside metrics.jsonl: "tensorboard", "wandb", "trackio", each an extra."""
+    """Also log to "tensorboard", "wandb", "trackio", each an extra."""
     stall_s: Annotated[float, Field(ge=1, le=604_800)] = 300.0
-    """When nothing moves for this long, stacks are written and the run ends with exit code 3."""
+    """Without progress for so long, stacks are written and the run exits with 3."""
     record: bool = False
-    """Save every trained batch, so that `minirl replay` can compute it again."""
+    """Save every trained batch for `minirl replay`."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class Config:
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
-    """Of prompts, sampling and initialisation."""
+    """Of prompts, sampling, initialisation."""
     model: ModelConfig = field(default_factory=ModelConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
     devices: DevicesConfig = field(default_factory=DevicesConfig)
