@@ -64,10 +64,9 @@ class Evaluation:
     prompts: Sequence[Prompt]
     cells: Sequence[int]
     step: int = 0  # training steps done when it began
-    is_requeued: bool = False  # prompts that an engine loses are asked again
+    version: int | None = None  # None: there is one only; what an engine loses is asked again
     is_cancelled: bool = False  # a rollback took back the step whose version it evaluates
-    is_void: bool = False  # its answers are not all of one version
-    version: int | None = None
+    is_void: bool = False  # its answers are not all of that version
     pinning: set[int] = field(default_factory=set)  # engines that have not pinned the version yet
     ended: dict[int, Ended] = field(default_factory=dict)  # by place
     num_lost: int = 0
@@ -90,8 +89,7 @@ class Evaluation:
         self.saw(version)
 
     def saw(self, version: int) -> None:
-        self.version = version if self.version is None else self.version
-        self.is_void |= version != self.version and not self.is_requeued
+        self.is_void |= self.version not in (None, version)
 
     def end(self, place: int, ended: Ended) -> None:
         self.ended[place] = ended
@@ -99,7 +97,7 @@ class Evaluation:
 
     def lost(self, place: int) -> None:
         """Its engine died, and the weights with it, perhaps from the store too."""
-        if self.is_requeued:
+        if self.version is None:
             self._free.append(self._cell_of.pop(place))
             self._to_ask.append(place)
         else:

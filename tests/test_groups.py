@@ -124,7 +124,7 @@ def test_turns_are_graded_before_groups_and_those_of_a_lost_engine_not_at_all() 
     ((_, asked),) = desk.groups.handle(0, graded, 0.0)
     assert isinstance(asked, Ask) and desk.groups.buffer.num_ready == 1
     desk.groups.engine_lost(1)
-    assert desk.reply(1, 0, 7) == [] and not len(desk.groups.queue)
+    assert desk.reply(1, 0, 7) == [] and not desk.groups.at_verifier and not desk.groups._turns
     assert desk.groups.buffer.drops == {Drop.WORKER_DIED: 1} and desk.groups.stream is not None
     assert desk.groups.stream.waiting == [1]
 
@@ -351,7 +351,7 @@ class House:
             prompts = [Prompt(i, Example(str(i), ""), (1,)) for i in range(self.dice.randint(1, 6))]
             first = self.buffer.num_slots * self.config.rollout.group_size
             cells = range(first, first + len(prompts))
-            self.evaluation = Evaluation(prompts, cells, self.step)
+            self.evaluation = Evaluation(prompts, cells, self.step, self.buffer.version)
             self.deliver(self.groups.evaluate(self.evaluation))
 
     def kill_engine(self) -> None:
@@ -426,8 +426,10 @@ class House:
             self.groups._drop(state, Drop.STALE)
         self.publish()
         self.check()
-        assert not self.groups.states and not len(self.groups.queue) and not self.asked
-        assert not any(self.groups._replies.values()) and not any(self.groups.dispatcher._load)
+        groups = self.groups
+        assert not groups.states and not groups.at_verifier and not self.asked
+        assert not (groups._grades or groups._turns or groups._replies)
+        assert not any(groups.dispatcher._load)
         assert self.buffer.num_free == self.buffer.num_slots and not self.groups.evaluation
 
     def waiting(self) -> Iterable[object]:

@@ -32,7 +32,7 @@ FOREIGN = {  # rooms, or single modules
     "peft": "train",
     "scipy": "statistics tools.sweep",
     "pynvml": "devices",
-    "psutil": "workers",
+    "psutil": "workers devices",
     "pydantic": "config recipe train.bad_batch train.checkpoint view.status",
     "datasets pyarrow math_verify": "tasks",
 }

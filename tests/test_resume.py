@@ -11,7 +11,7 @@ import pytest
 from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.recipe import to_toml
-from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
+from minirl.resume import check_changes, check_steps, find_start, is_finished
 from minirl.train import checkpoint
 from minirl.train.checkpoint import read_whole
 
@@ -64,21 +64,19 @@ def test_all_changes_that_are_refused_are_named_at_once(tmp_path: Path) -> None:
 
 
 def test_a_run_does_not_end_before_where_it_is() -> None:
-    check_steps(Config(), Start(Path("m"), step=40))
+    check_steps(Config(), 40)
     with pytest.raises(RecipeError, match=r"train\.steps = 40: the run is at step 41 already"):
-        check_steps(Config(), Start(Path("m"), step=41))
+        check_steps(Config(), 41)
 
 
 def test_a_run_resumes_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    assert find_start(model, tmp_path, is_resumed=True).folder == model  # none yet
+    assert not find_start(tmp_path).is_resumed  # none yet
     save(tmp_path, 9)
     newest = save(tmp_path, 10)
-    start = find_start(model, tmp_path, is_resumed=True)
-    assert (start.folder, start.step, start.history.version) == (newest, 10, 10)
+    start = find_start(tmp_path)
+    assert (start.folder, start.state.step, start.state.history.version) == (newest, 10, 10)
     assert (start.consumed.below, start.consumed.above) == (4, {6})
     assert start.notes == (f"going on from {newest}",)
-    assert find_start(model, tmp_path, is_resumed=False) == Start(model)
 
 
 def test_what_a_killed_save_left_is_swept_and_a_replaced_one_comes_back(tmp_path: Path) -> None:
