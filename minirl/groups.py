@@ -333,13 +333,12 @@ class Groups:
         `version`. What was trained since, and the batch in training, is requeued. Groups that the
         new version makes too old are abandoned."""
         assert self.stream is not None
-        for ticket in self.buffer.training_failed():
-            self._settle(ticket, is_lost=True)
         untrained = [t for at, tickets in self._since_saved if at > step for t in tickets]
         self._since_saved.clear()
-        for ticket in untrained:
-            self.stream.put_back(ticket.prompt_index)
-        for state in [self.states[i] for i in self.buffer.rolled_back(version, len(untrained))]:
+        lost, too_old = self.buffer.roll_back(version, len(untrained))
+        for ticket in lost + untrained:
+            self._settle(ticket, is_lost=True)
+        for state in [self.states[group_id] for group_id in too_old]:
             state.is_abandoned = True
             if state.phase is Phase.READY:
                 self._drop(state, Drop.WORKER_DIED)

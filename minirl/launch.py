@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from minirl.errors import MinirlError, RecipeError
 from minirl.loop import Loop
 from minirl.messages import RankSetup, Role, Started, Stop, TrainerSetup
 from minirl.recipe import Loaded, check_devices, check_memory, check_model, to_toml
-from minirl.records import Prompt
+from minirl.records import Example, Prompt
 from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
 from minirl.rollout.worker import RolloutSetup
 from minirl.run_dir import hold, write_text
@@ -31,7 +31,7 @@ from minirl.run_log import RunLog
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.tasks import Task
-from minirl.tasks.prompts import PromptStream, encode
+from minirl.tasks.prompts import Consumed, PromptStream, encode
 from minirl.tasks.registry import check_functions, make_task, self_check
 from minirl.tasks.turns import Dialogue, dialogue_of, has_turns
 from minirl.tasks.verifier import VerifierSetup
@@ -130,10 +130,13 @@ def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
         dialogue = dialogue_of(task, config.tasks.kind, load()) if has_turns(task) else None
         ring, store = _spawn(workers, job, source, start, dialogue)
         tokenizer = load()
-        stream = PromptStream(task, tokenizer, config.seed, start.consumed)
-        heldout = heldout_prompts(config, task, tokenizer)
+        consumed = Consumed(state.consumed_below, state.consumed_above)
+        stream = PromptStream(task, tokenizer, config.seed, consumed)
         first = [task.train(i) for i in range(min(64, task.num_train))]
-        _check_lengths(config, [len(encode(e, tokenizer)) for e in first], "training")
+        short_prompts(config, first, "training", tokenizer)
+        heldout = short_prompts(
+            config, task.heldout(config.eval.num_prompts), "held-out", tokenizer
+        )
         saver = BatchSaver(config, run_dir, ring, store, source, len(job.ranks[0].cores))
         log = RunLog(config, run_dir, workers, view, state.step, saver, state.evaluating)
         loop = Loop(config, workers, stream, heldout, make_buffer(config, state.history), log)
@@ -197,7 +200,7 @@ def _spawn(
         placement=job.ranks[0],
         ring=ring,
         store=store,
-        is_resumed=start.is_resumed,
+        is_resumed=start.folder is not None,
         version=start.state.history.version,
     )
     spawn_ranks(workers, Role.TRAIN, first, job.ranks)
@@ -269,21 +272,17 @@ def model_folder(config: Config, logs: Path, note: Callable[[str], None]) -> Pat
         workers.kill()
 
 
-def heldout_prompts(config: Config, task: Task, tokenizer: Any) -> list[Prompt]:
-    """Without those that are too long."""
-    examples = task.heldout(config.eval.num_prompts)
+def short_prompts(
+    config: Config, examples: Sequence[Example], what: str, tokenizer: Any
+) -> list[Prompt]:
+    """Without those that are too long; that all are is a wrong recipe."""
     prompts = [Prompt(i, e, encode(e, tokenizer)) for i, e in enumerate(examples)]
-    _check_lengths(config, [len(prompt.tokens) for prompt in prompts], "held-out")
-    return [prompt for prompt in prompts if len(prompt.tokens) <= config.tasks.max_prompt_tokens]
-
-
-def _check_lengths(config: Config, lengths: list[int], what: str) -> None:
-    """Single prompts that are too long are dropped; all of them is a wrong recipe."""
-    limit = config.tasks.max_prompt_tokens
+    limit, lengths = config.tasks.max_prompt_tokens, [len(p.tokens) for p in prompts]
     if min(lengths, default=limit + 1) > limit:
         rule = f"none of {len(lengths)} {what} prompts is as short as that"
         remedy = f"raise it to {max(lengths)}" if lengths else "the task must give examples"
         raise RecipeError("tasks.max_prompt_tokens", limit, rule, remedy)
+    return [prompt for prompt in prompts if len(prompt.tokens) <= limit]
 
 
 def _signals(loop: Loop, view: ConsoleView) -> AbstractContextManager[list[int]]:

@@ -182,11 +182,9 @@ class Loop:
         """In this order: what reads cells of the batch comes before their slots are released."""
         assert self.batch is not None
         batch, self.batch = self.batch, None
-        if trained.version != self.buffer.version + 1:
-            raise MinirlError(
-                f"the trainer published version {trained.version}, and the buffer was at "
-                f"{self.buffer.version}: staleness would be counted wrongly; a bug of minirl"
-            )
+        expected = self.buffer.version + 1
+        if trained.version != expected:  # staleness would be counted wrongly: a bug of minirl
+            raise MinirlError(f"rank 0 published version {trained.version} instead of {expected}")
         self.step += 1
         self.supervisor.stepped(self.step)
         self.groups.published(self.step, time.monotonic())
@@ -292,8 +290,6 @@ class Loop:
 
     def stall_facts(self) -> dict[str, object]:
         trains = f"trains step {self.batch.step}" if self.batch else "has no batch"
-        return {
-            "controller": f"step {self.step}, waiting for {self.waiting_for}",
-            "trainer": "saving" if self.is_saving else trains,
-            **self.groups.stall_facts(),
-        }
+        trainer = "saving" if self.is_saving else trains
+        waits = f"step {self.step}, waiting for {self.waiting_for}"
+        return {"controller": waits, "trainer": trainer, **self.groups.stall_facts()}

@@ -13,7 +13,6 @@ from minirl.errors import RecipeError
 from minirl.messages import CheckpointState
 from minirl.recipe import load
 from minirl.run_dir import RunDir
-from minirl.tasks.prompts import Consumed
 from minirl.train import checkpoint
 
 MAY_CHANGE = (
@@ -32,14 +31,6 @@ class Start:
     folder: Path | None = None  # the checkpoint; None: the run begins with the recipe's model
     state: CheckpointState = NOTHING
     notes: tuple[str, ...] = ()  # what a person should be told
-
-    @property
-    def is_resumed(self) -> bool:
-        return self.folder is not None
-
-    @property
-    def consumed(self) -> Consumed:
-        return Consumed(self.state.consumed_below, self.state.consumed_above)
 
 
 def find_start(run_dir: Path) -> Start:

@@ -149,11 +149,10 @@ class Supervisor:
         base, latest = max(self._base, start.state.history.version), self._first.store.latest
         self._base = republished_as(base, latest) if latest >= 0 else base
         Path(self._first.rendezvous).unlink(missing_ok=True)
-        folder = str(start.folder or self._first.folder)
+        folder, is_resumed = str(start.folder or self._first.folder), start.folder is not None
+        changes = {"folder": folder, "is_resumed": is_resumed, "version": self._base}
         for rank in self._ranks:
-            rank.setup = replace(
-                rank.setup, folder=folder, is_resumed=start.is_resumed, version=self._base
-            )
+            rank.setup = replace(rank.setup, **changes)
             self.workers.replace(rank, delay_s)
         return self.controller.roll_back(start.state.step, self._base)
 

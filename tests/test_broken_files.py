@@ -72,7 +72,7 @@ def test_a_broken_checkpoint_is_passed_over_with_a_note(
     before, last = found(run)
     harm(last / name)
     start = find_start(run)
-    assert (start.folder, start.state.step, start.consumed.below) == (before, 1, 8)
+    assert (start.folder, start.state.step, start.state.consumed_below) == (before, 1, 8)
     passed, going_on = start.notes
     assert passed.startswith(f"passed over: {last}") and "\n" not in passed
     assert name in passed and going_on == f"going on from {before}"
@@ -156,7 +156,7 @@ def test_any_file_is_read_or_refused(
     try:
         assert all(type(line["step"]) is int for line in read_lines(run / "metrics.jsonl"))
         start = find_start(run)
-        assert type(start.state.step) is int and start.consumed.below >= 0
+        assert type(start.state.step) is int and start.state.consumed_below >= 0
         saved = bad_batch.read(bad / bad_batch.FILE)
         with as_one_line(bad):  # as `replay` does
             bad_batch.put(saved, TrajectoryRing(len(saved.lengths), max(saved.lengths)))

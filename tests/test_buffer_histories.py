@@ -230,15 +230,13 @@ class World:
         """The trainer dies, perhaps when its version is out and the controller does not know yet;
         its successor publishes the checkpoint's weights."""
         latest = self.buffer.version
-        if self.batch is not None:
-            assert set(self.buffer.training_failed()) == set(self.training)
-            if self.random.random() < 0.5:
-                latest = self.new_version(latest)
-                for engine in self.engines:
-                    if not engine.is_pinned and self.random.random() < 0.5:
-                        engine.version = latest
-                        for group in self.running(engine):
-                            group.tokens[0].append(latest)
+        if self.batch is not None and self.random.random() < 0.5:
+            latest = self.new_version(latest)
+            for engine in self.engines:
+                if not engine.is_pinned and self.random.random() < 0.5:
+                    engine.version = latest
+                    for group in self.running(engine):
+                        group.tokens[0].append(latest)
         for ticket in self.training + self.unsaved:
             self.consumed.discard(ticket.prompt_index)
             self.settle(ticket, is_lost=True)
@@ -248,7 +246,8 @@ class World:
         self.seen["trained in vain"] += len(self.unsaved)
         again = republished_as(max(self.base, self.saved.history.version), latest)
         self.lineage[again] = self.saved.lineage
-        too_old = self.buffer.rolled_back(again, len(self.unsaved))
+        lost, too_old = self.buffer.roll_back(again, len(self.unsaved))
+        assert set(lost) == set(self.training)
         self.base, self.batch, self.training, self.unsaved = again, None, [], []
         for group_id in too_old:
             self.drop(self.groups[group_id].ticket, Drop.WORKER_DIED)

@@ -40,11 +40,11 @@ def test_accuracy_is_the_mean_of_what_was_graded() -> None:
     run.end(3, ended(None))  # no verdict is not a 0
     assert run.is_done
     result = run.result
-    assert result.accuracy == 2 / 3 and result.low < 2 / 3 < result.high
-    assert (result.count, result.failures, result.truncated_frac) == (3, 1, 0.25)
+    assert result["low"] < result["accuracy"] == 2 / 3 < result["high"]
+    assert (result["count"], result["failures"], result["truncated_frac"]) == (3, 1, 0.25)
     ungraded = evaluation(1)
     ungraded.end(0, Ended(0, None, None))
-    assert ungraded.is_done and ungraded.result.accuracy is None
+    assert ungraded.is_done and ungraded.result["accuracy"] is None
 
 
 def test_two_versions_or_a_lost_engine_make_it_void() -> None:

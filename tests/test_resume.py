@@ -70,12 +70,12 @@ def test_a_run_does_not_end_before_where_it_is() -> None:
 
 
 def test_a_run_resumes_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    assert not find_start(tmp_path).is_resumed  # none yet
+    assert find_start(tmp_path).folder is None
     save(tmp_path, 9)
     newest = save(tmp_path, 10)
     start = find_start(tmp_path)
     assert (start.folder, start.state.step, start.state.history.version) == (newest, 10, 10)
-    assert (start.consumed.below, start.consumed.above) == (4, {6})
+    assert (start.state.consumed_below, start.state.consumed_above) == (4, (6,))
     assert start.notes == (f"going on from {newest}",)
 
 

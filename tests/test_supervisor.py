@@ -32,7 +32,7 @@ from minirl.run_log import RunLog
 from minirl.shm.board import State, Total
 from minirl.shm.weights import TensorSpec, WeightStore
 from minirl.supervisor import memory_hint, num_oom_kills
-from minirl.tasks.prompts import PromptStream
+from minirl.tasks.prompts import Consumed, PromptStream
 from minirl.tasks.registry import make_task
 from minirl.workers import Workers
 from tests.soak.ledger import prove
@@ -74,14 +74,15 @@ class Stage:
             self.store,
             folder=str(start.folder),
             rendezvous=str(folder / "rendezvous"),
-            is_resumed=start.is_resumed,
+            is_resumed=start.folder is not None,
             version=start.state.history.version,
             eta=config.buffer.max_staleness,
         )
         for role, body in BODIES.items():
             its = replace(script, **scripts.get(role.value, {}))
             self.workers.spawn(role, 0, body, its, place())
-        self.stream = PromptStream(make_task(config), Numbers(), config.seed, start.consumed)
+        consumed = Consumed(start.state.consumed_below, start.state.consumed_above)
+        self.stream = PromptStream(make_task(config), Numbers(), config.seed, consumed)
         self.buffer = make_buffer(config, start.state.history)
         args = (config, folder, self.workers, self.notes, start.state.step)
         self.log = RunLog(*args, evaluating=start.state.evaluating)

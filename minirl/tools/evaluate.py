@@ -22,7 +22,7 @@ from minirl import model, recipe
 from minirl.config import TINY, Config
 from minirl.devices import find_devices
 from minirl.errors import RecipeError
-from minirl.launch import heldout_prompts, model_folder
+from minirl.launch import model_folder, short_prompts
 from minirl.run_dir import read_lines, write_text
 from minirl.shm.ring import TrajectoryRing
 from minirl.statistics import bootstrap, interval_of, mcnemar, pass_at, usual_ks
@@ -229,7 +229,8 @@ def _ask(
 ) -> tuple[list[Result], dict[str, Any]]:
     """All problems, each k times: the results in order, and how it went."""
     tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
-    prompts = heldout_prompts(config, task, tokenizer)
+    problems = task.heldout(config.eval.num_prompts)
+    prompts = short_prompts(config, problems, "held-out", tokenizer)
     dialogue = dialogue_of(task, config.tasks.kind, tokenizer)
     num_cells, logs = k * num_at_once(config, len(prompts), k), folder / "logs"
     kept: list[Result] = []
@@ -251,7 +252,7 @@ def _ask(
                 bar.at(len(kept), len(prompts), f"mean reward so far {so_far or 0:.1%}")
     seconds = time.monotonic() - began
     return sorted(kept, key=lambda result: result.problem), {
-        "prompts_too_long": len(task.heldout(config.eval.num_prompts)) - len(prompts),
+        "prompts_too_long": len(problems) - len(prompts),
         "seconds": round(seconds, 3),
         "tokens_per_s": sum(a.length for r in kept for a in r.answers) / max(seconds, 1e-9),
     }
