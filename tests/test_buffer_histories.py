@@ -312,6 +312,7 @@ class World:
         buffer, oldest = self.buffer, self.buffer.version - self.buffer.max_staleness
         chosen = {group.id for group in batch.groups}
         assert self.batch is None and batch.version == buffer.version
+        assert [group.id for group in batch.groups] == sorted(chosen)
         assert len(chosen) == buffer.batch_size and not chosen & self.trained_ids
         for group in batch.groups:
             assert self.groups[group.id].is_ready

@@ -1,15 +1,16 @@
 """Resuming a run: what may change, which checkpoint is taken, and which are kept."""
 
-import json
-import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_bodies import write_checkpoint
 
+from minirl.buffer import History
 from minirl.config import Config
 from minirl.errors import RecipeError
+from minirl.messages import CheckpointState
 from minirl.recipe import to_toml
 from minirl.resume import check_changes, check_steps, find_start, is_finished
 from minirl.train import checkpoint
@@ -23,16 +24,8 @@ def begun(run_dir: Path, **train: Any) -> Config:
 
 
 def save(run_dir: Path, step: int) -> Path:
-    """A checkpoint, as far as its headers tell."""
     folder = run_dir / "checkpoints" / f"step-{step:06d}"
-    (folder / "trainer").mkdir(parents=True)
-    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
-    tensors = struct.pack("<Q", len(header)) + header + bytes(8)
-    (folder / "model.safetensors").write_bytes(tensors)
-    (folder / "trainer" / "optimizer.safetensors").write_bytes(tensors)
-    (folder / "config.json").write_text("{}")
-    state = {"step": step, "history": {"version": step}, "consumed_below": 4, "consumed_above": [6]}
-    (folder / "trainer" / "state.json").write_text(json.dumps(state))
+    write_checkpoint(folder, CheckpointState(step, History(version=step), 4, (6,)), updates=0)
     return folder
 
 
