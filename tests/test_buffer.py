@@ -49,39 +49,14 @@ def test_at_eta_0_nothing_runs_beside_the_batch_in_training() -> None:
         buffer.release(slots)
 
 
-def straggling(on_stale: OnStale) -> tuple[Buffer, Ticket]:
-    """B = 1, η = 1: one group has been running since version 0, at version 2 by now."""
-    buffer = Buffer(1, 1, on_stale)
-    straggler = buffer.admit(0, 0)
-    for _ in range(2):
-        buffer.finish(done(buffer.admit(1, buffer.version)))
-        train(buffer)
-    return buffer, straggler
-
-
-@pytest.mark.parametrize(
-    ("on_stale", "head", "tail", "is_trained"),
-    [
-        (OnStale.MASK, 0, 1, True),  # 1 is within η of version 2
-        (OnStale.MASK, 0, 0, False),  # no token is left to train
-        (OnStale.DROP, 0, 2, False),
-        (OnStale.DROP, 1, 2, True),  # it had waited at its engine, and began later than it might
-    ],
-)
-def test_a_straggler_is_trained_or_dropped(
-    on_stale: OnStale, head: int, tail: int, is_trained: bool
-) -> None:
-    buffer, straggler = straggling(on_stale)
-    assert buffer.expired() == ([straggler.group_id] if on_stale is OnStale.DROP else [])
-    buffer.finish(done(straggler, head, tail))
-    assert buffer.take_untrainable() == ([] if is_trained else [straggler])
-    assert buffer.drops == ({} if is_trained else {Drop.STALE: 1})
-    if is_trained:
-        assert train(buffer) == [straggler.group_id]
-    else:
-        assert buffer.next_batch(1) is None and buffer.num_free == 2
-        with pytest.raises(KeyError):  # a group cannot end twice
-            buffer.drop(straggler.group_id, Drop.STALE)
+def test_a_group_cannot_end_twice() -> None:
+    buffer = Buffer(1, 1)
+    ticket = buffer.admit(0, 0)
+    buffer.drop(ticket.group_id, Drop.STALE)
+    with pytest.raises(KeyError):
+        buffer.drop(ticket.group_id, Drop.STALE)
+    with pytest.raises(KeyError):
+        buffer.finish(done(ticket))
 
 
 def test_wait_looks_ahead_further_than_the_next_step() -> None:
@@ -97,23 +72,6 @@ def test_wait_looks_ahead_further_than_the_next_step() -> None:
     assert train(buffer) == [slow.group_id]
     buffer.finish(done(slower, 0, 2))
     assert train(buffer) == [slower.group_id]
-
-
-def test_wait_admits_no_group_that_could_not_be_trained_in_time() -> None:
-    # An evaluation pins version 0, so a group that begins now is due by version 1, as is the one
-    # that is left: only one of them could be trained. Admitted, it would block the run for good.
-    buffer = Buffer(1, 1, OnStale.WAIT)
-    first, second = fill(buffer, 2)
-    buffer.finish(done(first))
-    assert train(buffer) == [first.group_id]
-    assert buffer.num_free == 1
-    assert (buffer.num_to_admit(9, 0), buffer.num_to_admit(9, 1)) == (0, 1)
-    buffer.finish(done(second))
-    assert buffer.num_to_admit(9, 0) == 0
-    assert train(buffer) == [second.group_id]
-    assert (buffer.num_to_admit(9, 0), buffer.num_to_admit(9, 1)) == (0, 1)
-    buffer.on_stale = OnStale.MASK
-    assert buffer.num_to_admit(9, 0) == 2  # a free slot is enough
 
 
 @given(st.integers(0, 50), st.integers(0, 50))

@@ -197,6 +197,10 @@ class World:
                 self.seen["aborted"] += 1
         for ticket in buffer.take_untrainable():
             assert buffer.on_stale is not OnStale.WAIT, "wait lost a group"
+            spans = [(v[0], v[-1]) for v in self.groups[ticket.group_id].tokens]
+            heads, tails = zip(*spans, strict=True)
+            newest = max(tails) if buffer.on_stale is OnStale.MASK else min(heads)
+            assert newest < buffer.version - eta, "it could still be trained"
             self.dropped(ticket, Drop.STALE)
             self.seen["untrainable"] += 1
         batch = buffer.next_batch(0, self.now)
