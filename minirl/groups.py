@@ -219,7 +219,7 @@ class Groups:
             in_order = tuple(state.done[i] for i in range(len(state.done)))
             self._to_verifier(Grade(state.id, state.prompt.example, in_order, limit))
         else:
-            self._end_evaluated(state, None)
+            self._evaluated(state, None, "", "")
 
     def _on_turn(self, state: GroupState, place: int, trajectory: Trajectory) -> None:
         if state.abort is None:
@@ -248,8 +248,7 @@ class Groups:
     def _reply_failed(self, state: GroupState, request: Ask, reason: Drop, why: str) -> None:
         """The group ends when the engine has let go of it (`_on_gone`)."""
         state.error = why
-        if state.evaluation is not None:
-            state.done[request.place] = request.trajectory  # what there is of the answer
+        state.done[request.place] = request.trajectory  # what there is of the answer
         self._forget_turns(state)
         self._abort(state, reason)
 
@@ -270,7 +269,7 @@ class Groups:
             self._end_without_reward(state, Drop.REWARD_ERROR, graded.error)
             return
         if state.evaluation is not None:
-            self._end_evaluated(state, graded.rewards[0], text=graded.texts[0])
+            self._evaluated(state, graded.rewards[0], "", graded.texts[0])
             return
         ticket = (state.id, state.prompt.index)
         group = filter_group(self.config, ticket, request.trajectories, graded.rewards)
@@ -423,13 +422,11 @@ class Groups:
         if why:  # else the controller itself gave the group up
             self.note(f"no reward for group {state.id} ({reason}): {why}")
         if state.evaluation is not None:
-            self._end_evaluated(state, None, why)
+            self._evaluated(state, None, why, "")
         else:
             self._drop(state, reason)
 
-    def _end_evaluated(
-        self, state: GroupState, reward: float | None, error: str = "", text: str = ""
-    ) -> None:
+    def _evaluated(self, state: GroupState, reward: float | None, error: str, text: str) -> None:
         assert state.evaluation is not None
         ended = Ended(state.id, state.done.get(0), reward, error, text)
         state.evaluation.end(state.eval_place, ended)

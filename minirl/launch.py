@@ -73,13 +73,10 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: b
     except KeyboardInterrupt:
         text = "stopped before anything was saved"
         if found := checkpoint.found(run_dir):
-            text = f"stopped; to go on from {found[-1]}: {_resume_command(recipe, run_dir)}"
+            again = f"minirl train {recipe} --resume --run-dir {run_dir}"
+            text = f"stopped; to go on from {found[-1]}: {again}"
         print(text, file=LossyStream(sys.stdout))
         return INTERRUPTED
-
-
-def _resume_command(recipe: Path, run_dir: Path) -> str:
-    return f"minirl train {recipe} --resume --run-dir {run_dir}"
 
 
 def _make_job(config: Config, recipe: Path, run_dir: Path) -> Job:
@@ -133,10 +130,8 @@ def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
         consumed = Consumed(state.consumed_below, state.consumed_above)
         stream = PromptStream(task, tokenizer, config.seed, consumed)
         first = [task.train(i) for i in range(min(64, task.num_train))]
-        short_prompts(config, first, "training", tokenizer)
-        heldout = short_prompts(
-            config, task.heldout(config.eval.num_prompts), "held-out", tokenizer
-        )
+        short_prompts(config, first, tokenizer)
+        heldout = short_prompts(config, task.heldout(config.eval.num_prompts), tokenizer)
         saver = BatchSaver(config, run_dir, ring, store, source, len(job.ranks[0].cores))
         log = RunLog(config, run_dir, workers, view, state.step, saver, state.evaluating)
         loop = Loop(config, workers, stream, heldout, make_buffer(config, state.history), log)
@@ -167,9 +162,9 @@ def _finish(job: Job, loop: Loop, log: RunLog, view: ConsoleView) -> int:
         "ended": time.strftime(TIME_FORMAT),
         **devices.describe(job.kind),
     }
-    synchronous = f"minirl train {job.recipe} --set buffer.max_staleness=0  # the same, synchronous"
-    then = synchronous if is_whole else _resume_command(job.recipe, job.run_dir)
-    view.finished(log.summarise(is_whole, extra), then)
+    again = f"--resume --run-dir {job.run_dir}"
+    then = "--set buffer.max_staleness=0  # the same, synchronous" if is_whole else again
+    view.finished(log.summarise(is_whole, extra), f"minirl train {job.recipe} {then}")
     if why := loop.save_error:
         log.problems.append(f"no checkpoint of the last step: {why}; {log.last_checkpoint}")
     if log.problems:
@@ -236,8 +231,7 @@ def spawn_verifiers(workers: Workers, setup: VerifierSetup) -> None:
 
 
 def _make_run_dir(config: Config, run_dir: Path, kind: str) -> IO[str]:
-    """Only its owner may write into it, whatever the umask: what is in it is read again. Gives its
-    lock."""
+    """Only its owner may write into it, since what is in it is read again. Gives its lock."""
     os.umask(os.umask(0o022) | 0o022)
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -272,14 +266,12 @@ def model_folder(config: Config, logs: Path, note: Callable[[str], None]) -> Pat
         workers.kill()
 
 
-def short_prompts(
-    config: Config, examples: Sequence[Example], what: str, tokenizer: Any
-) -> list[Prompt]:
+def short_prompts(config: Config, examples: Sequence[Example], tokenizer: Any) -> list[Prompt]:
     """Without those that are too long; that all are is a wrong recipe."""
     prompts = [Prompt(i, e, encode(e, tokenizer)) for i, e in enumerate(examples)]
     limit, lengths = config.tasks.max_prompt_tokens, [len(p.tokens) for p in prompts]
     if min(lengths, default=limit + 1) > limit:
-        rule = f"none of {len(lengths)} {what} prompts is as short as that"
+        rule = f"none of {len(lengths)} prompts is as short as that"
         remedy = f"raise it to {max(lengths)}" if lengths else "the task must give examples"
         raise RecipeError("tasks.max_prompt_tokens", limit, rule, remedy)
     return [prompt for prompt in prompts if len(prompt.tokens) <= limit]

@@ -230,7 +230,7 @@ def _ask(
     """All problems, each k times: the results in order, and how it went."""
     tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
     problems = task.heldout(config.eval.num_prompts)
-    prompts = short_prompts(config, problems, "held-out", tokenizer)
+    prompts = short_prompts(config, problems, tokenizer)
     dialogue = dialogue_of(task, config.tasks.kind, tokenizer)
     num_cells, logs = k * num_at_once(config, len(prompts), k), folder / "logs"
     kept: list[Result] = []
