@@ -99,10 +99,7 @@ class ByVersion:
         self._ids: dict[int, dict[int, None]] = {}
 
     def add(self, version: int, group_id: int) -> None:
-        ids = self._ids.get(version)
-        if ids is None:
-            ids = self._ids[version] = {}
-        ids[group_id] = None
+        self._ids.setdefault(version, {})[group_id] = None
 
     def remove(self, version: int, group_id: int) -> None:
         ids = self._ids[version]

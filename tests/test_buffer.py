@@ -33,22 +33,6 @@ def train(buffer: Buffer) -> list[int]:
     return [group.id for group in batch.groups]
 
 
-def test_at_eta_0_nothing_runs_beside_the_batch_in_training() -> None:
-    buffer = Buffer(3, 0)
-    for version in range(4):
-        tickets = fill(buffer, buffer.num_free)
-        assert len(tickets) == 3
-        for ticket in tickets:
-            assert buffer.next_batch(1) is None
-            buffer.finish(done(ticket))
-        batch = buffer.next_batch(version + 1)
-        assert batch is not None and batch.version == version
-        assert (buffer.num_free, buffer.num_running, buffer.num_ready) == (0, 0, 0)
-        slots = buffer.published()
-        assert buffer.num_free == 0 and buffer.num_to_admit(99, version) == 0
-        buffer.release(slots)
-
-
 def test_a_group_cannot_end_twice() -> None:
     buffer = Buffer(1, 1)
     ticket = buffer.admit(0, 0)

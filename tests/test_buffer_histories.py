@@ -94,6 +94,8 @@ class World:
 
     def admit(self, is_all: bool = False) -> None:
         newest, count = self.buffer.version, self.num_to_admit()
+        is_idle = not self.training and not self.running()
+        assert is_idle or not count or self.buffer.max_staleness, "η = 0 is synchronous"
         self.seen["held back"] += count < self.buffer.num_free
         some = count if is_all else self.random.randint(1, self.buffer.num_slots)
         for _ in range(min(count, some)):

@@ -49,9 +49,7 @@ class Notes:
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.at_step: dict[int, Callable[[], None]] = {}
-
-    def note(self, text: str) -> None:
-        self.texts.append(text)
+        self.note = self.texts.append
 
     def step(self, line: dict[str, Any]) -> None:
         self.at_step.get(line["step"], lambda: None)()
