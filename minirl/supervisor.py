@@ -19,7 +19,7 @@ Leaves out: what becomes of groups (groups.py), processes as such (workers.py).
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -191,9 +191,8 @@ class Supervisor:
                 sends += self.groups.verifier_lost(verifier.rank, row.running, why, is_late=True)
         return sends
 
-    def _frozen(self) -> list[tuple[Worker, Died]]:
+    def _frozen(self) -> Iterator[tuple[Worker, Died]]:
         """A verifier that grades has a limit of its own, tasks.timeout_s."""
-        found = []
         for worker in self.workers.all:
             row = self.workers.board.row(worker.row)
             if worker.process is None or row.beat_s <= self.config.log.stall_s:
@@ -202,8 +201,7 @@ class Supervisor:
             if (is_slow and not self.workers.is_stopped(worker)) or row.state is State.GRADING:
                 continue
             how = f"has been {row.state.words} without a heartbeat for {row.beat_s:.0f} s"
-            found.append((worker, Died(how, is_final=False)))
-        return found
+            yield worker, Died(how, is_final=False)
 
     def _seconds_without_progress(self) -> float:
         """For how long there was no message, no token, and no worker at work."""
