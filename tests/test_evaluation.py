@@ -47,17 +47,12 @@ def test_accuracy_is_the_mean_of_what_was_graded() -> None:
     assert ungraded.is_done and ungraded.result["accuracy"] is None
 
 
-def test_two_versions_or_a_lost_engine_make_it_void() -> None:
+def test_another_version_makes_it_void() -> None:
     run = evaluation(2, version=7, pinning={0, 1})
     run.pinned(0, 7)
     assert run.pinning == {1} and not run.is_void
     run.pinned(1, 8)
-    assert not run.pinning and run.is_void
-    run = evaluation(2, version=7)
-    run.lost(0)
-    assert run.is_void and not run.is_done
-    run.end(1, ended(1.0))
-    assert run.is_done
+    assert run.is_void
 
 
 def test_where_there_is_one_version_lost_prompts_are_requeued_and_cells_reused() -> None:

@@ -386,6 +386,7 @@ class House:
             assert ended is self.evaluation
             versions = [e.trajectory for e in ended.ended.values() if e.trajectory]
             if not ended.is_void:
+                assert len(ended.ended) == len(ended.prompts) and not ended.pinning
                 assert all(t.head_version == t.tail_version == ended.version for t in versions)
             self.seen["void" if ended.is_void else "evaluated"] += 1
         states, stream, ledger = self.groups.states, self.groups.stream, self.buffer.ledger
