@@ -99,10 +99,7 @@ class ByVersion:
         self._ids: dict[int, dict[int, None]] = {}
 
     def add(self, version: int, group_id: int) -> None:
-        ids = self._ids.get(version)
-        if ids is None:
-            ids = self._ids[version] = {}
-        ids[group_id] = None
+        self._ids.setdefault(version, {})[group_id] = None
 
     def remove(self, version: int, group_id: int) -> None:
         ids = self._ids[version]
@@ -136,7 +133,7 @@ class Admission:
     and the limit is all slots: admission control never costs throughput.
     """
 
-    def __init__(self, batch_size: int, num_slots: int, target_staleness: float = AUTO):
+    def __init__(self, batch_size: int, num_slots: int, target_staleness: float | None = AUTO):
         self._batch_size, self._num_slots = batch_size, num_slots
         self._target = target_staleness
         self._turnaround_s = 0.0
@@ -147,6 +144,8 @@ class Admission:
     @property
     def limit(self) -> int:
         """Groups that may be running, ready or in training at once."""
+        if self._target is None:
+            return self._num_slots
         if self._target != AUTO:
             wanted = self._batch_size * (1 + self._target)
         else:
@@ -200,9 +199,7 @@ class Buffer:
         history = history or History()
         self.version = history.version
         self.num_slots = (max_staleness + 1) * batch_size
-        self.admission: Admission | None = None
-        if target_staleness is not None:
-            self.admission = Admission(batch_size, self.num_slots, target_staleness)
+        self.admission = Admission(batch_size, self.num_slots, target_staleness)
         self.drops: Counter[Drop] = Counter({Drop(k): n for k, n in history.drops.items()})
         self._free = deque(range(self.num_slots))
         self._running: dict[int, Ticket] = {}
@@ -244,8 +241,7 @@ class Buffer:
         """
         if not self.max_staleness and (self._running or self._training):
             return 0
-        limit = self.admission.limit if self.admission else self.num_slots
-        room = min(len(self._free), min(limit, num_needed) - self.num_in_flight)
+        room = min(len(self._free), min(self.admission.limit, num_needed) - self.num_in_flight)
         if self.on_stale is not OnStale.WAIT:
             return max(0, room)
         heads, version = self._ready_heads.counts(), self.version + bool(self._training)
@@ -271,8 +267,7 @@ class Buffer:
         self._ready[group.id] = ReadyGroup(ticket, group, head, newest)
         self._ready_heads.add(head, group.id)
         self._ready_tails.add(newest, group.id)
-        if self.admission is not None:
-            self.admission.group_took(now - ticket.admitted_s)
+        self.admission.group_took(now - ticket.admitted_s)
 
     def _stop_running(self, group_id: int) -> Ticket:
         ticket = self._running.pop(group_id)
@@ -328,9 +323,8 @@ class Buffer:
             return None
         entries = [self._take_ready(group_id) for group_id in chosen]
         self._training = [entry.ticket for entry in entries]
-        if self.admission is not None:
-            since = now if self._starving_since_s is None else self._starving_since_s
-            self.admission.batch_taken(now - since, len(self._ready))
+        since = now if self._starving_since_s is None else self._starving_since_s
+        self.admission.batch_taken(now - since, len(self._ready))
         self._starving_since_s, self._took_batch_s = None, now
         groups = sorted((entry.group for entry in entries), key=lambda group: group.id)
         return Batch(step, self.version, tuple(groups))
@@ -368,35 +362,26 @@ class Buffer:
         done, self._training = self._training, []
         self._trained += len(done)
         self.version += 1
-        if self.admission is not None:
-            self.admission.step_took(now - self._took_batch_s)
+        self.admission.step_took(now - self._took_batch_s)
         return done
 
     def release(self, tickets: list[Ticket]) -> None:
         self._free.extend(ticket.slot for ticket in tickets)
 
-    def training_failed(self) -> list[Ticket]:
-        """The batch in training was lost with its trainer: counted as dropped, slots come back."""
+    def roll_back(self, version: int, num_untrained: int) -> tuple[list[Ticket], list[int]]:
+        """The trainer restarts from weights that are republished as `version`. Its batch is lost,
+        and `num_untrained` groups are no longer trained: all count as dropped. Gives the batch's
+        tickets, and the groups, running and ready, that are too old now, for the caller to drop."""
+        assert version >= self.version  # equal: before the first was out
         lost, self._training = self._training, []
         self.release(lost)
-        self.drops[Drop.WORKER_DIED] += len(lost)
-        return lost
-
-    def rolled_back(self, version: int, num_untrained: int) -> list[int]:
-        """The trainer restarted from weights that are republished as `version`, and `num_untrained`
-        groups are no longer trained: they count as dropped. Gives the groups, running and ready,
-        that are too old now, for the caller to drop. `training_failed` comes before it."""
-        assert not self._training and version >= self.version  # equal: before the first was out
         self._trained -= num_untrained
-        self.drops[Drop.WORKER_DIED] += num_untrained
+        self.drops[Drop.WORKER_DIED] += num_untrained + len(lost)
         self.version = version
         oldest = self._oldest_trainable
         if self.on_stale is OnStale.WAIT and not self._in_time(self._ready_heads.counts(), version):
             oldest = version  # they cannot all be trained in time
-        return self._ready_heads.older_than(oldest) + self._running_bounds.older_than(oldest)
-
-    def is_ready(self, group_id: int) -> bool:
-        return group_id in self._ready
+        return lost, self._ready_heads.older_than(oldest) + self._running_bounds.older_than(oldest)
 
     # -- accounting
 

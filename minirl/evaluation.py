@@ -36,27 +36,6 @@ class Ended:
     text: str = ""
 
 
-@dataclass(frozen=True)
-class EvalResult:
-    """As evals.jsonl has it (metrics.py). Accuracy is None where no answer was graded."""
-
-    accuracy: float | None
-    low: float | None
-    high: float | None
-    count: int
-    failures: int
-    length_mean: float | None
-    truncated_frac: float | None
-
-
-@dataclass(frozen=True)
-class EvalAnswer:
-    prompt: object
-    reference: str
-    answer: str | None
-    reward: float | None
-
-
 @dataclass
 class Evaluation:
     """Each prompt is a group of one, told apart by its place among the prompts."""
@@ -64,10 +43,9 @@ class Evaluation:
     prompts: Sequence[Prompt]
     cells: Sequence[int]
     step: int = 0  # training steps done when it began
-    is_requeued: bool = False  # prompts that an engine loses are asked again
+    version: int | None = None  # None: there is one only; what an engine loses is asked again
     is_cancelled: bool = False  # a rollback took back the step whose version it evaluates
-    is_void: bool = False  # its answers are not all of one version
-    version: int | None = None
+    is_void: bool = False  # its answers are not all of that version
     pinning: set[int] = field(default_factory=set)  # engines that have not pinned the version yet
     ended: dict[int, Ended] = field(default_factory=dict)  # by place
     num_lost: int = 0
@@ -90,8 +68,7 @@ class Evaluation:
         self.saw(version)
 
     def saw(self, version: int) -> None:
-        self.version = version if self.version is None else self.version
-        self.is_void |= version != self.version and not self.is_requeued
+        self.is_void |= self.version not in (None, version)
 
     def end(self, place: int, ended: Ended) -> None:
         self.ended[place] = ended
@@ -99,7 +76,7 @@ class Evaluation:
 
     def lost(self, place: int) -> None:
         """Its engine died, and the weights with it, perhaps from the store too."""
-        if self.is_requeued:
+        if self.version is None:
             self._free.append(self._cell_of.pop(place))
             self._to_ask.append(place)
         else:
@@ -118,31 +95,30 @@ class Evaluation:
         return len(self.ended) + self.num_lost == len(self.prompts)
 
     @property
-    def num_failed(self) -> int:
-        return sum(ended.reward is None for ended in self.ended.values())
-
-    @property
-    def result(self) -> EvalResult:
+    def result(self) -> dict[str, float | None]:
+        """As evals.jsonl has it. Accuracy is None where no answer was graded."""
         rewards = [e.reward for e in self.ended.values() if e.reward is not None]
         written = [e.trajectory for e in self.ended.values() if e.trajectory is not None]
         found, num = interval_of([(reward,) for reward in rewards]), len(written)
         num_cut = sum(trajectory.stop is StopReason.LENGTH for trajectory in written)
-        return EvalResult(
-            accuracy=found.mean if found else None,
-            low=found.low if found else None,
-            high=found.high if found else None,
-            count=len(rewards),
-            failures=self.num_failed,
-            length_mean=sum(t.num_written for t in written) / num if num else None,
-            truncated_frac=num_cut / num if num else None,
-        )
+        return {
+            "accuracy": found.mean if found else None,
+            "low": found.low if found else None,
+            "high": found.high if found else None,
+            "count": len(rewards),
+            "failures": len(self.ended) - len(rewards),
+            "length_mean": sum(t.num_written for t in written) / num if num else None,
+            "truncated_frac": num_cut / num if num else None,
+        }
 
-    def answers(self, count: int) -> list[EvalAnswer]:
+    def answers(self, count: int) -> list[dict[str, object]]:
         """To the same first prompts every time."""
-        found = []
-        for place, prompt in enumerate(self.prompts[:count]):
-            ended = self.ended.get(place)
-            text = ended.text if ended and ended.reward is not None else None
-            example, reward = prompt.example, ended.reward if ended else None
-            found.append(EvalAnswer(example.prompt, example.reference, text, reward))
-        return found
+        return [
+            {
+                "prompt": prompt.example.prompt,
+                "reference": prompt.example.reference,
+                "answer": None if self.ended[place].reward is None else self.ended[place].text,
+                "reward": self.ended[place].reward,
+            }
+            for place, prompt in enumerate(self.prompts[:count])
+        ]

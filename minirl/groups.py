@@ -26,7 +26,7 @@ and the order of batches (buffer.py), the choice of an engine (dispatch.py), res
 import itertools
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
@@ -88,47 +88,6 @@ class GroupState:
     def engine(self) -> int:
         return self.assignment.engine
 
-    @property
-    def request(self) -> GroupRequest:
-        is_eval = self.evaluation is not None
-        return GroupRequest(self.id, self.prompt.tokens, self.cells, is_eval)
-
-
-class GradingQueue:
-    """What waits for a free verifier. Turns go first, since a sequence waits for the reply."""
-
-    def __init__(self, num_verifiers: int):
-        self._groups: deque[Grade | Ask] = deque()
-        self._turns: deque[Grade | Ask] = deque()
-        self._busy: dict[int, Grade | Ask] = {}
-        self.num_verifiers = num_verifiers
-
-    def add(self, request: Grade | Ask) -> None:
-        (self._turns if isinstance(request, Ask) else self._groups).append(request)
-
-    def assign(self) -> list[tuple[int, Grade | Ask]]:
-        """Pairs of a free verifier and the request that it now gets."""
-        given = []
-        for rank in range(self.num_verifiers):
-            if rank not in self._busy and (waiting := self._turns or self._groups):
-                self._busy[rank] = waiting.popleft()
-                given.append((rank, self._busy[rank]))
-        return given
-
-    def done(self, verifier: int) -> Grade | Ask | None:
-        """Frees the verifier and gives the request it had."""
-        return self._busy.pop(verifier, None)
-
-    def is_busy(self, verifier: int) -> bool:
-        return verifier in self._busy
-
-    def forget(self, group_id: int) -> None:
-        """Turns of a group that is gone need no reply."""
-        self._turns = deque(ask for ask in self._turns if ask.group_id != group_id)
-
-    def __len__(self) -> int:
-        return len(self._turns) + len(self._groups) + len(self._busy)
-
 
 class Groups:
     def __init__(
@@ -142,14 +101,16 @@ class Groups:
     ):
         self.config, self.stream, self.buffer, self.note = config, stream, buffer, note
         self.dispatcher = Dispatcher(num_engines, config.rollout.max_new_tokens)
-        self.queue = GradingQueue(num_verifiers)
+        self.num_verifiers = num_verifiers
+        self.at_verifier: dict[int, Grade | Ask] = {}
+        self._grades: deque[Grade | Ask] = deque()  # these and turns wait for a free verifier
+        self._turns: deque[Grade | Ask] = deque()  # go first, since a sequence waits for the reply
         self._is_repeatable = config.is_synchronous and stream is not None  # one seed, one run
         self.states: dict[int, GroupState] = {}
         self.evaluation: Evaluation | None = None
         self._eval_ids = itertools.count(FIRST_EVAL_ID)
         self._replies: dict[int, dict[tuple[int, int], tuple[int, ...]]] = defaultdict(dict)
         self._num_losses: Counter[int] = Counter()  # of a prompt, with its engine
-        self._published: list[Ticket] = []  # trained; their cells may still be read
         self._since_saved: list[tuple[int, list[Ticket]]] = []  # trained since the checkpoint
         self._outbox: Sends = []
 
@@ -159,22 +120,18 @@ class Groups:
         """Starts as many groups as the buffer admits, of the `num_needed` that the rest of the run
         takes. `served`: under which version each engine would begin a group."""
         assert self.stream is not None
-        begun = []
+        begun, size = [], self.config.rollout.group_size
         for _ in range(self.buffer.num_to_admit(num_needed, min(served))):
             prompt = self.stream.next()
             if len(prompt.tokens) > self.config.tasks.max_prompt_tokens:
                 ticket = self.buffer.admit(prompt.index, self.buffer.version)
                 self._settle(self.buffer.drop(ticket.group_id, Drop.TOO_LONG))
-            else:
-                begun.append(self._admit(prompt, served, now))
+                continue
+            assignment = self.dispatcher.assign(size)
+            ticket = self.buffer.admit(prompt.index, served[assignment.engine], now)
+            cells = tuple(range(ticket.slot * size, (ticket.slot + 1) * size))
+            begun.append(GroupState(ticket.group_id, prompt, cells, assignment, size))
         return self._submit(begun, f"{self.config.seed}/{step}" if self._is_repeatable else "")
-
-    def _admit(self, prompt: Prompt, served: Sequence[int], now: float) -> GroupState:
-        size = self.config.rollout.group_size
-        assignment = self.dispatcher.assign(size)
-        ticket = self.buffer.admit(prompt.index, served[assignment.engine], now)
-        cells = tuple(range(ticket.slot * size, (ticket.slot + 1) * size))
-        return GroupState(ticket.group_id, prompt, cells, assignment, size)
 
     def evaluate(self, evaluation: Evaluation, among: Collection[int] | None = None) -> Sends:
         """Starts an evaluation by these engines (default all), or continues it with the cells that
@@ -187,10 +144,9 @@ class Groups:
             begun.append(state)
         evaluation.pinning |= {state.engine for state in begun}
         is_new, self.evaluation = self.evaluation is None, evaluation
-        is_seeded = is_new and (self._is_repeatable or evaluation.is_requeued)
-        return self._submit(
-            begun, f"{self.config.seed}/{evaluation.step}/eval" if is_seeded else ""
-        )
+        is_seeded = is_new and (self._is_repeatable or evaluation.version is None)
+        seed = f"{self.config.seed}/{evaluation.step}/eval" if is_seeded else ""
+        return self._submit(begun, seed)
 
     def _submit(self, states: list[GroupState], seed: str) -> Sends:
         """One message per engine, so that a synchronous engine begins with all it will get. Seeds
@@ -200,17 +156,18 @@ class Groups:
             self.states[state.id] = state
             by_engine[state.engine].append(state)
         for engine, own in by_engine.items():
+            groups = tuple(
+                GroupRequest(s.id, s.prompt.tokens, s.cells, s.evaluation is not None) for s in own
+            )
             dice = random.Random(f"{seed}/{own[0].prompt.index}/{engine}")
-            number = dice.getrandbits(31) if seed else None
-            self._to_engine(engine, Submit(tuple(state.request for state in own), number))
+            self._to_engine(engine, Submit(groups, dice.getrandbits(31) if seed else None))
         return self._outgoing()
 
     def take_evaluation(self) -> Evaluation | None:
         """The evaluation, once, when every prompt has ended."""
-        ended = self.evaluation
-        if ended is None or not ended.is_done:
+        if self.evaluation is None or not self.evaluation.is_done:
             return None
-        self.evaluation = None
+        ended, self.evaluation = self.evaluation, None
         return ended
 
     def expire(self) -> Sends:
@@ -257,47 +214,41 @@ class Groups:
         if state.num_left or state.abort is not None:
             return
         state.phase = Phase.GRADING
-        if self.queue.num_verifiers:
+        if self.num_verifiers:
             limit = 0 if state.evaluation else self.config.tasks.max_failures
             in_order = tuple(state.done[i] for i in range(len(state.done)))
-            self.queue.add(Grade(state.id, state.prompt.example, in_order, limit))
+            self._to_verifier(Grade(state.id, state.prompt.example, in_order, limit))
         else:
-            self._end_evaluated(state, None)
+            self._evaluated(state, None, "", "")
 
     def _on_turn(self, state: GroupState, place: int, trajectory: Trajectory) -> None:
         if state.abort is None:
             state.asked[place] = Ask(state.id, place, state.prompt.example, trajectory)
-            self.queue.add(state.asked[place])
+            self._to_verifier(state.asked[place])
 
     def _on_reply(self, verifier: int, replied: Replied) -> None:
-        request = self.queue.done(verifier)
+        request = self.at_verifier.pop(verifier)
         assert isinstance(request, Ask) and request.group_id == replied.group_id
-        state = self.states.get(request.group_id)
-        if state is None or state.asked.get(request.place) is not request:
+        state, place = self.states.get(request.group_id), request.place
+        if state is None or state.asked.get(place) is not request:
             return  # its group is gone
         if replied.error:
             self._reply_failed(state, request, Drop.REPLY_ERROR, replied.error)
             return
-        del state.asked[request.place]
+        del state.asked[place]
         done, rollout, tokens = request.trajectory, self.config.rollout, replied.tokens
-        is_cut = bool(tokens) and (
-            done.num_turns >= rollout.max_turns
-            or done.num_new + len(tokens) >= rollout.max_new_tokens
-        )
-        at = (state.id, request.place)
-        if tokens and not is_cut:
-            self._replies[state.engine][at] = tokens
-            return
-        self._replies[state.engine][at] = ()  # that turn was the last; it is in the ring already
-        ended = done._replace(stop=StopReason.LENGTH) if is_cut else done
-        self._on_trajectory(state, request.place, ended)
+        num_new = done.num_new + len(tokens)
+        has_room = done.num_turns < rollout.max_turns and num_new < rollout.max_new_tokens
+        self._replies[state.engine][state.id, place] = tokens if has_room else ()
+        if not tokens:
+            self._on_trajectory(state, place, done)
+        elif not has_room:
+            self._on_trajectory(state, place, done._replace(stop=StopReason.LENGTH))
 
     def _reply_failed(self, state: GroupState, request: Ask, reason: Drop, why: str) -> None:
         """The group ends when the engine has let go of it (`_on_gone`)."""
-        self.note(f"no reply for group {state.id} ({reason}): {why}")
         state.error = why
-        if state.evaluation is not None:
-            state.done[request.place] = request.trajectory  # what there is of the answer
+        state.done[request.place] = request.trajectory  # what there is of the answer
         self._forget_turns(state)
         self._abort(state, reason)
 
@@ -306,45 +257,31 @@ class Groups:
         state = self.states.get(gone.group_id)
         if state is None:
             return  # a refusal and an abort have crossed
-        if gone.why:
-            self.note(f"the engine refused group {gone.group_id}: {gone.why}")
         self._leave_engine(state)
-        if state.evaluation is not None:
-            self._end_evaluated(state, None, gone.why or state.error)
-        else:
-            self._drop(state, Drop.REFUSED if gone.why else state.abort or Drop.STALE)
+        reason = Drop.REFUSED if gone.why else state.abort or Drop.STALE
+        self._end_without_reward(state, reason, gone.why or state.error)
 
     def _on_graded(self, verifier: int, graded: Graded, now: float) -> None:
-        request = self.queue.done(verifier)
+        request = self.at_verifier.pop(verifier)
         assert isinstance(request, Grade) and request.group_id == graded.group_id
         state = self.states[request.group_id]
         if not graded.rewards:
-            self._no_reward(state, Drop.REWARD_ERROR, graded.error)
-        elif state.evaluation is not None:
-            self._end_evaluated(state, graded.rewards[0], text=graded.texts[0])
-        elif state.is_abandoned:
-            self._drop(state, Drop.WORKER_DIED)
-        else:
-            self._on_rewards(state, request, graded, now)
-
-    def _on_rewards(self, state: GroupState, request: Grade, graded: Graded, now: float) -> None:
+            self._end_without_reward(state, Drop.REWARD_ERROR, graded.error)
+            return
+        if state.evaluation is not None:
+            self._evaluated(state, graded.rewards[0], "", graded.texts[0])
+            return
         ticket = (state.id, state.prompt.index)
         group = filter_group(self.config, ticket, request.trajectories, graded.rewards)
         if isinstance(group, Drop):
             self._drop(state, group)
-            return
-        pairs = zip(graded.texts, graded.rewards, strict=True)
-        state.texts = tuple(text for text, reward in pairs if reward is not None)
-        state.phase = Phase.READY
-        self.buffer.finish(group, now)
-
-    def _no_reward(self, state: GroupState, reason: Drop, why: str) -> None:
-        """Rule 7: a verifier that fails is never a reward of 0."""
-        self.note(f"no reward for group {state.id} ({reason}): {why}")
-        if state.evaluation is not None:
-            self._end_evaluated(state, None, why)
+        elif state.is_abandoned:
+            self._drop(state, Drop.WORKER_DIED)
         else:
-            self._drop(state, reason)
+            pairs = zip(graded.texts, graded.rewards, strict=True)
+            state.texts = tuple(text for text, reward in pairs if reward is not None)
+            state.phase = Phase.READY
+            self.buffer.finish(group, now)
 
     # -- losses
 
@@ -358,10 +295,10 @@ class Groups:
             if state.evaluation is not None:
                 state.evaluation.lost(state.eval_place)
                 del self.states[state.id]
-                continue
-            self._num_losses[state.prompt.index] += 1
-            is_deadly = self._num_losses[state.prompt.index] >= MAX_LOSSES
-            self._drop(state, Drop.REFUSED if is_deadly else Drop.WORKER_DIED)
+            else:
+                self._num_losses[state.prompt.index] += 1
+                is_deadly = self._num_losses[state.prompt.index] >= MAX_LOSSES
+                self._drop(state, Drop.REFUSED if is_deadly else Drop.WORKER_DIED)
         self.dispatcher.restarted(engine)
         return self._outgoing()
 
@@ -371,22 +308,23 @@ class Groups:
         """A verifier that was killed from outside: retry its request once. Any other crash, and a
         time limit (`is_late`), is blamed on the reward at `place`: the group is graded again
         without that answer, if one more may fail."""
-        request = self.queue.done(verifier)
+        request = self.at_verifier.pop(verifier, None)
         state = self.states.get(request.group_id) if request else None
         if request is None or state is None:
             return self._outgoing()
         if is_outside and not state.was_retried:
             state.was_retried = True
-            self.queue.add(request)
+            self._to_verifier(request)
         elif isinstance(request, Ask):
             if state.asked.get(request.place) is request:
                 reason = Drop.REPLY_TIMEOUT if is_late else Drop.REPLY_ERROR
                 self._reply_failed(state, request, reason, why)
         elif len(request.skip) < request.max_failures:
             self.note(f"no reward for one answer of group {state.id}: {why}")
-            self.queue.add(replace(request, skip=(*request.skip, place)))
+            self._to_verifier(replace(request, skip=(*request.skip, place)))
         else:
-            self._no_reward(state, Drop.REWARD_TIMEOUT if is_late else Drop.REWARD_ERROR, why)
+            reason = Drop.REWARD_TIMEOUT if is_late else Drop.REWARD_ERROR
+            self._end_without_reward(state, reason, why)
         return self._outgoing()
 
     def roll_back(self, step: int, version: int) -> Sends:
@@ -394,25 +332,20 @@ class Groups:
         `version`. What was trained since, and the batch in training, is requeued. Groups that the
         new version makes too old are abandoned."""
         assert self.stream is not None
-        for ticket in self.buffer.training_failed():
-            self._settle(ticket, is_lost=True)
         untrained = [t for at, tickets in self._since_saved if at > step for t in tickets]
         self._since_saved.clear()
-        for ticket in untrained:
-            self.stream.put_back(ticket.prompt_index)
-        for group_id in self.buffer.rolled_back(version, len(untrained)):
-            self._abandon(self.states[group_id])
+        lost, too_old = self.buffer.roll_back(version, len(untrained))
+        for ticket in lost + untrained:
+            self._settle(ticket, is_lost=True)
+        for state in [self.states[group_id] for group_id in too_old]:
+            state.is_abandoned = True
+            if state.phase is Phase.READY:
+                self._drop(state, Drop.WORKER_DIED)
+            else:  # its cells may still be written or read: the slot is free when that has ended
+                self._abort(state, Drop.WORKER_DIED)
         if self.evaluation is not None and self.evaluation.step > step:
             self.evaluation.is_cancelled = True
         return self._outgoing()
-
-    def _abandon(self, state: GroupState) -> None:
-        """Its cells may still be written or read: then the slot is free when that has ended."""
-        state.is_abandoned = True
-        if state.phase is Phase.READY:
-            self._drop(state, Drop.WORKER_DIED)
-        else:
-            self._abort(state, Drop.WORKER_DIED)
 
     @property
     def num_abandoned(self) -> int:
@@ -430,34 +363,34 @@ class Groups:
 
     def published(self, step: int, now: float) -> None:
         """The batch of `step` has become the next version. Its slots come back with `release`."""
-        self._published = self.buffer.published(now)
-        self._since_saved.append((step, self._published))
+        self._since_saved.append((step, self.buffer.published(now)))
 
     def release(self) -> None:
-        """Nothing reads the cells of the published batch any more."""
-        self.buffer.release(self._published)
-        for ticket in self._published:
+        """Nothing reads the cells of the batch that was published last any more."""
+        _, tickets = self._since_saved[-1]
+        self.buffer.release(tickets)
+        for ticket in tickets:
             self._settle(ticket)
-        self._published = []
 
     def saved(self) -> None:
         """A checkpoint holds all that is trained."""
         self._since_saved.clear()
 
     @property
+    def own(self) -> list[GroupState]:
+        """Of training. All are copied first: the dashboard asks from its own thread."""
+        return [state for state in list(self.states.values()) if state.evaluation is None]
+
+    @property
     def num_sampling(self) -> int:
-        """Copied first: the dashboard asks from its own thread."""
-        own = [state for state in list(self.states.values()) if state.evaluation is None]
-        return sum(state.phase is Phase.SAMPLING for state in own)
+        return sum(state.phase is Phase.SAMPLING for state in self.own)
 
     @property
     def prompts_in_flight(self) -> list[int]:
         assert self.stream is not None
-        own = [s.prompt.index for s in self.states.values() if s.evaluation is None]
-        return sorted(own + self.stream.waiting)
+        return sorted([state.prompt.index for state in self.own] + self.stream.waiting)
 
-    def facts(self) -> dict[str, object]:
-        """What is where, for the stall report."""
+    def stall_facts(self) -> dict[str, object]:
         buffer, ledger = self.buffer, self.buffer.ledger
         num_training = ledger.in_flight - buffer.num_running - buffer.num_ready
         return {
@@ -465,7 +398,7 @@ class Groups:
             f"training, {buffer.num_free} free of {buffer.num_slots}; "
             f"{self.num_abandoned} abandoned",
             "ledger": ", ".join(f"{name} {count}" for name, count in asdict(ledger).items()),
-            "grading": f"{len(self.queue)} groups wait or are graded",
+            "verifiers": f"{len(self.at_verifier)} busy, {len(self._turns + self._grades)} wait",
             "evaluation": "under way" if self.evaluation else "none",
         }
 
@@ -484,9 +417,16 @@ class Groups:
         else:
             self.stream.consumed.add(ticket.prompt_index)
 
-    def _end_evaluated(
-        self, state: GroupState, reward: float | None, error: str = "", text: str = ""
-    ) -> None:
+    def _end_without_reward(self, state: GroupState, reason: Drop, why: str) -> None:
+        """Rule 7: what could not be graded is never a reward of 0."""
+        if why:  # else the controller itself gave the group up
+            self.note(f"no reward for group {state.id} ({reason}): {why}")
+        if state.evaluation is not None:
+            self._evaluated(state, None, why, "")
+        else:
+            self._drop(state, reason)
+
+    def _evaluated(self, state: GroupState, reward: float | None, error: str, text: str) -> None:
         assert state.evaluation is not None
         ended = Ended(state.id, state.done.get(0), reward, error, text)
         state.evaluation.end(state.eval_place, ended)
@@ -497,38 +437,34 @@ class Groups:
         self._forget_turns(state)
 
     def _forget_turns(self, state: GroupState) -> None:
-        if not state.asked and not self._replies:
-            return
-        state.asked.clear()
-        self.queue.forget(state.id)
-        replies = self._replies.get(state.engine, {})
-        for at in [at for at in replies if at[0] == state.id]:
-            del replies[at]
-
-    def measured(self, speeds: Iterable[tuple[int, float]]) -> None:
-        """Tokens per second of engines, while they were busy."""
-        for engine, tokens_per_s in speeds:
-            self.dispatcher.measured(engine, tokens_per_s)
+        if state.asked:
+            state.asked.clear()
+            self._turns = deque(ask for ask in self._turns if ask.group_id != state.id)
 
     # -- what is sent
 
     def _to_engine(self, engine: int, message: object) -> None:
         self._outbox.append((f"{Role.ROLLOUT}-{engine}", message))
 
+    def _to_verifier(self, request: Grade | Ask) -> None:
+        (self._turns if isinstance(request, Ask) else self._grades).append(request)
+
     def _outgoing(self) -> Sends:
-        for engine in [engine for engine, replies in self._replies.items() if replies]:
-            self._send_replies(engine)
-        for verifier, request in self.queue.assign():
-            self._outbox.append((f"{Role.VERIFY}-{verifier}", request))
+        for engine in [engine for engine in self._replies if self._may_continue(engine)]:
+            replies = self._replies.pop(engine)
+            self._to_engine(engine, Continue(tuple((*at, replies[at]) for at in sorted(replies))))
+        for rank in range(self.num_verifiers):
+            if rank not in self.at_verifier and (waiting := self._turns or self._grades):
+                self.at_verifier[rank] = waiting.popleft()
+                self._outbox.append((f"{Role.VERIFY}-{rank}", self.at_verifier[rank]))
         sends, self._outbox = self._outbox, []
         return sends
 
-    def _send_replies(self, engine: int) -> None:
-        replies = self._replies[engine]
-        if self._is_repeatable:
-            num_ready = sum(bool(tokens) for tokens in replies.values())
-            own = [state for state in self.states.values() if state.engine == engine]
-            if num_ready < sum(state.num_left for state in own):
-                return
-        del self._replies[engine]
-        self._to_engine(engine, Continue(tuple((*at, replies[at]) for at in sorted(replies))))
+    def _may_continue(self, engine: int) -> bool:
+        """At η = 0 only when every sequence of the engine has ended its turn and has a reply."""
+        if not self._is_repeatable:
+            return True
+        replies = self._replies[engine].items()
+        num_ready = sum(bool(tokens) and at[0] in self.states for at, tokens in replies)
+        own = [state for state in self.states.values() if state.engine == engine]
+        return num_ready >= sum(state.num_left for state in own)

@@ -7,9 +7,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +23,7 @@ from minirl.errors import MinirlError, RecipeError
 from minirl.loop import Loop
 from minirl.messages import RankSetup, Role, Started, Stop, TrainerSetup
 from minirl.recipe import Loaded, check_devices, check_memory, check_model, to_toml
-from minirl.records import Prompt
+from minirl.records import Example, Prompt
 from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
 from minirl.rollout.worker import RolloutSetup
 from minirl.run_dir import hold, write_text
@@ -30,7 +31,7 @@ from minirl.run_log import RunLog
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.tasks import Task
-from minirl.tasks.prompts import PromptStream, encode
+from minirl.tasks.prompts import Consumed, PromptStream, encode
 from minirl.tasks.registry import check_functions, make_task, self_check
 from minirl.tasks.turns import Dialogue, dialogue_of, has_turns
 from minirl.tasks.verifier import VerifierSetup
@@ -68,20 +69,17 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: b
     """`resume`: the run directory holds a run to continue."""
     try:
         with signals():  # while there is nothing to save yet
-            return _prepare(_make_job(loaded.config, recipe, run_dir, resume), resume, is_plain)
+            return _prepare(_make_job(loaded.config, recipe, run_dir), resume, is_plain)
     except KeyboardInterrupt:
         text = "stopped before anything was saved"
         if found := checkpoint.found(run_dir):
-            text = f"stopped; to go on from {found[-1]}: {_resume_command(recipe, run_dir)}"
+            again = f"minirl train {recipe} --resume --run-dir {run_dir}"
+            text = f"stopped; to go on from {found[-1]}: {again}"
         print(text, file=LossyStream(sys.stdout))
         return INTERRUPTED
 
 
-def _resume_command(recipe: Path, run_dir: Path) -> str:
-    return f"minirl train {recipe} --resume --run-dir {run_dir}"
-
-
-def _make_job(config: Config, recipe: Path, run_dir: Path, resume: bool) -> Job:
+def _make_job(config: Config, recipe: Path, run_dir: Path) -> Job:
     kind, available = devices.find_devices(config.devices.kind)
     if config.devices.split == "auto":
         from minirl.tools import plan  # the only tool that the train path uses, and only here
@@ -104,53 +102,42 @@ def _prepare(job: Job, resume: bool, is_plain: bool) -> int:
     if resume and is_finished(run_dir, config):
         print(f"all {config.train.steps} steps are done; raise train.steps to go on")
         return 0
-    start = find_start(Path(), run_dir, resume)
-    check_steps(config, start)
-    logs, lock = _make_run_dir(config, run_dir, job.kind)
+    start = find_start(run_dir) if resume else Start()
+    check_steps(config, start.state.step)
     view = ConsoleView(config.train.steps, is_plain=is_plain)
-    try:
+    with _make_run_dir(config, run_dir, job.kind), closing(view):
         for note in (*(f"changed since it began: {c}" for c in changes), *start.notes):
             view.note(note)
         if config.model.trust_remote_code:
             view.note(f"warning: model.trust_remote_code: code of {config.model.path} is run here")
-        source = model_folder(config, logs, view.note)
+        source = model_folder(config, run_dir / "logs", view.note)
         check_model(config, source)
         model.check_folder(source)
-        start = start if start.state else replace(start, folder=source)
         return _run(job, source, start, view)
-    finally:
-        devices.sweep_temp(run_dir / "tmp")
-        view.close()
-        lock.close()
 
 
 def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
-    config, run_dir, task = job.config, job.run_dir, job.task
+    config, run_dir, task, state = job.config, job.run_dir, job.task, start.state
     num_workers = len(job.engines) + len(job.ranks) + config.tasks.verifiers
     trace = run_dir / "trace.json" if config.log.trace else None
     workers = Workers(run_dir / "logs", num_workers, trace)
+    load = partial(model.load_tokenizer, source, config.model.trust_remote_code)
     try:
-        dialogue = None
-        if has_turns(task):  # else the tokenizer loads while workers start
-            tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
-            dialogue = dialogue_of(task, config.tasks.kind, tokenizer)
+        # Without turns the tokenizer loads while workers start.
+        dialogue = dialogue_of(task, config.tasks.kind, load()) if has_turns(task) else None
         ring, store = _spawn(workers, job, source, start, dialogue)
-        tokenizer = model.load_tokenizer(source, config.model.trust_remote_code)
-        stream = PromptStream(task, tokenizer, config.seed, start.consumed)
-        heldout = heldout_prompts(config, task, tokenizer)
+        tokenizer = load()
+        consumed = Consumed(state.consumed_below, state.consumed_above)
+        stream = PromptStream(task, tokenizer, config.seed, consumed)
         first = [task.train(i) for i in range(min(64, task.num_train))]
-        _check_lengths(config, [len(encode(e, tokenizer)) for e in first], "training")
+        short_prompts(config, first, tokenizer)
+        heldout = short_prompts(config, task.heldout(config.eval.num_prompts), tokenizer)
         saver = BatchSaver(config, run_dir, ring, store, source, len(job.ranks[0].cores))
-        under_way = start.state.evaluating if start.state else None
-        log = RunLog(config, run_dir, workers, view, start.step, saver, under_way)
-        loop = Loop(config, workers, stream, heldout, make_buffer(config, start.history), log)
+        log = RunLog(config, run_dir, workers, view, state.step, saver, state.evaluating)
+        loop = Loop(config, workers, stream, heldout, make_buffer(config, state.history), log)
         loggers = Loggers(log)
-        try:
-            with _signals(loop, view), view.watching(loop):
-                loop.run()
-        except BaseException:
-            log.close()  # what was written until now is kept
-            raise
+        with closing(log), _signals(loop, view), view.watching(loop):
+            loop.run()
         if loop.has_finished:  # else some are still starting, and read no message
             workers.stop(Stop())
         loggers.close()
@@ -175,13 +162,11 @@ def _finish(job: Job, loop: Loop, log: RunLog, view: ConsoleView) -> int:
         "ended": time.strftime(TIME_FORMAT),
         **devices.describe(job.kind),
     }
-    summary = log.summarise(is_whole, extra)
-    log.close()
-    synchronous = f"minirl train {job.recipe} --set buffer.max_staleness=0  # the same, synchronous"
-    view.finished(summary, synchronous if is_whole else _resume_command(job.recipe, job.run_dir))
-    if loop.save_error:
-        problem = f"no checkpoint of the last step: {loop.save_error}; {log.last_checkpoint}"
-        log.problems.append(problem)
+    again = f"--resume --run-dir {job.run_dir}"
+    then = "--set buffer.max_staleness=0  # the same, synchronous" if is_whole else again
+    view.finished(log.summarise(is_whole, extra), f"minirl train {job.recipe} {then}")
+    if why := loop.save_error:
+        log.problems.append(f"no checkpoint of the last step: {why}; {log.last_checkpoint}")
     if log.problems:
         raise MinirlError(f"not all could be written: {'; '.join(log.problems)}")
     return 0 if is_whole else INTERRUPTED
@@ -197,25 +182,26 @@ def _spawn(
     workers: Workers, job: Job, source: Path, start: Start, dialogue: Dialogue | None
 ) -> tuple[TrajectoryRing, WeightStore]:
     """Trainer ranks first: all workers wait for the first version."""
-    config, run_dir = job.config, job.run_dir
+    config, run_dir, folder = job.config, job.run_dir, start.folder or source
     num_cells = config.num_slots * config.rollout.group_size + config.eval.num_prompts
     ring = TrajectoryRing(num_cells, config.max_tokens_per_trajectory)
-    store = WeightStore(model.weight_table(start.folder), config.model.dtype)
+    store = WeightStore(model.weight_table(folder), config.model.dtype)
     first = TrainerSetup(
         config=config,
-        folder=str(start.folder),
+        folder=str(folder),
         tokenizer_folder=str(source),
         num_ranks=len(job.ranks),
         rendezvous=str(run_dir.absolute() / "rendezvous"),
         placement=job.ranks[0],
         ring=ring,
         store=store,
-        is_resumed=start.state is not None,
-        version=start.history.version,
+        is_resumed=start.folder is not None,
+        version=start.state.history.version,
     )
     spawn_ranks(workers, Role.TRAIN, first, job.ranks)
-    seed = config.seed * 1000 + 1 + 1_000_003 * start.step  # a resumed run samples anew
+    seed = config.seed * 1000 + 1 + 1_000_003 * start.state.step  # a resumed run samples anew
     engine = RolloutSetup(config, str(source), job.kind, seed, ring, store, dialogue)
+    (run_dir / "tmp").mkdir()
     spawn_engines(workers, engine, job.engines, run_dir / "tmp")
     spawn_verifiers(workers, VerifierSetup(config, str(source), ring, dialogue))
     return ring, store
@@ -244,24 +230,22 @@ def spawn_verifiers(workers: Workers, setup: VerifierSetup) -> None:
         workers.spawn(Role.VERIFY, rank, BODIES[Role.VERIFY], setup, place)
 
 
-def _make_run_dir(config: Config, run_dir: Path, kind: str) -> tuple[Path, IO[str]]:
-    """Only its owner may write into it, whatever the umask: what is in it is read again."""
+def _make_run_dir(config: Config, run_dir: Path, kind: str) -> IO[str]:
+    """Only its owner may write into it, since what is in it is read again. Gives its lock."""
     os.umask(os.umask(0o022) | 0o022)
-    logs = run_dir / "logs"
     try:
-        logs.mkdir(parents=True, exist_ok=True)
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         if run_dir.stat().st_mode & 0o022:
             run_dir.chmod(0o755)
         lock = hold(run_dir)
         devices.sweep_temp(run_dir / "tmp")  # a controller that was killed could not
-        (run_dir / "tmp").mkdir()
         write_text(run_dir / "recipe.toml", to_toml(config))
         facts = {**devices.describe(kind), "started": time.strftime(TIME_FORMAT)}
         write_text(run_dir / "machine.json", json.dumps(facts, indent=2) + "\n")
     except OSError as error:
         rule = f"cannot be written to ({error.strerror})"
         raise RecipeError("--run-dir", str(run_dir), rule, "name another, or make room") from None
-    return logs, lock
+    return lock
 
 
 def model_folder(config: Config, logs: Path, note: Callable[[str], None]) -> Path:
@@ -282,21 +266,15 @@ def model_folder(config: Config, logs: Path, note: Callable[[str], None]) -> Pat
         workers.kill()
 
 
-def heldout_prompts(config: Config, task: Task, tokenizer: Any) -> list[Prompt]:
-    """Without those that are too long."""
-    examples = task.heldout(config.eval.num_prompts)
+def short_prompts(config: Config, examples: Sequence[Example], tokenizer: Any) -> list[Prompt]:
+    """Without those that are too long; that all are is a wrong recipe."""
     prompts = [Prompt(i, e, encode(e, tokenizer)) for i, e in enumerate(examples)]
-    _check_lengths(config, [len(prompt.tokens) for prompt in prompts], "held-out")
-    return [prompt for prompt in prompts if len(prompt.tokens) <= config.tasks.max_prompt_tokens]
-
-
-def _check_lengths(config: Config, lengths: list[int], what: str) -> None:
-    """Single prompts that are too long are dropped; all of them is a wrong recipe."""
-    limit = config.tasks.max_prompt_tokens
+    limit, lengths = config.tasks.max_prompt_tokens, [len(p.tokens) for p in prompts]
     if min(lengths, default=limit + 1) > limit:
-        rule = f"none of {len(lengths)} {what} prompts is as short as that"
+        rule = f"none of {len(lengths)} prompts is as short as that"
         remedy = f"raise it to {max(lengths)}" if lengths else "the task must give examples"
         raise RecipeError("tasks.max_prompt_tokens", limit, rule, remedy)
+    return [prompt for prompt in prompts if len(prompt.tokens) <= limit]
 
 
 def _signals(loop: Loop, view: ConsoleView) -> AbstractContextManager[list[int]]:

@@ -61,7 +61,6 @@ class Loop:
         self.is_saving = False
         self.save_error = ""  # why the last checkpoint could not be written
         self.saved_s = time.monotonic()
-        self.evaluated_version = 0
         self.is_evaluation_due = False  # again, after the batch that is in training
         self.is_interrupted = False  # set from outside: finish the step, save, end
         self.wants_save = False  # set from outside: save a checkpoint when the trainer is free
@@ -174,14 +173,17 @@ class Loop:
         """In this order: what reads cells of the batch comes before their slots are released."""
         assert self.batch is not None
         batch, self.batch = self.batch, None
-        check_version(trained.version, self.buffer.version + 1)
+        expected = self.buffer.version + 1
+        if trained.version != expected:  # staleness would be counted wrongly: a bug of minirl
+            raise MinirlError(f"rank 0 published version {trained.version} instead of {expected}")
         self.step += 1
         self.supervisor.stepped(self.step)
         self.groups.published(self.step, time.monotonic())
         self.log.trained(batch, trained, self.buffer, self.groups.states)
         self.groups.release()
         if not self.config.is_synchronous:  # there no measurement may decide what is done
-            self.groups.measured(self.speedometer.read())
+            for engine, tokens_per_s in self.speedometer.read():
+                self.groups.dispatcher.measured(engine, tokens_per_s)
         if self.step < self.config.train.steps:
             self.evaluate_and_save_if_due()
 
@@ -208,7 +210,7 @@ class Loop:
             consumed_below=self.stream.consumed.below,
             consumed_above=tuple(sorted(self.stream.consumed.above)),
             in_flight=tuple(self.groups.prompts_in_flight),
-            evaluating=self.evaluated_version if self.groups.evaluation else None,
+            evaluating=self.groups.evaluation.version if self.groups.evaluation else None,
             recipe=to_toml(self.config),
         )
         folder = self.log.run_dir / "checkpoints" / f"step-{self.step:06d}"
@@ -224,7 +226,7 @@ class Loop:
         else:
             self.saved_step = self.step
             self.groups.saved()
-            self.supervisor.restarts.reset(RANKS)
+            self.supervisor.deaths.pop(RANKS, None)
             self.log.note(f"saved {saved.folder}")
 
     # -- evaluation
@@ -232,11 +234,11 @@ class Loop:
     def start_evaluation(self) -> None:
         """Of the newest version, by the engines that are up (evaluation.py)."""
         assert self.batch is None, "a version may be published at any moment"
-        self.is_evaluation_due, self.evaluated_version = False, self.buffer.version
+        self.is_evaluation_due = False
         first_cell = self.buffer.num_slots * self.config.rollout.group_size
         cells = range(first_cell, first_cell + len(self.heldout))
         up = [engine.rank for engine in self.engines if engine.is_ready]
-        evaluation = Evaluation(self.heldout, cells, self.step)
+        evaluation = Evaluation(self.heldout, cells, self.step, self.buffer.version)
         self.workers.deliver(self.groups.evaluate(evaluation, among=up))
 
     def on_evaluated(self, ended: Evaluation) -> None:
@@ -253,18 +255,17 @@ class Loop:
 
     # -- what the supervisor asks
 
-    def roll_back(self, delay_s: float) -> Sends:
+    def roll_back(self, step: int, version: int) -> Sends:
         """The ranks restart from the last checkpoint; generation continues."""
-        back = self.supervisor.restart_ranks(self.step, delay_s)
-        sends = self.groups.roll_back(back.step, back.version)
+        sends = self.groups.roll_back(step, version)
         num_kept = self.buffer.num_in_flight - self.groups.num_abandoned
         self.log.note(
-            f"rollback from step {self.step} to {back.step}: its weights are version "
-            f"{back.version} now; {num_kept} groups are kept"
+            f"rollback from step {self.step} to {step}: its weights are version {version} now; "
+            f"{num_kept} groups are kept"
         )
-        self.log.steps_redone += self.step - back.step
-        self.log.roll_back(back.step)
-        self.step = self.saved_step = back.step
+        self.log.steps_redone += self.step - step
+        self.log.roll_back(step)
+        self.step = self.saved_step = step
         self.batch, self.is_saving = None, False
         return sends
 
@@ -278,14 +279,6 @@ class Loop:
 
     def stall_facts(self) -> dict[str, object]:
         trains = f"trains step {self.batch.step}" if self.batch else "has no batch"
-        waits = f"step {self.step}, waiting for {self.waiting_for}"
         trainer = "saving" if self.is_saving else trains
-        return {"controller": waits, "trainer": trainer, **self.groups.facts()}
-
-
-def check_version(published: int, expected: int) -> None:
-    if published != expected:
-        raise MinirlError(
-            f"the trainer published version {published}, and the buffer expects {expected}: "
-            "staleness would be counted wrongly; this is a bug of minirl"
-        )
+        waits = f"step {self.step}, waiting for {self.waiting_for}"
+        return {"controller": waits, "trainer": trainer, **self.groups.stall_facts()}

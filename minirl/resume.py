@@ -13,7 +13,6 @@ from minirl.errors import RecipeError
 from minirl.messages import CheckpointState
 from minirl.recipe import load
 from minirl.run_dir import RunDir
-from minirl.tasks.prompts import Consumed
 from minirl.train import checkpoint
 
 MAY_CHANGE = (
@@ -24,34 +23,24 @@ MAY_CHANGE = (
 )
 
 
+NOTHING = CheckpointState(step=0, history=History(), consumed_below=0)
+
+
 @dataclass(frozen=True)
 class Start:
-    folder: Path  # of the weights
-    step: int = 0
-    state: CheckpointState | None = None
+    folder: Path | None = None  # the checkpoint; None: the run begins with the recipe's model
+    state: CheckpointState = NOTHING
     notes: tuple[str, ...] = ()  # what a person should be told
 
-    @property
-    def history(self) -> History:
-        return self.state.history if self.state else History()
 
-    @property
-    def consumed(self) -> Consumed:
-        if not self.state:
-            return Consumed()
-        return Consumed(self.state.consumed_below, self.state.consumed_above)
-
-
-def find_start(source: Path, run_dir: Path, is_resumed: bool) -> Start:
-    """At the newest checkpoint that is whole; `source` is the model that a new run begins with."""
+def find_start(run_dir: Path) -> Start:
+    """At the newest checkpoint that is whole."""
     checkpoint.sweep(run_dir)
-    if not is_resumed:
-        return Start(source)
     found, state, broken = checkpoint.newest_whole(run_dir)
     notes = [f"passed over: {problem}" for problem in broken]
-    if found is None or state is None:
-        return Start(source, notes=(*notes, "no checkpoint yet: starting from the beginning"))
-    return Start(found, state.step, state, (*notes, f"going on from {found}"))
+    if state is None:
+        return Start(notes=(*notes, "no checkpoint yet: starting from the beginning"))
+    return Start(found, state, (*notes, f"going on from {found}"))
 
 
 def is_finished(run_dir: Path, config: Config) -> bool:
@@ -74,7 +63,7 @@ def check_changes(config: Config, run_dir: Path) -> list[str]:
     return [changed[key] for key in accepted]
 
 
-def check_steps(config: Config, start: Start) -> None:
-    if start.step > config.train.steps:
-        rule = f"the run is at step {start.step} already"
-        raise RecipeError("train.steps", config.train.steps, rule, f"raise it to {start.step}")
+def check_steps(config: Config, step: int) -> None:
+    if step > config.train.steps:
+        rule = f"the run is at step {step} already"
+        raise RecipeError("train.steps", config.train.steps, rule, f"raise it to {step}")

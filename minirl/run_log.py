@@ -207,8 +207,8 @@ class RunLog:
             "step": evaluation.step,
             "version": -1 if evaluation.version is None else evaluation.version,
             "seconds": round(self.seconds, 3),
-            **asdict(evaluation.result),
-            "answers": [asdict(answer) for answer in evaluation.answers(self.config.log.samples)],
+            **evaluation.result,
+            "answers": evaluation.answers(self.config.log.samples),
         }
         self.evals.append(line)
         self._files["evals"].write(line)

@@ -48,21 +48,16 @@ class Inbox:
 
     def take(self, worker: Worker, kind: type[Message]) -> Message:
         """The worker's next message of this kind; a death that was not asked for is a failure."""
-        found: list[int] = []
 
-        def is_there() -> bool:
-            found[:] = [
-                i
-                for i, (sender, message) in enumerate(self.messages)
-                if sender is worker and isinstance(message, (kind, Died))
-            ]
-            return bool(found)
+        def found() -> list[tuple[Worker, object]]:
+            own = [said for said in self.messages if said[0] is worker]
+            return [said for said in own if isinstance(said[1], (kind, Died))]
 
-        self.wait_until(is_there)
-        message = self.messages.pop(found[0])[1]
-        if not isinstance(message, kind):
-            raise AssertionError(f"{message}\n{self.workers.log_tail(worker)}")
-        return message
+        self.wait_until(lambda: bool(found()))
+        said = found()[0]
+        self.messages.remove(said)
+        assert isinstance(said[1], kind), f"{said[1]}\n{self.workers.log_tail(worker)}"
+        return said[1]
 
     def wait_until(self, is_there: Callable[[], bool], listen_s: float = 0.2) -> None:
         deadline = time.monotonic() + LIMIT_S

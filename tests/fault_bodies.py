@@ -95,7 +95,15 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
     updates = read_updates(Path(script.folder)) if script.is_resumed else 0
     publish(script.store, script.version, [torch.tensor([float(updates)])])
     pipe.send(Started())
-    died = Path(script.rendezvous).with_name("died")  # each fault happens once
+    died = Path(script.rendezvous).with_name("died")
+
+    def is_due(fault: str, step: int) -> bool:
+        """Each fault happens once, unless "always"."""
+        is_it = step == script.bad.get(fault) and ("always" in script.bad or not died.exists())
+        if is_it:
+            died.touch()
+        return is_it
+
     while True:
         board.enter(State.WAITING_FOR_BATCH)
         while not pipe.poll(BEAT_S):
@@ -105,14 +113,11 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
             board.enter(State.TRAINING)
             time.sleep(script.seconds)
             step, version = request.batch.step, request.batch.version
-            is_due = not died.exists() or "always" in script.bad
-            if is_due and step == script.bad.get("die_at_step"):
-                died.touch()
+            if is_due("die_at_step", step):
                 os.kill(os.getpid(), signal.SIGKILL)
             updates += 1
             publish(script.store, version + 1, [torch.tensor([float(updates)])])
-            if is_due and step == script.bad.get("die_after_publishing"):
-                died.touch()
+            if is_due("die_after_publishing", step):
                 time.sleep(10 * script.seconds)  # engines load it, and write under it
                 os.kill(os.getpid(), signal.SIGKILL)
             written = [t for group in request.batch.groups for t in group.trajectories]
@@ -125,8 +130,7 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
         elif isinstance(request, Save):
             board.enter(State.SAVING)
             step = request.state.step
-            if step == script.bad.get("die_in_save") and not died.exists():
-                died.touch()
+            if is_due("die_in_save", step):
                 Path(request.folder).with_name(".step-000099.tmp").mkdir(parents=True)
                 os.kill(os.getpid(), signal.SIGKILL)
             if step == script.bad.get("unsaved"):

@@ -65,14 +65,14 @@ def garble(path: Path) -> None:
     ],
 )
 def test_a_broken_checkpoint_is_passed_over_with_a_note(
-    harm: Callable[[Path], None], name: str, made: Path, tied_folder: Path, tmp_path: Path
+    harm: Callable[[Path], None], name: str, made: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(made / "checkpoints", run / "checkpoints")
     before, last = found(run)
     harm(last / name)
-    start = find_start(tied_folder, run, is_resumed=True)
-    assert (start.folder, start.step, start.consumed.below) == (before, 1, 8)
+    start = find_start(run)
+    assert (start.folder, start.state.step, start.state.consumed_below) == (before, 1, 8)
     passed, going_on = start.notes
     assert passed.startswith(f"passed over: {last}") and "\n" not in passed
     assert name in passed and going_on == f"going on from {before}"
@@ -80,7 +80,7 @@ def test_a_broken_checkpoint_is_passed_over_with_a_note(
 
     harm(before / name)
     with pytest.raises(MinirlError, match=f"no checkpoint of {run} is whole; start a new run"):
-        find_start(tied_folder, run, is_resumed=True)
+        find_start(run)
 
 
 @pytest.fixture
@@ -155,8 +155,8 @@ def test_any_file_is_read_or_refused(
     path.write_bytes(data.draw(bytes_like(path)))
     try:
         assert all(type(line["step"]) is int for line in read_lines(run / "metrics.jsonl"))
-        start = find_start(tmp_path, run, is_resumed=True)
-        assert type(start.step) is int and start.consumed.below >= 0
+        start = find_start(run)
+        assert type(start.state.step) is int and start.state.consumed_below >= 0
         saved = bad_batch.read(bad / bad_batch.FILE)
         with as_one_line(bad):  # as `replay` does
             bad_batch.put(saved, TrajectoryRing(len(saved.lengths), max(saved.lengths)))

@@ -14,14 +14,11 @@ from minirl.buffer import AUTO, Admission, Buffer, OnStale, Ticket, republished_
 from minirl.records import Drop, Group, StopReason, Trajectory
 
 
-def trajectory(head: int, tail: int) -> Trajectory:
-    return Trajectory(0, 10, 5, StopReason.STOP, head, tail)
-
-
 def done(ticket: Ticket, head: int | None = None, tail: int | None = None) -> Group:
     head = ticket.head_bound if head is None else head
     tail = head if tail is None else tail
-    return Group(ticket.group_id, ticket.prompt_index, (trajectory(head, tail),), (1.0,))
+    written = Trajectory(0, 10, 5, StopReason.STOP, head, tail)
+    return Group(ticket.group_id, ticket.prompt_index, (written,), (1.0,))
 
 
 def fill(buffer: Buffer, count: int) -> list[Ticket]:
@@ -36,87 +33,14 @@ def train(buffer: Buffer) -> list[int]:
     return [group.id for group in batch.groups]
 
 
-def test_at_eta_0_nothing_runs_beside_the_batch_in_training() -> None:
-    buffer = Buffer(3, 0)
-    for version in range(4):
-        tickets = fill(buffer, buffer.num_free)
-        assert len(tickets) == 3
-        for ticket in tickets:
-            assert buffer.next_batch(1) is None
-            buffer.finish(done(ticket))
-        batch = buffer.next_batch(version + 1)
-        assert batch is not None and batch.version == version
-        assert (buffer.num_free, buffer.num_running, buffer.num_ready) == (0, 0, 0)
-        slots = buffer.published()
-        assert buffer.num_free == 0 and buffer.num_to_admit(99, version) == 0
-        buffer.release(slots)
-
-
-def test_a_batch_takes_the_oldest_heads_first_and_lists_them_by_id() -> None:
-    buffer = Buffer(2, 3)
-    tickets = fill(buffer, 5)
-    for ticket, head in zip(tickets, (3, 1, 2, 1, 0), strict=True):
-        buffer.finish(done(ticket, head, 3))
-    batch = buffer.next_batch(1)
-    assert batch is not None and [g.id for g in batch.groups] == [1, 4]
-    buffer.release(buffer.published())
-    assert train(buffer) == [2, 3]
-
-
-def straggling(on_stale: OnStale) -> tuple[Buffer, Ticket]:
-    """B = 1, η = 1: one group has been running since version 0, at version 2 by now."""
-    buffer = Buffer(1, 1, on_stale)
-    straggler = buffer.admit(0, 0)
-    for _ in range(2):
-        buffer.finish(done(buffer.admit(1, buffer.version)))
-        train(buffer)
-    return buffer, straggler
-
-
-@pytest.mark.parametrize(
-    ("on_stale", "head", "tail", "is_trained"),
-    [
-        (OnStale.MASK, 0, 1, True),  # 1 is within η of version 2
-        (OnStale.MASK, 0, 0, False),  # no token is left to train
-        (OnStale.DROP, 0, 2, False),
-        (OnStale.DROP, 1, 2, True),  # it had waited at its engine, and began later than it might
-    ],
-)
-def test_a_straggler_is_trained_or_dropped(
-    on_stale: OnStale, head: int, tail: int, is_trained: bool
-) -> None:
-    buffer, straggler = straggling(on_stale)
-    assert buffer.expired() == ([straggler.group_id] if on_stale is OnStale.DROP else [])
-    buffer.finish(done(straggler, head, tail))
-    assert buffer.take_untrainable() == ([] if is_trained else [straggler])
-    assert buffer.drops == ({} if is_trained else {Drop.STALE: 1})
-    if is_trained:
-        assert train(buffer) == [straggler.group_id]
-    else:
-        assert buffer.next_batch(1) is None and buffer.num_free == 2
-
-
-def test_drop_gives_a_straggler_up_while_it_runs() -> None:
-    buffer, straggler = straggling(OnStale.DROP)
-    assert buffer.drop(straggler.group_id, Drop.STALE) == straggler
-    assert buffer.expired() == [] and buffer.drops == {Drop.STALE: 1}
-    with pytest.raises(KeyError):  # a group cannot end twice
-        buffer.drop(straggler.group_id, Drop.STALE)
+def test_a_group_cannot_end_twice() -> None:
+    buffer = Buffer(1, 1)
+    ticket = buffer.admit(0, 0)
+    buffer.drop(ticket.group_id, Drop.STALE)
     with pytest.raises(KeyError):
-        buffer.finish(done(straggler))
-    assert buffer.num_free == 2
-
-
-def test_wait_holds_the_step_back_for_a_straggler() -> None:
-    buffer = Buffer(1, 1, OnStale.WAIT)
-    straggler = buffer.admit(0, 0)
-    buffer.finish(done(buffer.admit(1, 0)))
-    assert train(buffer) == [1]  # version 1: the straggler may still be trained from it
-    buffer.finish(done(buffer.admit(2, 1)))
-    assert buffer.next_batch(1) is None  # from version 2 it could not
-    buffer.finish(done(straggler, 0, 1))
-    assert train(buffer) == [straggler.group_id]
-    assert train(buffer) == [2]
+        buffer.drop(ticket.group_id, Drop.STALE)
+    with pytest.raises(KeyError):
+        buffer.finish(done(ticket))
 
 
 def test_wait_looks_ahead_further_than_the_next_step() -> None:
@@ -134,36 +58,12 @@ def test_wait_looks_ahead_further_than_the_next_step() -> None:
     assert train(buffer) == [slower.group_id]
 
 
-def test_wait_admits_no_group_that_could_not_be_trained_in_time() -> None:
-    # An evaluation pins version 0, so a group that begins now is due by version 1, as is the one
-    # that is left: only one of them could be trained. Admitted, it would block the run for good.
-    buffer = Buffer(1, 1, OnStale.WAIT)
-    first, second = fill(buffer, 2)
-    buffer.finish(done(first))
-    assert train(buffer) == [first.group_id]
-    assert buffer.num_free == 1
-    assert (buffer.num_to_admit(9, 0), buffer.num_to_admit(9, 1)) == (0, 1)
-    buffer.finish(done(second))
-    assert buffer.num_to_admit(9, 0) == 0
-    assert train(buffer) == [second.group_id]
-    assert (buffer.num_to_admit(9, 0), buffer.num_to_admit(9, 1)) == (0, 1)
-    buffer.on_stale = OnStale.MASK
-    assert buffer.num_to_admit(9, 0) == 2  # a free slot is enough
-
-
 @given(st.integers(0, 50), st.integers(0, 50))
 def test_republished_weights_seem_no_nearer_than_they_are(base: int, since: int) -> None:
     latest = base + since
     again = republished_as(base, latest)
     assert again > latest and (again - latest) % 2, "into the slot that nobody reads"
     assert all(again - v >= v - base for v in range(base, latest + 1))
-
-
-def test_a_masked_trajectory_makes_a_group_neither_older_nor_younger() -> None:
-    trajectories = (trajectory(0, 0), trajectory(2, 3), trajectory(1, 5))
-    group = Group(0, 0, trajectories, (0.0, 1.0, 0.0), masked=frozenset({0, 2}))
-    assert (group.head_version, group.newest_version) == (2, 3)
-    assert group.trained == trajectories[1:2]
 
 
 # Admission control --------------------------------------------------------------------------------
@@ -179,17 +79,13 @@ def test_admission_control_holds_groups_back_and_slots_stay_what_they_are() -> N
 
 
 def test_admission_control_measures_turn_arounds_steps_and_starvation() -> None:
-    seen: list[tuple[str, float]] = []
+    seen: list[float] = []
 
     class Recorder(Admission):
-        def group_took(self, seconds: float) -> None:
-            seen.append(("group", seconds))
+        def group_took(self, seconds: float, num_left: int = 0) -> None:
+            seen.append(seconds)
 
-        def step_took(self, seconds: float) -> None:
-            seen.append(("step", seconds))
-
-        def batch_taken(self, starved_s: float, num_left: int) -> None:
-            seen.append(("starved", starved_s))
+        step_took = batch_taken = group_took
 
     buffer = Buffer(1, 1)
     buffer.admission = Recorder(1, 2)
@@ -198,14 +94,11 @@ def test_admission_control_measures_turn_arounds_steps_and_starvation() -> None:
     buffer.finish(done(ticket), now=5.0)
     assert buffer.next_batch(1, now=6.0) is not None
     buffer.published(now=9.0)
-    assert seen == [("group", 4.0), ("starved", 4.0), ("step", 3.0)]
+    assert seen == [4.0, 4.0, 3.0]  # a group took, the trainer starved, a step took
 
 
-def test_a_fixed_target_is_a_fixed_number_of_batches() -> None:
+def test_groups_in_flight_are_a_fixed_number_of_batches_or_cover_the_turn_around() -> None:
     assert [Admission(8, 72, target).limit for target in (0.0, 1.5, 100.0)] == [8, 20, 72]
-
-
-def test_groups_in_flight_cover_the_turn_around() -> None:
     admission = Admission(8, 72, AUTO)
     assert admission.limit == 16  # one batch ahead, before anything is measured
     admission.batch_taken(starved_s=100.0, num_left=0)

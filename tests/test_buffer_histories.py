@@ -94,6 +94,8 @@ class World:
 
     def admit(self, is_all: bool = False) -> None:
         newest, count = self.buffer.version, self.num_to_admit()
+        is_idle = not self.training and not self.running()
+        assert is_idle or not count or self.buffer.max_staleness, "η = 0 is synchronous"
         self.seen["held back"] += count < self.buffer.num_free
         some = count if is_all else self.random.randint(1, self.buffer.num_slots)
         for _ in range(min(count, some)):
@@ -197,6 +199,10 @@ class World:
                 self.seen["aborted"] += 1
         for ticket in buffer.take_untrainable():
             assert buffer.on_stale is not OnStale.WAIT, "wait lost a group"
+            spans = [(v[0], v[-1]) for v in self.groups[ticket.group_id].tokens]
+            heads, tails = zip(*spans, strict=True)
+            newest = max(tails) if buffer.on_stale is OnStale.MASK else min(heads)
+            assert newest < buffer.version - eta, "it could still be trained"
             self.dropped(ticket, Drop.STALE)
             self.seen["untrainable"] += 1
         batch = buffer.next_batch(0, self.now)
@@ -230,15 +236,13 @@ class World:
         """The trainer dies, perhaps when its version is out and the controller does not know yet;
         its successor publishes the checkpoint's weights."""
         latest = self.buffer.version
-        if self.batch is not None:
-            assert set(self.buffer.training_failed()) == set(self.training)
-            if self.random.random() < 0.5:
-                latest = self.new_version(latest)
-                for engine in self.engines:
-                    if not engine.is_pinned and self.random.random() < 0.5:
-                        engine.version = latest
-                        for group in self.running(engine):
-                            group.tokens[0].append(latest)
+        if self.batch is not None and self.random.random() < 0.5:
+            latest = self.new_version(latest)
+            for engine in self.engines:
+                if not engine.is_pinned and self.random.random() < 0.5:
+                    engine.version = latest
+                    for group in self.running(engine):
+                        group.tokens[0].append(latest)
         for ticket in self.training + self.unsaved:
             self.consumed.discard(ticket.prompt_index)
             self.settle(ticket, is_lost=True)
@@ -248,7 +252,8 @@ class World:
         self.seen["trained in vain"] += len(self.unsaved)
         again = republished_as(max(self.base, self.saved.history.version), latest)
         self.lineage[again] = self.saved.lineage
-        too_old = self.buffer.rolled_back(again, len(self.unsaved))
+        lost, too_old = self.buffer.roll_back(again, len(self.unsaved))
+        assert set(lost) == set(self.training)
         self.base, self.batch, self.training, self.unsaved = again, None, [], []
         for group_id in too_old:
             self.drop(self.groups[group_id].ticket, Drop.WORKER_DIED)
@@ -313,6 +318,7 @@ class World:
         buffer, oldest = self.buffer, self.buffer.version - self.buffer.max_staleness
         chosen = {group.id for group in batch.groups}
         assert self.batch is None and batch.version == buffer.version
+        assert [group.id for group in batch.groups] == sorted(chosen)
         assert len(chosen) == buffer.batch_size and not chosen & self.trained_ids
         for group in batch.groups:
             assert self.groups[group.id].is_ready

@@ -6,7 +6,6 @@ may touch it, the ledger adds up, and the staleness bound holds.
 
 import random
 from collections import Counter, deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -124,7 +123,7 @@ def test_turns_are_graded_before_groups_and_those_of_a_lost_engine_not_at_all() 
     ((_, asked),) = desk.groups.handle(0, graded, 0.0)
     assert isinstance(asked, Ask) and desk.groups.buffer.num_ready == 1
     desk.groups.engine_lost(1)
-    assert desk.reply(1, 0, 7) == [] and not len(desk.groups.queue)
+    assert desk.reply(1, 0, 7) == [] and not desk.groups.at_verifier and not desk.groups._turns
     assert desk.groups.buffer.drops == {Drop.WORKER_DIED: 1} and desk.groups.stream is not None
     assert desk.groups.stream.waiting == [1]
 
@@ -190,6 +189,10 @@ class Engine:
     said: deque[object] = field(default_factory=deque)  # not received yet
 
     @property
+    def running(self) -> list[tuple[int, int]]:
+        return [at for at, answer in self.answers.items() if not answer.is_parked]
+
+    @property
     def is_pinned(self) -> bool:
         return any(group_id in self.is_eval for group_id, _ in self.answers)
 
@@ -248,12 +251,11 @@ class House:
                     del engine.answers[at]
                 engine.said.append(Gone(message.group_id, ""))
             case Continue():
-                for group_id, place, tokens in message.replies:
-                    answer = engine.answers.get((group_id, place))
-                    if answer is not None and tokens:
-                        answer.is_parked = False
-                    elif answer is not None:
-                        del engine.answers[group_id, place]
+                for *at, tokens in message.replies:
+                    if tokens and tuple(at) in engine.answers:
+                        engine.answers[*at].is_parked = False
+                    else:
+                        engine.answers.pop(tuple(at), None)
 
     def start(self, engine: Engine, group: GroupRequest) -> None:
         if group.is_eval:
@@ -272,22 +274,21 @@ class House:
 
     def feed(self) -> None:
         if not (self.buffer.max_staleness == 0 and self.groups.evaluation):
-            pinned = [
-                engine.version if engine.is_pinned else self.latest for engine in self.engines
-            ]
+            pinned = [e.version if e.is_pinned else self.latest for e in self.engines]
             served = [min(version, self.buffer.version) for version in pinned]
             self.deliver(self.groups.begin(10**6, served, self.step, 0.0))
 
     def write(self) -> None:
-        engine = self.dice.choice(self.engines)
+        self.write_answers(self.dice.choice(self.engines), self.dice.randint(0, 8), 0.3)
+
+    def write_answers(self, engine: Engine, most: int, share_of_turns: float) -> None:
         self.load_weights(engine)
-        running = [at for at, answer in engine.answers.items() if not answer.is_parked]
-        for at in running[: self.dice.randint(0, 8)]:
+        for at in engine.running[:most]:
             answer = engine.answers[at]
             versions = (answer.head, engine.version)
             turns, replied = answer.turns + 1, 2 * answer.turns
             done = Trajectory(answer.cell, 30, 4, StopReason.STOP, *versions, replied, turns)
-            if self.dice.random() < 0.3:
+            if self.dice.random() < share_of_turns:
                 answer.turns, answer.is_parked = turns, True
                 engine.said.append(TurnEnded(((*at, done),)))
                 self.seen["turns"] += 1
@@ -296,11 +297,12 @@ class House:
                 engine.said.append(Finished(((*at, done),)))
 
     def receive(self) -> None:
-        rank = self.dice.randrange(len(self.engines))
-        for _ in range(self.dice.randint(1, 4)):
-            if self.engines[rank].said:
-                message = self.engines[rank].said.popleft()
-                self.deliver(self.groups.handle(rank, message, 0.0))
+        self.receive_from(self.dice.randrange(len(self.engines)), self.dice.randint(1, 4))
+
+    def receive_from(self, rank: int, most: int) -> None:
+        said = self.engines[rank].said
+        for message in [said.popleft() for _ in range(min(most, len(said)))]:
+            self.deliver(self.groups.handle(rank, message, 0.0))
 
     def grade(self) -> None:
         for rank in list(self.asked):
@@ -351,14 +353,13 @@ class House:
             prompts = [Prompt(i, Example(str(i), ""), (1,)) for i in range(self.dice.randint(1, 6))]
             first = self.buffer.num_slots * self.config.rollout.group_size
             cells = range(first, first + len(prompts))
-            self.evaluation = Evaluation(prompts, cells, self.step)
+            self.evaluation = Evaluation(prompts, cells, self.step, self.buffer.version)
             self.deliver(self.groups.evaluate(self.evaluation))
 
     def kill_engine(self) -> None:
         rank = self.dice.randrange(len(self.engines))
         while self.engines[rank].said:  # every message is received before the death
-            message = self.engines[rank].said.popleft()
-            self.deliver(self.groups.handle(rank, message, 0.0))
+            self.receive_from(rank, 1)
         self.engines[rank] = Engine(self.latest)
         self.deliver(self.groups.engine_lost(rank))
         self.seen["engine lost"] += 1
@@ -385,6 +386,7 @@ class House:
             assert ended is self.evaluation
             versions = [e.trajectory for e in ended.ended.values() if e.trajectory]
             if not ended.is_void:
+                assert len(ended.ended) == len(ended.prompts) and not ended.pinning
                 assert all(t.head_version == t.tail_version == ended.version for t in versions)
             self.seen["void" if ended.is_void else "evaluated"] += 1
         states, stream, ledger = self.groups.states, self.groups.stream, self.buffer.ledger
@@ -398,7 +400,7 @@ class House:
         cells = [cell for state in states.values() for cell in state.cells]
         assert len(set(cells)) == len(cells), "a cell has two groups"
         for engine in self.engines:
-            for group_id, _ in [at for at, a in engine.answers.items() if not a.is_parked]:
+            for group_id, _ in engine.running:
                 assert states[group_id].phase is Phase.SAMPLING, "its cells are still written to"
         for request in self.asked.values():
             is_needed = isinstance(request, Grade)
@@ -407,31 +409,23 @@ class House:
     def drain(self) -> None:
         """When nothing more is begun all groups end, and nothing is left of any."""
         for _ in range(10_000):
-            for engine_rank, engine in enumerate(self.engines):
-                self.load_weights(engine)
-                for at in [at for at, a in engine.answers.items() if not a.is_parked]:
-                    answer = engine.answers.pop(at)
-                    done = Trajectory(
-                        answer.cell, 30, 4, StopReason.STOP, answer.head, engine.version
-                    )
-                    engine.said.append(Finished(((*at, done),)))
-                while engine.said:
-                    message = engine.said.popleft()
-                    self.deliver(self.groups.handle(engine_rank, message, 0.0))
+            for rank, engine in enumerate(self.engines):
+                self.write_answers(engine, 10**6, 0.0)
+                self.receive_from(rank, 10**6)
             self.grade()
             self.check()
-            if all(state.phase is Phase.READY for state in self.waiting()):
+            waiting = [s for s in self.groups.states.values() if s.phase is not Phase.TRAINING]
+            if all(state.phase is Phase.READY for state in waiting):
                 break
-        for state in list(self.waiting()):
+        for state in waiting:
             self.groups._drop(state, Drop.STALE)
         self.publish()
         self.check()
-        assert not self.groups.states and not len(self.groups.queue) and not self.asked
-        assert not any(self.groups._replies.values()) and not any(self.groups.dispatcher._load)
+        groups = self.groups
+        assert not groups.states and not groups.at_verifier and not self.asked
+        assert not (groups._grades or groups._turns or groups._replies)
+        assert not any(groups.dispatcher._load)
         assert self.buffer.num_free == self.buffer.num_slots and not self.groups.evaluation
-
-    def waiting(self) -> Iterable[object]:
-        return [s for s in self.groups.states.values() if s.phase is not Phase.TRAINING]
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

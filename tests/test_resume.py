@@ -1,17 +1,18 @@
 """Resuming a run: what may change, which checkpoint is taken, and which are kept."""
 
-import json
-import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_bodies import write_checkpoint
 
+from minirl.buffer import History
 from minirl.config import Config
 from minirl.errors import RecipeError
+from minirl.messages import CheckpointState
 from minirl.recipe import to_toml
-from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
+from minirl.resume import check_changes, check_steps, find_start, is_finished
 from minirl.train import checkpoint
 from minirl.train.checkpoint import read_whole
 
@@ -23,16 +24,8 @@ def begun(run_dir: Path, **train: Any) -> Config:
 
 
 def save(run_dir: Path, step: int) -> Path:
-    """A checkpoint, as far as its headers tell."""
     folder = run_dir / "checkpoints" / f"step-{step:06d}"
-    (folder / "trainer").mkdir(parents=True)
-    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
-    tensors = struct.pack("<Q", len(header)) + header + bytes(8)
-    (folder / "model.safetensors").write_bytes(tensors)
-    (folder / "trainer" / "optimizer.safetensors").write_bytes(tensors)
-    (folder / "config.json").write_text("{}")
-    state = {"step": step, "history": {"version": step}, "consumed_below": 4, "consumed_above": [6]}
-    (folder / "trainer" / "state.json").write_text(json.dumps(state))
+    write_checkpoint(folder, CheckpointState(step, History(version=step), 4, (6,)), updates=0)
     return folder
 
 
@@ -64,21 +57,19 @@ def test_all_changes_that_are_refused_are_named_at_once(tmp_path: Path) -> None:
 
 
 def test_a_run_does_not_end_before_where_it_is() -> None:
-    check_steps(Config(), Start(Path("m"), step=40))
+    check_steps(Config(), 40)
     with pytest.raises(RecipeError, match=r"train\.steps = 40: the run is at step 41 already"):
-        check_steps(Config(), Start(Path("m"), step=41))
+        check_steps(Config(), 41)
 
 
 def test_a_run_resumes_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    assert find_start(model, tmp_path, is_resumed=True).folder == model  # none yet
+    assert find_start(tmp_path).folder is None
     save(tmp_path, 9)
     newest = save(tmp_path, 10)
-    start = find_start(model, tmp_path, is_resumed=True)
-    assert (start.folder, start.step, start.history.version) == (newest, 10, 10)
-    assert (start.consumed.below, start.consumed.above) == (4, {6})
+    start = find_start(tmp_path)
+    assert (start.folder, start.state.step, start.state.history.version) == (newest, 10, 10)
+    assert (start.state.consumed_below, start.state.consumed_above) == (4, (6,))
     assert start.notes == (f"going on from {newest}",)
-    assert find_start(model, tmp_path, is_resumed=False) == Start(model)
 
 
 def test_what_a_killed_save_left_is_swept_and_a_replaced_one_comes_back(tmp_path: Path) -> None:

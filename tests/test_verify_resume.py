@@ -23,10 +23,8 @@ STEPS, KILLED_AT = 4, 2  # with a checkpoint at every step
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tied_folder: Path) -> Path:
-    """Both runs: whole/ and resumed/."""
-    folder = tmp_path_factory.mktemp("verify")
+@pytest.mark.vllm
+def test_at_eta_0_one_seed_gives_one_run_killed_or_not(tmp_path: Path, tied_folder: Path) -> None:
     changes: dict[str, Any] = {
         "model__path": tied_folder,
         "devices__kind": "cpu",
@@ -41,24 +39,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tied_folder: Path) -> Path:
         "tasks__verifiers": 2,
         "buffer__drop_equal_rewards": "true",  # one group in eight: made up for in rounds
     }
-    assert Run(folder / "whole", **changes).end().code == 0
-    killed = Run(folder / "resumed", **changes)
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert Run(whole, **changes).end().code == 0
+    killed = Run(resumed, **changes)
     killed.wait_for_step(KILLED_AT)
     killed.process.send_signal(signal.SIGKILL)
     killed.process.communicate()
-    assert Run(folder / "resumed", **changes).end().code == 0
-    return folder
-
-
-@pytest.mark.vllm
-def test_at_eta_0_one_seed_gives_one_run_killed_or_not(folder: Path) -> None:
-    assert different(folder / "whole", folder / "resumed") == {}
-    for name in ("whole", "resumed"):
-        lines = read_lines(folder / name / "metrics.jsonl")
+    assert Run(resumed, **changes).end().code == 0
+    assert different(whole, resumed) == {}
+    for run_dir in (whole, resumed):
+        lines = read_lines(run_dir / "metrics.jsonl")
         assert len(lines) == STEPS
         assert_accounted(lines, max_staleness=0)
         assert all(line["buffer/staleness_max"] == 0 for line in lines)
-        evals = read_lines(folder / name / "evals.jsonl")
+        evals = read_lines(run_dir / "evals.jsonl")
         assert [line["version"] for line in evals] == [*range(5)]
         assert lines[-1]["buffer/dropped_equal_rewards"] >= 1
         assert all(1 < line["rollout/turns_mean"] <= 3 for line in lines)
@@ -67,7 +61,7 @@ def test_at_eta_0_one_seed_gives_one_run_killed_or_not(folder: Path) -> None:
         for line in lines:  # not one token of a reply is trained
             assert line["train/tokens"] == pytest.approx(line["rollout/length_mean"] * 16)
         assert any(line["train/loss"] != 0 for line in lines), "nothing was learned: no test at all"
-    logs = (folder / "resumed" / "logs" / "train-0.log").read_text()
+    logs = (resumed / "logs" / "train-0.log").read_text()
     assert logs.count("Loading weights") > 1, "it was never started again"
 
 

@@ -170,7 +170,7 @@ class Collector:
         """By place, in the order in which they end. A prompt that stands there k times has k
         answers. Where all prompts fit into the ring, one engine and one seed give the same answers
         (not where a task has several turns: replies come when they come)."""
-        evaluation = Evaluation(prompts, range(self.ring.num_cells), is_requeued=True)
+        evaluation = Evaluation(prompts, range(self.ring.num_cells))
         while not evaluation.is_done:
             self.workers.deliver(self.groups.evaluate(evaluation))
             self.collect()
@@ -195,12 +195,12 @@ class Collector:
     # -- what the supervisor asks
 
     def stall_facts(self) -> dict[str, object]:
-        return self.groups.facts()
+        return self.groups.stall_facts()
 
     def keep_batch(self, worker: Worker, why: str) -> str:
         return f"; its log is in {self.run_dir}"
 
-    def roll_back(self, delay_s: float) -> Sends:
+    def roll_back(self, step: int, version: int) -> Sends:
         raise AssertionError("there are no ranks")
 
 

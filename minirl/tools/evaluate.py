@@ -20,7 +20,7 @@ import numpy as np
 from minirl import recipe
 from minirl.config import BYTES_PER_TOKEN, Config
 from minirl.errors import RecipeError
-from minirl.launch import heldout_prompts, model_folder
+from minirl.launch import model_folder, short_prompts
 from minirl.records import Prompt
 from minirl.run_dir import read_lines, write_text
 from minirl.statistics import bootstrap, interval_of, mcnemar, pass_at, usual_ks
@@ -126,7 +126,8 @@ def evaluate(target: Target, out: Path | None) -> tuple[list[Result], dict[str, 
     recipe.check_model(config, source)
     (folder / "recipe.toml").write_text(recipe.to_toml(config))
     there = Collector(config, source, folder / "logs", bar.note, task)
-    prompts = heldout_prompts(config, task, there.tokenizer)
+    problems = task.heldout(config.eval.num_prompts)
+    prompts = short_prompts(config, problems, there.tokenizer)
     results, seconds = _ask(there, prompts, target.k, folder / RESULTS, bar)
     num_tokens = sum(answer.length for result in results for answer in result.answers)
     summary = {
@@ -134,7 +135,7 @@ def evaluate(target: Target, out: Path | None) -> tuple[list[Result], dict[str, 
         "model": str(source),
         "folder": str(folder),
         **summarise(results),
-        "prompts_too_long": len(task.heldout(config.eval.num_prompts)) - len(prompts),
+        "prompts_too_long": len(problems) - len(prompts),
         "seconds": round(seconds, 3),
         "tokens_per_s": num_tokens / max(seconds, 1e-9),
     }
