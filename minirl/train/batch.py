@@ -83,6 +83,11 @@ class MicroBatch:
         return self.tokens_T, self.positions_T, self.cu_seqlens_S1, self.max_seqlen
 
     @property
+    def needed_T(self) -> Tensor:
+        """Tokens whose logprob is of use: those that train, and those that can be compared."""
+        return self.trainable_T | self.at_equal_version_T
+
+    @property
     def num_sequences(self) -> int:
         return len(self.cu_seqlens_S1) - 1
 

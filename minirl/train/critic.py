@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from minirl.config import Config
 from minirl.train.attention import Boundaries
 from minirl.train.batch import MicroBatch
-from minirl.train.policy import hidden_states, load_weights
-
-from transformers import AutoModel, PreTrainedModel  # isort: skip (policy hides torchvision first)
+from minirl.train.policy import hidden_states, load_policy
 
 
 class Critic(nn.Module):
-    def __init__(self, backbone: PreTrainedModel, dtype: torch.dtype = torch.float32):
+    def __init__(self, backbone: Any, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.backbone, self.dtype = backbone, dtype
         self.head = nn.Linear(backbone.config.get_text_config().hidden_size, 1)
@@ -37,10 +35,9 @@ class Critic(nn.Module):
 
 
 def build_critic(config: Config, folder: str) -> Critic:
-    # The policy was loaded from the same folder, and reported what is wrong with it.
     model, is_checkpointed = config.model, config.train.gradient_checkpointing
-    backbone, _ = load_weights(AutoModel, folder, is_checkpointed, model.trust_remote_code)
-    return Critic(backbone, getattr(torch, model.dtype)).train()
+    policy = load_policy(folder, model.dtype, is_checkpointed, model.trust_remote_code)
+    return Critic(policy.model.base_model, policy.dtype).train()
 
 
 def value_loss(critic: nn.Module, micro: MicroBatch) -> Tensor:

@@ -145,9 +145,7 @@ def _logits(hidden_CE: Tensor, weight_VE: Tensor, temperature: float) -> Tensor:
 def build_policy(config: Config, folder: str) -> Policy:
     """The policy as a recipe trains it: whole or by LoRA adapters, compiled or not."""
     model, train = config.model, config.train
-    options = {"gradient_checkpointing": train.gradient_checkpointing}
-    options["trust_remote_code"] = model.trust_remote_code
-    policy = load_policy(folder, model.dtype, **options)
+    policy = load_policy(folder, model.dtype, train.gradient_checkpointing, model.trust_remote_code)
     if train.lora_rank:
         torch.manual_seed(config.seed)  # every rank draws the same adapters
         lora.add_adapters(policy.model, train.lora_rank)
@@ -158,36 +156,33 @@ def build_policy(config: Config, folder: str) -> Policy:
     return policy
 
 
-def load_policy(folder: str, dtype_str: str = "float32", **options: bool) -> Policy:
+def load_policy(
+    folder: str,
+    dtype_str: str = "float32",
+    gradient_checkpointing: bool = False,
+    trust_remote_code: bool = False,
+) -> Policy:
     """From a Hugging Face folder or hub name. Weights are float32 whatever the file holds;
-    `dtype_str` is what the forward computes in on CUDA. Options are those of `load_weights`."""
-    model, info = load_weights(AutoModelForCausalLM, folder, **options)
-    check_loaded(folder, info)
-    policy = Policy(model, getattr(torch, dtype_str))
-    check_head(policy)
-    return policy.train()
-
-
-def load_weights(
-    kind: type, folder: str, gradient_checkpointing: bool = False, trust_remote_code: bool = False
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A model of `kind`, one of transformers' Auto classes, and what was amiss with its file."""
-    model, info = kind.from_pretrained(  # type: ignore[attr-defined]
+    `dtype_str` is what the forward computes in on CUDA."""
+    model, info = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,
         attn_implementation=attention.NAME,
         trust_remote_code=trust_remote_code,
         use_safetensors=True,
-        ignore_mismatched_sizes=True,  # the caller tells: its own error is a page long
+        ignore_mismatched_sizes=True,  # check_loaded reports it: transformers' error is a page long
         output_loading_info=True,
     )
+    check_loaded(folder, info)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     # The policy that is trained must be the one that sampled, also in training mode.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    return model, info
+    policy = Policy(model, getattr(torch, dtype_str))
+    check_head(policy)
+    return policy.train()
 
 
 def check_loaded(folder: str, info: dict[str, Any]) -> None:

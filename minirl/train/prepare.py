@@ -31,7 +31,6 @@ from minirl.train.batch import (
     num_trainable,
     own_micro_batches,
 )
-from minirl.train.objective import forward
 from minirl.train.optimizer import over_ranks
 
 Column = NDArray[np.float32]
@@ -49,9 +48,13 @@ class Minibatch:
 @dataclass(frozen=True)
 class Prepared:
     minibatches: list[Minibatch]
-    items: list[Item]  # of the whole batch
+    groups: list[list[Item]]  # of the whole batch
     advantages: Column  # of all its tokens
     values: dict[str, float | None]  # metrics
+
+    @property
+    def items(self) -> list[Item]:
+        return [item for group in self.groups for item in group]
 
 
 @dataclass
@@ -76,18 +79,24 @@ class Preparer:
         mine = [[self.with_forwards(m) for m in self.micro_batches(part)] for part in parts]
         flat = [micro for micro_batches in mine for micro in micro_batches]
         penalties_A, values = self.penalties(items, flat)
-        columns: dict[str, Column] = {}
         if self.critic is None:
-            columns["advantages_T"] = self.by_trajectory(groups, penalties_A)
+            columns = {"advantages_T": self.by_trajectory(groups, penalties_A)}
         else:
-            columns["advantages_T"], columns["returns_T"] = self.by_token(items, flat, penalties_A)
+            columns = self.by_token(items, flat, penalties_A)
         if train.loss_norm != "token":  # else every token counts the same
-            columns["weights_T"] = self.weights(parts, len(penalties_A))
+            columns["weights_T"] = self.weights(parts)
+        device = self.setup.placement.torch_device
+        known: dict[str, Any] = {n: torch.from_numpy(c).to(device) for n, c in columns.items()}
         finished = []
         for i, (part, micro_batches) in enumerate(zip(parts, mine, strict=True)):
-            whole = [with_columns(micro, columns) for micro in micro_batches]
+            whole = [
+                replace(
+                    micro, **{name: column_A[micro.index_T] for name, column_A in known.items()}
+                )
+                for micro in micro_batches
+            ]
             finished.append(Minibatch(whole, max(1, num_trainable(part)), i / len(parts)))
-        return Prepared(finished, items, columns["advantages_T"], values)
+        return Prepared(finished, groups, columns["advantages_T"], values)
 
     def micro_batches(self, items: list[Item]) -> list[MicroBatch]:
         return own_micro_batches(items, self.setup)
@@ -96,13 +105,14 @@ class Preparer:
     def with_forwards(self, micro: MicroBatch) -> MicroBatch:
         """π_prox and the reference. One minibatch needs no forward for π_prox: it is the detached
         π_θ of the step's own."""
-        train = self.config.train
+        train, temperature = self.config.train, self.config.rollout.temperature
         if train.num_minibatches > 1 and train.objective != "naive" and train.proximal == "forward":
             self.heartbeat("prox forward")
-            micro = replace(micro, prox_T=forward(self.policy, micro, self.config)[0])
+            prox_T, _ = self.policy(*micro.inputs, temperature, micro.needed_T)
+            micro = replace(micro, prox_T=prox_T)
         if self.reference is not None:
             self.heartbeat("reference forward")
-            ref_T, _ = forward(self.reference, micro, self.config, micro.trainable_T)
+            ref_T, _ = self.reference(*micro.inputs, temperature, micro.trainable_T)
             micro = replace(micro, ref_T=ref_T)
         return micro
 
@@ -140,12 +150,11 @@ class Preparer:
         rewards = [[item.reward for item in group] for group in groups]
         penalties = [[float(penalties_A[i.place].sum()) for i in group] for group in groups]
         advantages = estimate(self.config.train.estimator, rewards, penalties)
-        lengths = [item.length for group in groups for item in group]
-        return np.repeat(np.concatenate(advantages).astype(np.float32), lengths)
+        return over_tokens(advantages, groups)
 
     def by_token(
         self, items: list[Item], flat: list[MicroBatch], penalties_A: Column
-    ) -> tuple[Column, Column]:
+    ) -> dict[str, Column]:
         """GAE over the written tokens, advantages normalised over the batch's trained tokens."""
 
         def values(micro: MicroBatch) -> Tensor:
@@ -166,21 +175,15 @@ class Preparer:
         if trainable_A.any():
             trained = advantages_A[trainable_A]
             advantages_A = (advantages_A - trained.mean()) / (trained.std() + EPSILON)
-        return advantages_A, returns_A
+        return {"advantages_T": advantages_A, "returns_T": returns_A}
 
-    def weights(self, parts: list[list[Item]], num_tokens: int) -> Column:
-        weights_A = np.zeros(num_tokens, np.float32)
+    def weights(self, parts: list[list[Item]]) -> Column:
         kind, longest = self.config.train.loss_norm, self.config.rollout.max_new_tokens
-        for part in parts:
-            found = loss_weights([num_trainable([item]) for item in part], kind, longest)
-            for item, weight in zip(part, found, strict=True):
-                weights_A[item.place] = weight
-        return weights_A
+        counts = [[num_trainable([item]) for item in part] for part in parts]
+        return over_tokens([loss_weights(part, kind, longest) for part in counts], parts)
 
 
-def with_columns(micro: MicroBatch, columns: dict[str, Column]) -> MicroBatch:
-    index, device = micro.index_T.cpu().numpy(), micro.tokens_T.device
-    own: dict[str, Any] = {
-        name: torch.from_numpy(column_A[index]).to(device) for name, column_A in columns.items()
-    }
-    return replace(micro, **own)
+def over_tokens(values: list[list[float]], parts: list[list[Item]]) -> Column:
+    """From one value per trajectory to one per token."""
+    lengths = [item.length for part in parts for item in part]
+    return np.repeat(np.concatenate(values).astype(np.float32), lengths)
