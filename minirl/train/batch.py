@@ -75,6 +75,7 @@ class MicroBatch:
     ref_T: Tensor | None = None
     advantages_T: Tensor | None = None
     weights_T: Tensor | None = None
+    values_T: Tensor | None = None
     returns_T: Tensor | None = None
 
     @property

@@ -175,6 +175,13 @@ def loss_of(name: str, tokens: Tokens, train: TrainConfig) -> tuple[Tensor, Sums
     }
 
 
+def value_loss(critic: nn.Module, micro: MicroBatch) -> Tensor:
+    """Half the squared error, summed over the tokens that train."""
+    assert micro.returns_T is not None
+    errors_T = critic(*micro.inputs) - micro.returns_T
+    return torch.where(micro.trainable_T, errors_T, 0.0).square().sum() / 2
+
+
 def micro_loss(
     policy: nn.Module, micro: MicroBatch, config: Config, progress: float = 0.0
 ) -> tuple[Tensor, Tensor, Sums]:

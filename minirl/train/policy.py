@@ -4,6 +4,7 @@ Takes tokens packed end to end with their boundaries (`attention.boundaries`), g
 token its logprob under the prefix, with gradient, and the entropy of the distribution it came from,
 without. Weights are float32 masters; with "bfloat16" the forward runs under autocast, on CUDA only.
 Leaves out heads that do more than a product (bias, soft cap, scaling): `load_policy` refuses them.
+The critic of the estimator "gae" is a copy of the policy's backbone with a value head.
 
 Axes: T tokens of all sequences, N tokens whose logprob is needed, C of them in one chunk,
 V vocabulary, E width of the model, S1 sequences + 1.
@@ -12,6 +13,7 @@ V vocabulary, E width of the model, S1 sequences + 1.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minirl.config import Config
@@ -63,6 +65,25 @@ class Policy(nn.Module):
         )
         zeros_T = logprobs_N.new_zeros(len(tokens_T))
         return zeros_T.index_put((at_N,), logprobs_N), zeros_T.index_put((at_N,), entropy_N)
+
+
+class Critic(nn.Module):
+    """What reward is still to come, at every token. The head starts at 0: the first step's
+    advantages are then the rewards themselves."""
+
+    def __init__(self, backbone: PreTrainedModel, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.backbone, self.dtype = backbone, dtype
+        self.head = nn.Linear(backbone.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, tokens_T: Tensor, *bounds: Any) -> Tensor:
+        """The value of the tokens before each token; 0 for the first of a sequence."""
+        at = attention.Boundaries(*bounds)
+        hidden_TE, _ = hidden_states(self.backbone, self.dtype, tokens_T, at)
+        values_T = self.head(hidden_TE.float())[:, 0]
+        return torch.where(at.positions_T > 0, F.pad(values_T[:-1], (1, 0)), 0.0 * values_T)
 
 
 def hidden_states(
@@ -154,6 +175,12 @@ def build_policy(config: Config, folder: str) -> Policy:
     if train.compile:
         policy.model.base_model.compile(dynamic=True)
     return policy
+
+
+def build_critic(config: Config, folder: str) -> Critic:
+    model, is_checkpointed = config.model, config.train.gradient_checkpointing
+    policy = load_policy(folder, model.dtype, is_checkpointed, model.trust_remote_code)
+    return Critic(policy.model.base_model, policy.dtype).train()
 
 
 def load_policy(

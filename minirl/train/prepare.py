@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from minirl.config import Config
 from minirl.messages import TrainerSetup
@@ -103,8 +103,8 @@ class Preparer:
 
     @torch.no_grad()
     def with_forwards(self, micro: MicroBatch) -> MicroBatch:
-        """π_prox and the reference. One minibatch needs no forward for π_prox: it is the detached
-        π_θ of the step's own."""
+        """π_prox, the reference and the critic. One minibatch needs no forward for π_prox: it is
+        the detached π_θ of the step's own."""
         train, temperature = self.config.train, self.config.rollout.temperature
         if train.num_minibatches > 1 and train.objective != "naive" and train.proximal == "forward":
             self.heartbeat("prox forward")
@@ -114,19 +114,19 @@ class Preparer:
             self.heartbeat("reference forward")
             ref_T, _ = self.reference(*micro.inputs, temperature, micro.trainable_T)
             micro = replace(micro, ref_T=ref_T)
+        if self.critic is not None:
+            self.heartbeat("critic forward")
+            micro = replace(micro, values_T=self.critic(*micro.inputs).float())
         return micro
 
     # -- columns of the whole batch
 
-    @torch.no_grad()
-    def gather(
-        self, flat: list[MicroBatch], num_tokens: int, of: Callable[[MicroBatch], Tensor]
-    ) -> Column:
-        """A column that each rank computes for its own tokens, and every rank gets whole."""
+    def gather(self, flat: list[MicroBatch], name: str, num_tokens: int) -> Column:
+        """A column that each rank computed for its own tokens, and every rank gets whole."""
         column_A = torch.zeros(num_tokens, device=self.setup.placement.torch_device)
         for micro in flat:
             if not micro.is_dummy:
-                column_A[micro.index_T] = of(micro)
+                column_A[micro.index_T] = getattr(micro, name)
         return over_ranks(column_A).cpu().numpy()
 
     def penalties(
@@ -137,12 +137,10 @@ class Preparer:
         train, num_tokens = self.config.train, sum(item.length for item in items)
         if self.reference is None or train.kl_in != "reward":
             return np.zeros(num_tokens, np.float32), {}
-
-        def kl(micro: MicroBatch) -> Tensor:
-            assert micro.ref_T is not None
-            return torch.where(micro.trainable_T, micro.behav_T - micro.ref_T, 0.0)
-
-        kl_A = self.gather(flat, num_tokens, kl)
+        behav_A = np.concatenate([item.view.logprobs for item in items])
+        trainable_A = np.concatenate([item.trainable for item in items])
+        kl_A = behav_A - self.gather(flat, "ref_T", num_tokens)
+        kl_A[~trainable_A] = 0
         mean = float(kl_A.sum() / max(1, num_trainable(items)))
         return train.kl_coef * kl_A, {"train/kl": mean}
 
@@ -156,13 +154,7 @@ class Preparer:
         self, items: list[Item], flat: list[MicroBatch], penalties_A: Column
     ) -> dict[str, Column]:
         """GAE over the written tokens, advantages normalised over the batch's trained tokens."""
-
-        def values(micro: MicroBatch) -> Tensor:
-            assert self.critic is not None
-            self.heartbeat("critic forward")
-            return self.critic(*micro.inputs).float()
-
-        values_A = self.gather(flat, len(penalties_A), values)
+        values_A = self.gather(flat, "values_T", len(penalties_A))
         advantages_A, returns_A = np.zeros_like(values_A), np.zeros_like(values_A)
         for item in items:
             at = np.flatnonzero(item.written) + item.start

@@ -29,10 +29,9 @@ from minirl.shm.board import BEAT_S, BoardWriter, State
 from minirl.shm.weights import CANARY_TOKENS, canary_tokens
 from minirl.train import attention, checkpoint, lora
 from minirl.train.batch import MicroBatch, staleness_metrics, trained_staleness
-from minirl.train.critic import build_critic, value_loss
-from minirl.train.objective import Sums, micro_loss
+from minirl.train.objective import Sums, micro_loss, value_loss
 from minirl.train.optimizer import Replica, join_ranks, over_ranks
-from minirl.train.policy import build_policy, load_policy
+from minirl.train.policy import build_critic, build_policy, load_policy
 from minirl.train.prepare import Minibatch, Prepared, Preparer
 
 MAX_SHOWN_TOKENS = 512  # of an answer: a few dozen kB per step at most
@@ -58,7 +57,7 @@ class Trainer:
             self.critic = Replica(critic, train, train.critic_lr)
         self.replicas = [self.learner] + ([self.critic] if self.critic else [])
         if setup.is_resumed:
-            checkpoint.load(Path(setup.folder), self.learner, self.critic)
+            checkpoint.load(Path(setup.folder), self.replicas)
         for replica in self.replicas:
             replica.join(setup.num_ranks, setup.placement.kind)
         reference = None  # the model that the run began with, frozen
@@ -237,9 +236,9 @@ class Trainer:
         source, folder = Path(self.setup.tokenizer_folder), Path(request.folder)
         try:
             if self.setup.rank == 0:
-                checkpoint.save(folder, self.learner, self.critic, source, request.state)
-                keep, runs = self.config.checkpoint.keep, folder.parent.parent
-                checkpoint.prune(runs, keep, request.accuracies)
+                checkpoint.save(folder, self.replicas, source, request.state)
+                keep, run_dir = self.config.checkpoint.keep, folder.parent.parent
+                checkpoint.prune(run_dir, keep, request.accuracies)
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             return Saved(request.folder, f"it could not be written ({one_line(reason)})")
