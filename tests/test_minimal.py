@@ -1,14 +1,13 @@
 """recipes/minimal.py is minirl at η = 0: its step is the trainer's to rounding, and it learns."""
 
 import importlib.util
-import random
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import plain_script
 import pytest
-from ranks import FIRST_VERSION, LONGEST, LocalRank, Recipe, make_group, relative_error
+from ranks import FIRST_VERSION, LONGEST, GroupWriter, LocalRank, Recipe, relative_error
 
 from minirl.recipe import load
 from minirl.records import Batch
@@ -50,22 +49,19 @@ def as_written(minimal: ModuleType, batch: Batch, ring: TrajectoryRing) -> list[
 
 def test_its_step_is_the_trainers(minimal: ModuleType, tied_folder: Path) -> None:
     config = load(RECIPE, ["buffer.max_staleness=0", f"train.batch_size={NUM_GROUPS}"]).config
-    size, rng = config.rollout.group_size, random.Random(3)
+    size = config.rollout.group_size
     policy = load_policy(str(tied_folder), config.model.dtype)
     optimizer = build_optimizer(policy, config.train.lr, config.train.weight_decay)
     ring = TrajectoryRing(3 * NUM_GROUPS * size, LONGEST)
     rank, engine = LocalRank(tied_folder, config, ring), plain_script.load(tied_folder)
-    cells, temperature = iter(range(ring.num_cells)), config.rollout.temperature
+    writer = GroupWriter(engine, ring, config.rollout.temperature)
     recipes = [Recipe(group_size=size)] * (NUM_GROUPS - 1)
     recipes += [Recipe(group_size=size, is_reward_equal=True)]
     for step in (1, 2, 3):
         before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
         engine.load_state_dict(policy.model.state_dict())
         version = FIRST_VERSION + step - 1
-        groups = [
-            make_group(recipe, 100 * step + i, version, ring, cells, engine, rng, temperature)
-            for i, recipe in enumerate(recipes)
-        ]
+        groups = [writer.write(r, 100 * step + i, version) for i, r in enumerate(recipes)]
         batch = Batch(step, version, tuple(groups))
         values = rank.train(batch)
         written = as_written(minimal, batch, ring)

@@ -81,7 +81,10 @@ def test_packed_equals_one_by_one(
     expected_T, expected_entropy_T = one_by_one(plain, tokens_T)
     torch.testing.assert_close(logprobs_T, expected_T, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy_T, expected_entropy_T, atol=1e-5, rtol=1e-5)
-    assert not entropy_T.requires_grad
+    assert policy.training and not entropy_T.requires_grad
+    needed_T = torch.rand(len(tokens_T)) < 0.5
+    for some_T, all_T in zip(run(policy, tokens_T, needed_T), (logprobs_T, entropy_T), strict=True):
+        torch.testing.assert_close(some_T, torch.where(needed_T, all_T, 0.0))
 
     weight_T = torch.randn(len(tokens_T)) / len(tokens_T)
     (logprobs_T * weight_T).sum().backward()
@@ -90,17 +93,6 @@ def test_packed_equals_one_by_one(
     for key, parameter in plain.named_parameters():
         torch.testing.assert_close(grads.pop(key), parameter.grad, atol=1e-5, rtol=1e-5)
     assert not grads
-
-
-def test_only_needed_tokens_are_computed_and_they_are_the_same(qwen3: str) -> None:
-    policy = load_policy(qwen3)
-    tokens_T = random_tokens()
-    needed_T = torch.rand(len(tokens_T)) < 0.5
-    all_T, all_entropy_T = run(policy, tokens_T)
-    assert policy.training and torch.equal(run(policy, tokens_T)[0], all_T)  # without dropout
-    some_T, some_entropy_T = run(policy, tokens_T, needed_T=needed_T)
-    torch.testing.assert_close(some_T, torch.where(needed_T, all_T, 0.0))
-    torch.testing.assert_close(some_entropy_T, torch.where(needed_T, all_entropy_T, 0.0))
 
 
 @pytest.mark.parametrize("chunk", [3, 64])
@@ -127,24 +119,11 @@ def test_a_head_that_scales_its_logits_is_refused(tmp_path: Path) -> None:
         load_policy(folder)
 
 
-def test_optimizer_decays_matrices_only_and_equals_plain_adamw(qwen3: str) -> None:
-    ours, plain = load_policy(qwen3), load_policy(qwen3)
-    optimizer = build_optimizer(ours, lr=1e-2, weight_decay=0.1)
-    reference = torch.optim.AdamW(
-        [{"params": [p], "weight_decay": 0.1 if p.ndim >= 2 else 0.0} for p in plain.parameters()],
-        lr=1e-2,
-        betas=(0.9, 0.95),
-        foreach=False,
-    )
-    pairs = [*zip(ours.parameters(), plain.parameters(), strict=True)]
-    for _ in range(3):
-        for a, b in pairs:
-            a.grad = torch.randn_like(a)
-            b.grad = a.grad.clone()
-        optimizer.step()
-        reference.step()
-    for a, b in pairs:
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+def test_the_optimizer_decays_matrices_only(qwen3: str) -> None:
+    policy = load_policy(qwen3)
+    groups = build_optimizer(policy, lr=1e-2, weight_decay=0.1).param_groups
+    decays = {p: group["weight_decay"] for group in groups for p in group["params"]}
+    assert decays == {p: 0.1 if p.ndim >= 2 else 0.0 for p in policy.parameters()}
 
 
 def test_the_learning_rate_warms_up_and_then_stays_or_falls_to_zero() -> None:

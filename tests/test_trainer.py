@@ -18,6 +18,7 @@ from ranks import (
     FIRST_VERSION,
     FRESH,
     LONGEST,
+    MIXED,
     RECIPES,
     STALE,
     Data,
@@ -29,6 +30,7 @@ from ranks import (
     momentum,
     ranks,
     relative_error,
+    resumed,
 )
 
 from minirl.buffer import History
@@ -107,7 +109,7 @@ def test_a_checkpoint_is_an_ordinary_folder_and_resuming_from_it_changes_no_bit(
     # In bfloat16 an update this small is lost on every weight: only masters can add them up.
     train = replace(CONFIG.train, lr=1e-3 if dtype == "float32" else 1e-6, num_minibatches=2)
     config = replace(CONFIG, model=ModelConfig(dtype=dtype), train=train)
-    first, second = (replace(data.batches[i], step=i - 1) for i in (2, 3))
+    first, second = data.of(FRESH), data.of(MIXED, 2)
     folders = [tmp_path / "one" / "checkpoints" / f"step-00000{i}" for i in (1, 2)]
     one = LocalRank(tied_folder, config, data.ring)
     one.train(first)
@@ -120,7 +122,7 @@ def test_a_checkpoint_is_an_ordinary_folder_and_resuming_from_it_changes_no_bit(
     assert read_state(folders[0]) == state
     check_ordinary(folders[0], published, tied_folder)
 
-    two = LocalRank(tied_folder, config, data.ring, folders[0], version=second.version)
+    two = LocalRank(tied_folder, config, data.ring, **resumed(folders[0], second.version))
     assert two.store.latest == second.version
     assert are_equal(two.weights(), published)
     two.train(second)
@@ -153,7 +155,7 @@ def test_a_rank_on_cuda_learns_the_same_and_resumes_from_its_checkpoint(
     dtype: str, bound: float, data: Data, tied_folder: Path, tmp_path: Path
 ) -> None:
     config = replace(CONFIG, model=ModelConfig(dtype=dtype))
-    first, second = (replace(data.batches[i], step=i - 1) for i in (2, 3))
+    first, second = data.of(FRESH), data.of(MIXED, 2)
     folders = [tmp_path / "one" / "checkpoints" / f"step-00000{i}" for i in (1, 2)]
     plain, place = PlainScript(tied_folder, config), {"placement": CUDA_TRAINER_PLACE}
     with ranks(tmp_path / "one", tied_folder, config, data.ring, **place) as one:
@@ -165,8 +167,8 @@ def test_a_rank_on_cuda_learns_the_same_and_resumes_from_its_checkpoint(
         one.train(second)
         one.save(folders[1])
     again = tmp_path / "two" / "checkpoints" / "step-000002"
-    resumed = {"is_resumed": True, "version": second.version, **place}
-    with ranks(tmp_path / "two", folders[0], config, data.ring, **resumed) as two:
+    place |= resumed(folders[0], second.version)
+    with ranks(tmp_path / "two", tied_folder, config, data.ring, **place) as two:
         two.train(second)
         two.save(again)
     assert relative_error(momentum(again), momentum(folders[1])) < 1e-3

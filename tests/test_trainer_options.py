@@ -16,29 +16,21 @@ from ranks import (
     FRESH,
     LONGEST,
     MIXED,
-    RECIPES,
     Data,
     LocalRank,
     are_equal,
     momentum,
     ranks,
     relative_error,
+    resumed,
     with_reward,
+    with_train,
 )
 
 from minirl.config import ALGORITHMS, Config
-from minirl.records import Batch
 from minirl.train.objective import OBJECTIVES
 
 from transformers import AutoModelForCausalLM  # isort: skip
-
-
-def batch_of(data: Data, recipe: object, step: int = 1) -> Batch:
-    return replace(data.batches[RECIPES.index(recipe)], step=step)  # type: ignore[arg-type]
-
-
-def with_train(**values: Any) -> Config:
-    return replace(CONFIG, train=replace(CONFIG.train, **values))
 
 
 def of_algorithm(name: str, **values: Any) -> Config:
@@ -50,7 +42,7 @@ def of_algorithm(name: str, **values: Any) -> Config:
 def test_every_algorithm_trains_and_the_split_changes_nothing(
     name: str, data: Data, tied_folder: Path
 ) -> None:
-    batch, found = batch_of(data, MIXED), []
+    batch, found = data.of(MIXED), []
     for max_tokens in (4096, LONGEST):
         config = of_algorithm(name, max_tokens=max_tokens, kl_coef=0.05, critic_lr=1e-3)
         rank = LocalRank(tied_folder, config, data.ring)
@@ -72,7 +64,7 @@ def test_one_on_policy_step_has_the_gradient_of_reinforce(
     objective: str, proximal: str, data: Data, tied_folder: Path
 ) -> None:
     config = with_train(objective=objective, proximal=proximal, grad_clip=1e6, kl_coef=0.1)
-    batch = batch_of(data, FRESH)
+    batch = data.of(FRESH)
     rank = LocalRank(tied_folder, config, data.ring)
     values = rank.train(batch)
     # The first step of a run: ratio 1, nothing clipped, KL 0.
@@ -99,13 +91,13 @@ def test_two_ranks_give_the_update_of_one_and_leave_one_out_together(
     config = of_algorithm("ppo", critic_lr=1e-3, lora_rank=4, loss_norm="sequence", **kl)
     folder = tmp_path / "run" / "checkpoints" / "step-000001"
     alone = LocalRank(tied_folder, config, data.ring)
-    expected = alone.train(batch_of(data, MIXED))
+    expected = alone.train(data.of(MIXED))
     with ranks(tmp_path, tied_folder, config, data.ring, 2) as two:
         before = two.weights()
-        skipped = two.train(with_reward(batch_of(data, FRESH), 0, float("inf")))
+        skipped = two.train(with_reward(data.of(FRESH), 0, float("inf")))
         assert skipped["train/skipped_updates"] == 2  # GAE is normalised over the batch
         assert are_equal(two.weights(), before)
-        found = two.train(batch_of(data, MIXED))
+        found = two.train(data.of(MIXED))
         two.save(folder)
         weights = two.weights()
     for key in ("train/loss", "train/grad_norm", "train/value_loss", "train/kl"):
@@ -121,15 +113,15 @@ def test_a_sharded_optimizer_trains_as_a_whole_one_and_resumes_to_the_bit(
     """Under a learning rate that changes every step, which each rank's share must follow."""
     options = {"weight_decay": 0.1, "warmup_steps": 1, "schedule": "linear", "steps": 3}
     config = with_train(shard_optimizer=True, **options)
-    first, second = batch_of(data, FRESH), batch_of(data, MIXED, 2)
+    first, second = data.of(FRESH), data.of(MIXED, 2)
     folder = tmp_path / "one" / "checkpoints" / "step-000001"
     with ranks(tmp_path / "one", tied_folder, config, data.ring, 2) as one:
         one.train(first)
         one.save(folder)
         one.train(second)
         uninterrupted = one.weights()
-    resumed = {"is_resumed": True, "version": second.version}
-    with ranks(tmp_path / "two", folder, config, data.ring, 2, **resumed) as two:
+    again = resumed(folder, second.version)
+    with ranks(tmp_path / "two", tied_folder, config, data.ring, 2, **again) as two:
         two.train(second)
         assert are_equal(two.weights(), uninterrupted)
     alone = LocalRank(tied_folder, with_train(**options), data.ring)
@@ -150,11 +142,11 @@ def test_a_critic_and_adapters_resume_to_the_bit(
     config: Config, data: Data, tied_folder: Path, tmp_path: Path
 ) -> None:
     rank = LocalRank(tied_folder, config, data.ring)
-    rank.train(batch_of(data, FRESH))
+    rank.train(data.of(FRESH))
     folder = rank.save(tmp_path / "run" / "checkpoints" / "step-000001")
-    again = LocalRank(tied_folder, config, data.ring, checkpoint=folder)
+    again = LocalRank(tied_folder, config, data.ring, **resumed(folder))
     for each in (rank, again):
-        each.train(batch_of(data, MIXED, 2))
+        each.train(data.of(MIXED, 2))
     assert are_equal(again.momentum(), rank.momentum())
     for ours, theirs in zip(rank.trainer.replicas, again.trainer.replicas, strict=True):
         assert are_equal(*(dict(r.module.named_parameters()) for r in (ours, theirs)))
@@ -170,7 +162,7 @@ def test_lora_publishes_and_saves_merged_weights(
     rank = LocalRank(untied_folder, config, data.ring)
     base = plain_script.load(untied_folder)
     assert are_equal(rank.weights(), _parameters(base))  # B is 0: nothing has changed yet
-    rank.train(batch_of(data, FRESH))
+    rank.train(data.of(FRESH))
     folder = rank.save(tmp_path / "run" / "checkpoints" / "step-000001")
     published = rank.weights()
     changed = {name for name, w in published.items() if not torch.equal(w, _parameters(base)[name])}
@@ -186,7 +178,7 @@ def _parameters(model: torch.nn.Module) -> Weights:
 
 
 def test_an_update_that_is_not_finite_is_left_out(data: Data, tied_folder: Path) -> None:
-    batch = batch_of(data, MIXED)
+    batch = data.of(MIXED)
     rank = LocalRank(tied_folder, with_train(num_minibatches=2), data.ring)
     values = rank.train(with_reward(batch, 3, float("inf")))  # in the second minibatch
     assert values["train/skipped_updates"] == 1 and values["train/grad_norm"] > 0
@@ -205,6 +197,6 @@ def test_a_compiled_model_learns_the_same(data: Data, tied_folder: Path) -> None
     for is_compiled in (False, True):
         rank = LocalRank(tied_folder, with_train(compile=is_compiled), data.ring)
         for step, recipe in enumerate((FRESH, MIXED), start=1):
-            rank.train(batch_of(data, recipe, step))
+            rank.train(data.of(recipe, step))
         found.append(rank.momentum())
     assert relative_error(*found) < 1e-4
