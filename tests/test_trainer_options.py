@@ -10,7 +10,7 @@ from typing import Any
 import plain_script
 import pytest
 import torch
-from plain_script import PlainScript, Weights
+from plain_script import Weights
 from ranks import (
     CONFIG,
     FRESH,
@@ -28,7 +28,6 @@ from ranks import (
 )
 
 from minirl.config import ALGORITHMS, Config
-from minirl.train.objective import OBJECTIVES
 
 from transformers import AutoModelForCausalLM  # isort: skip
 
@@ -56,31 +55,6 @@ def test_every_algorithm_trains_and_the_split_changes_nothing(
     assert relative_error(found[0][1], found[1][1]) < 1e-5
     for key in ("train/loss", "train/kl", "train/clip_frac", "train/behav_ratio_mean"):
         assert found[0][0][key] == pytest.approx(found[1][0][key], rel=1e-4, abs=1e-6), key
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("proximal", ["forward", "loglinear"])
-def test_one_on_policy_step_has_the_gradient_of_reinforce(
-    objective: str, proximal: str, data: Data, tied_folder: Path
-) -> None:
-    config = with_train(objective=objective, proximal=proximal, grad_clip=1e6, kl_coef=0.1)
-    batch = data.of(FRESH)
-    rank = LocalRank(tied_folder, config, data.ring)
-    values = rank.train(batch)
-    # The first step of a run: ratio 1, nothing clipped, KL 0.
-    assert values["train/behav_ratio_mean"] == pytest.approx(1, abs=1e-5)
-    assert values["train/clip_frac"] == 0
-    assert values["train/kl"] == pytest.approx(0, abs=1e-9)
-    plain = PlainScript(tied_folder, config)
-    sequences = [s for g in batch.groups for s in plain.read(g, batch.version, data.ring)]
-    total = torch.zeros(())
-    for s in sequences:
-        logprobs_T = plain_script.logprobs(plain.model, s.tokens, config.rollout.temperature)
-        total = total - (s.advantage * logprobs_T)[s.trains_T].sum()
-    (total / plain_script.count(sequences)).backward()
-    # After one step Adam's momentum is a tenth of the gradient.
-    expected = {name: 0.1 * p.grad for name, p in plain.model.named_parameters()}
-    assert relative_error(rank.momentum(), expected) < 1e-5
 
 
 def test_two_ranks_give_the_update_of_one_and_leave_one_out_together(

@@ -12,6 +12,7 @@ where a micro-batch's tokens are in it.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,6 +92,10 @@ class MicroBatch:
     @property
     def num_sequences(self) -> int:
         return len(self.cu_seqlens_S1) - 1
+
+    def with_columns(self, columns_A: dict[str, Any]) -> "MicroBatch":
+        """With its own part of columns of the whole batch."""
+        return replace(self, **{name: column[self.index_T] for name, column in columns_A.items()})
 
 
 def items_of(batch: Batch, ring: TrajectoryRing, max_staleness: int) -> list[list[Item]]:

@@ -11,7 +11,6 @@ Axes: T tokens of a micro-batch, A tokens of the whole batch, N written tokens o
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -86,15 +85,10 @@ class Preparer:
         if train.loss_norm != "token":  # else every token counts the same
             columns["weights_T"] = self.weights(parts)
         device = self.setup.placement.torch_device
-        known: dict[str, Any] = {n: torch.from_numpy(c).to(device) for n, c in columns.items()}
+        known = {name: torch.from_numpy(c).to(device) for name, c in columns.items()}
         finished = []
         for i, (part, micro_batches) in enumerate(zip(parts, mine, strict=True)):
-            whole = [
-                replace(
-                    micro, **{name: column_A[micro.index_T] for name, column_A in known.items()}
-                )
-                for micro in micro_batches
-            ]
+            whole = [micro.with_columns(known) for micro in micro_batches]
             finished.append(Minibatch(whole, max(1, num_trainable(part)), i / len(parts)))
         return Prepared(finished, groups, columns["advantages_T"], values)
 
