@@ -71,9 +71,7 @@ class SftRank:
     """One rank's policy and how it takes a step."""
 
     def __init__(self, setup: RankSetup, policy: Policy):
-        self.setup, train, place = setup, setup.config.train, setup.placement
-        self.replica = Replica(policy.to(place.torch_device), train, train.lr)
-        self.replica.join(setup.num_ranks, place.kind)
+        self.setup, self.replica = setup, Replica(policy, setup, setup.config.train.lr)
 
     def learn(self, examples: Sequence[Item]) -> tuple[float | None, float | None]:
         """The loss before it, and the gradient's norm: None where it was not finite, and no step

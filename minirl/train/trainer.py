@@ -49,17 +49,15 @@ class Trainer:
         train, model = self.config.train, self.config.model
         # A checkpoint's weights are merged: LoRA resumes from the first model and the adapter.
         folder = setup.tokenizer_folder if train.lora_rank else setup.folder
-        self.policy = build_policy(self.config, folder).to(self.device)
-        self.learner = Replica(self.policy, train, train.lr)
+        self.policy = build_policy(self.config, folder)
+        self.learner = Replica(self.policy, setup, train.lr)
         self.critic: Replica | None = None
         if train.estimator == "gae":
-            critic = build_critic(self.config, setup.folder).to(self.device)
-            self.critic = Replica(critic, train, train.critic_lr)
+            critic = build_critic(self.config, setup.folder)
+            self.critic = Replica(critic, setup, train.critic_lr)
         self.replicas = [self.learner] + ([self.critic] if self.critic else [])
-        if setup.is_resumed:
+        if setup.is_resumed:  # every rank from the same file
             checkpoint.load(Path(setup.folder), self.replicas)
-        for replica in self.replicas:
-            replica.join(setup.num_ranks, setup.placement.kind)
         reference = None  # the model that the run began with, frozen
         if train.kl_coef:
             source, is_trusted = setup.tokenizer_folder, model.trust_remote_code
