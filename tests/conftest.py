@@ -40,8 +40,9 @@ def untied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import tiny_models
+    from transformers import LlamaConfig
 
-    return tiny_models.write(tmp_path_factory.mktemp("llama"), tied=False, is_llama=True)
+    return tiny_models.write(tmp_path_factory.mktemp("llama"), tied=False, kind=LlamaConfig)
 
 
 @pytest.fixture(scope="session")

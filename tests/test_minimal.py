@@ -10,7 +10,7 @@ import pytest
 from ranks import FIRST_VERSION, LONGEST, GroupWriter, LocalRank, Recipe, relative_error
 
 from minirl.recipe import load
-from minirl.records import Batch
+from minirl.records import Batch, Group
 from minirl.shm.ring import TrajectoryRing
 from minirl.train.optimizer import build_optimizer
 from minirl.train.policy import load_policy
@@ -33,18 +33,14 @@ def test_it_can_be_read_in_one_sitting() -> None:
     assert len(FILE.read_text().splitlines()) <= 200
 
 
-def as_written(minimal: ModuleType, batch: Batch, ring: TrajectoryRing) -> list[list]:
-    """The groups of a batch as minimal.py has them."""
-    groups = []
-    for group in batch.groups:
-        views = [ring.read(trajectory.cell, group.id) for trajectory in group.trajectories]
-        groups.append(
-            [
-                minimal.Written(view.tokens.tolist(), int((view.mask == 0).sum()), reward)
-                for view, reward in zip(views, group.rewards, strict=True)
-            ]
-        )
-    return groups
+def as_written(minimal: ModuleType, group: Group, ring: TrajectoryRing) -> list:
+    """A group as minimal.py has it."""
+    written = []
+    for trajectory, reward in zip(group.trajectories, group.rewards, strict=True):
+        view = ring.read(trajectory.cell, group.id)
+        num_prompt = int((view.mask == 0).sum())
+        written.append(minimal.Written(view.tokens.tolist(), num_prompt, reward))
+    return written
 
 
 def test_its_step_is_the_trainers(minimal: ModuleType, tied_folder: Path) -> None:
@@ -64,7 +60,7 @@ def test_its_step_is_the_trainers(minimal: ModuleType, tied_folder: Path) -> Non
         groups = [writer.write(r, 100 * step + i, version) for i, r in enumerate(recipes)]
         batch = Batch(step, version, tuple(groups))
         values = rank.train(batch)
-        written = as_written(minimal, batch, ring)
+        written = [as_written(minimal, group, ring) for group in groups]
         loss = minimal.update(policy, optimizer, written, config, step - 1)
         assert loss == pytest.approx(values["train/loss"], rel=1e-4, abs=1e-6)
         assert values["train/behav_ratio_mean"] == pytest.approx(1, abs=1e-5)

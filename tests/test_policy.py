@@ -1,10 +1,10 @@
 """The policy: packed equals a plain forward in logprobs and gradients, for each kind of model."""
 
 from pathlib import Path
-from typing import Any
 
 import plain_script
 import pytest
+import tiny_models
 import torch
 from torch import Tensor
 
@@ -14,7 +14,6 @@ from minirl.train.optimizer import build_optimizer, learning_rate
 from minirl.train.policy import load_policy
 
 from transformers import (  # isort: skip  (after minirl, which hides a broken torchvision)
-    AutoModelForCausalLM,
     CohereConfig,
     LlamaConfig,
     PreTrainedConfig,
@@ -24,32 +23,11 @@ from transformers import (  # isort: skip  (after minirl, which hides a broken t
 
 LENGTHS = [9, 5, 5, 1, 12, 1]
 TEMPERATURE = 0.7
-TINY = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-
-
-def save_model(folder: Path, config: type[PreTrainedConfig], **values: Any) -> str:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config(**TINY, initializer_range=0.2, **values))
-    model.save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("qwen3")
-    return save_model(folder, Qwen3Config, tie_word_embeddings=True, head_dim=16)
 
 
 def random_tokens() -> Tensor:
     torch.manual_seed(1)
-    return torch.randint(1, TINY["vocab_size"], (sum(LENGTHS),))
+    return torch.randint(1, tiny_models.VOCAB, (sum(LENGTHS),))
 
 
 def run(
@@ -74,9 +52,9 @@ def test_packed_equals_one_by_one(
     config: type[PreTrainedConfig], tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("minirl.train.policy.CHUNK", 7 if tied else 64)  # several chunks, or one
-    folder = save_model(tmp_path, config, tie_word_embeddings=tied)
-    policy = load_policy(folder, gradient_checkpointing=tied)
-    plain = plain_script.load(Path(folder))
+    folder = tiny_models.write(tmp_path, tied, kind=config)
+    policy = load_policy(str(folder), gradient_checkpointing=tied)
+    plain = plain_script.load(folder)
     tokens_T = random_tokens()
     logprobs_T, entropy_T = run(policy, tokens_T)
     expected_T, expected_entropy_T = one_by_one(plain, tokens_T)
@@ -97,13 +75,13 @@ def test_packed_equals_one_by_one(
 
 
 def test_a_head_that_scales_its_logits_is_refused(tmp_path: Path) -> None:
-    folder = save_model(tmp_path, CohereConfig, logit_scale=0.5)
+    folder = tiny_models.write(tmp_path, kind=CohereConfig, logit_scale=0.5)
     with pytest.raises(MinirlError, match="more to its logits"):
-        load_policy(folder)
+        load_policy(str(folder))
 
 
-def test_the_optimizer_decays_matrices_only(qwen3: str) -> None:
-    policy = load_policy(qwen3)
+def test_the_optimizer_decays_matrices_only(tied_folder: Path) -> None:
+    policy = load_policy(str(tied_folder))
     groups = build_optimizer(policy, lr=1e-2, weight_decay=0.1).param_groups
     decays = {p: group["weight_decay"] for group in groups for p in group["params"]}
     assert decays == {p: 0.1 if p.ndim >= 2 else 0.0 for p in policy.parameters()}
@@ -122,9 +100,9 @@ def test_the_learning_rate_warms_up_and_then_stays_or_falls_to_zero() -> None:
 
 
 def test_bfloat16_autocast_is_near_float32_and_gradients_stay_float32(
-    qwen3: str, monkeypatch: pytest.MonkeyPatch
+    tied_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact, rough = load_policy(qwen3), load_policy(qwen3, "bfloat16")
+    exact, rough = load_policy(str(tied_folder)), load_policy(str(tied_folder), "bfloat16")
     tokens_T = random_tokens()
     assert torch.equal(run(exact, tokens_T)[0], run(rough, tokens_T)[0])  # on a CPU: float32
     monkeypatch.setattr("minirl.train.policy.AUTOCAST_ON", {"cpu"})
