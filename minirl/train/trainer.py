@@ -77,7 +77,7 @@ class Trainer:
         lr, *_ = [replica.begin_step(batch.step - 1) for replica in self.replicas]
         prepared = self.preparer.prepare(batch)
         self.problem, self.bad_gradients, self.prepared = "", [], prepared
-        num_tokens = sum(item.length for item in prepared.items)
+        num_tokens = len(prepared.advantages)
         self.logprobs_A = torch.zeros(num_tokens, device=self.device)
         sums: Sums = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
         norms = [self.update(minibatch, sums) for minibatch in prepared.minibatches]
@@ -191,9 +191,8 @@ class Trainer:
             gaps = np.abs(logprobs - item.view.logprobs)[at].tolist()
             is_known = number < num_known
             shown = [float(f"{g:.3g}") if is_known and math.isfinite(g) else None for g in gaps]
-            texts = [
-                self.tokenizer.decode([t], skip_special_tokens=False) for t in item.view.tokens[at]
-            ]
+            alone = [[token] for token in item.view.tokens[at].tolist()]
+            texts = self.tokenizer.decode_batch(alone, skip_special_tokens=False)
             found.append(AnswerTokens(texts, item.view.versions[at].tolist(), shown))
         return tuple(found)
 
