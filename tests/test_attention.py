@@ -31,10 +31,7 @@ def packed(qkv: list[Tensor], lengths: list[int], **rest: Any) -> Tensor:
     ]
 
 
-ON_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 
 @pytest.mark.parametrize(

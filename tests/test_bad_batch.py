@@ -8,16 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from disks import files_up_to
-from ranks import (
-    CONFIG,
-    FIRST_VERSION,
-    FRESH,
-    STATE,
-    Data,
-    LocalRank,
-    are_equal,
-    with_reward,
-)
+from ranks import CONFIG, FIRST_VERSION, FRESH, STATE, Data, LocalRank, are_equal, with_reward
 from typer.testing import CliRunner
 
 from minirl.cli import app

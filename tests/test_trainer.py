@@ -50,19 +50,13 @@ from minirl.train.checkpoint import read_state
 from transformers import AutoModelForCausalLM, AutoTokenizer  # isort: skip
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "max_tokens", "num_minibatches"),
-    [(1, 4096, 1), (1, LONGEST, 2), (2, LONGEST, 2)],
-)
+# (ranks, max_tokens, minibatches)
+@pytest.mark.parametrize("split", [(1, 4096, 1), (1, LONGEST, 2), (2, LONGEST, 2)])
 def test_the_update_is_a_plain_scripts_however_it_is_split(
-    num_ranks: int,
-    max_tokens: int,
-    num_minibatches: int,
-    data: Data,
-    tied_folder: Path,
-    tmp_path: Path,
+    split: tuple[int, int, int], data: Data, tied_folder: Path, tmp_path: Path
 ) -> None:
     """One rank in this process, several in processes of their own."""
+    num_ranks, max_tokens, num_minibatches = split
     config = with_train(max_tokens=max_tokens, num_minibatches=num_minibatches)
     started = ranks(tmp_path, tied_folder, config, data.ring, num_ranks)
     if num_ranks == 1:
