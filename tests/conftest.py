@@ -23,19 +23,19 @@ def pytest_collection_finish() -> None:
         torch.set_num_threads(1)
 
 
-def model_fixture(name: str, **kind: bool) -> Any:
+def model_fixture(name: str, **options: Any) -> Any:
     @pytest.fixture(scope="session")
     def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         import tiny_models  # not at the top: tests that need no model load no torch
 
-        return tiny_models.write(tmp_path_factory.mktemp(name), **kind)
+        return tiny_models.write(tmp_path_factory.mktemp(name), **options)
 
     return folder
 
 
 tied_folder = model_fixture("qwen3-tied", tied=True)
 untied_folder = model_fixture("qwen3-untied", tied=False)
-llama_folder = model_fixture("llama", tied=False, is_llama=True)
+llama_folder = model_fixture("llama", tied=False, kind="LlamaConfig")
 
 
 @pytest.fixture(scope="session")

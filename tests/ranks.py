@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -69,59 +70,60 @@ FEW = Recipe(num_groups=2, versions=(-1, 0), noise=0.3, shortest=40)
 RECIPES = (EQUAL, STALE, FRESH, MIXED, FEW)
 
 
+def with_train(**values: Any) -> Config:
+    return replace(CONFIG, train=replace(CONFIG.train, **values))
+
+
 @dataclass(frozen=True)
 class Data:
     ring: TrajectoryRing
     batches: tuple[Batch, ...]
 
+    def of(self, recipe: Recipe, step: int = 1) -> Batch:
+        return replace(self.batches[RECIPES.index(recipe)], step=step)
+
 
 def make_data(tied_folder: Path) -> Data:
     """One ring and the batches of five steps, in the order of RECIPES."""
-    model, rng = plain_script.load(tied_folder), random.Random(0)
-    num_cells = sum(recipe.num_groups * recipe.group_size for recipe in RECIPES)
-    ring = TrajectoryRing(num_cells, LONGEST)
-    free = iter(range(num_cells))
-    batches = []
+    ring = TrajectoryRing(sum(r.num_groups * r.group_size for r in RECIPES), LONGEST)
+    writer, batches = GroupWriter(plain_script.load(tied_folder), ring), []
     for i, recipe in enumerate(RECIPES):
         version = FIRST_VERSION + i
-        groups = [
-            make_group(recipe, 100 * i + j, version, ring, free, model, rng)
-            for j in range(recipe.num_groups)
-        ]
+        groups = [writer.write(recipe, 100 * i + j, version) for j in range(recipe.num_groups)]
         batches.append(Batch(i + 1, version, tuple(groups)))
     return Data(ring, tuple(batches))
 
 
-def make_group(
-    recipe: Recipe,
-    group_id: int,
-    version: int,
-    ring: TrajectoryRing,
-    free: Iterator[int],
-    model: torch.nn.Module,
-    rng: random.Random,
-    temperature: float = CONFIG.rollout.temperature,
-) -> Group:
-    prompt = [rng.randrange(2, 384) for _ in range(rng.randrange(3, 9))]
-    trajectories = []
-    for _ in range(recipe.group_size):
-        answer = [rng.randrange(2, 384) for _ in range(rng.randrange(recipe.shortest, LONGEST - 8))]
-        tokens = prompt + answer
-        with torch.no_grad():
-            exact_T = plain_script.logprobs(model, tokens, temperature)
-        logprobs = [value + rng.gauss(0, recipe.noise) for value in exact_T[len(prompt) :].tolist()]
-        spans = np.array_split(np.arange(len(answer)), len(recipe.versions))
-        ages = zip(spans, recipe.versions, strict=True)
-        versions = [version + age for span, age in ages for _ in span]
-        cell = next(free)
-        ring.write(cell, group_id, prompt, answer, logprobs, versions)
-        trajectories.append(
-            Trajectory(cell, len(tokens), len(answer), StopReason.LENGTH, versions[0], versions[-1])
-        )
-    rewards = [1.0] * recipe.group_size
-    if not recipe.is_reward_equal:
-        rewards = [float(i % 2) + i / 8 for i in range(recipe.group_size)]
-    return Group(group_id, group_id, tuple(trajectories), tuple(rewards))
+class GroupWriter:
+    """Writes groups into a ring, each trajectory into the next cell."""
+
+    def __init__(
+        self, model: Any, ring: TrajectoryRing, temperature: float = CONFIG.rollout.temperature
+    ):
+        self.model, self.ring, self.temperature = model, ring, temperature
+        self.free, self.rng = count(), random.Random(0)
+
+    def write(self, recipe: Recipe, group_id: int, version: int) -> Group:
+        rng, trajectories = self.rng, []
+        prompt = [rng.randrange(2, 384) for _ in range(rng.randrange(3, 9))]
+        for cell in islice(self.free, recipe.group_size):
+            num_written = rng.randrange(recipe.shortest, LONGEST - 8)
+            answer = [rng.randrange(2, 384) for _ in range(num_written)]
+            with torch.no_grad():
+                exact_T = plain_script.logprobs(self.model, prompt + answer, self.temperature)
+            exact = exact_T[len(prompt) :].tolist()
+            logprobs = [value + rng.gauss(0, recipe.noise) for value in exact]
+            spans = np.array_split(answer, len(recipe.versions))
+            ages = zip(spans, recipe.versions, strict=True)
+            versions = [version + age for span, age in ages for _ in span]
+            self.ring.write(cell, group_id, prompt, answer, logprobs, versions)
+            sizes = (len(prompt) + num_written, num_written)
+            ends = (versions[0], versions[-1])
+            trajectories.append(Trajectory(cell, *sizes, StopReason.LENGTH, *ends))
+        rewards = [1.0] * recipe.group_size
+        if not recipe.is_reward_equal:
+            rewards = [float(i % 2) + i / 8 for i in range(recipe.group_size)]
+        return Group(group_id, group_id, tuple(trajectories), tuple(rewards))
 
 
 def with_reward(batch: Batch, group: int, reward: float) -> Batch:
@@ -149,31 +151,28 @@ def read_store(store: WeightStore) -> Weights:
     return found
 
 
+def resumed(checkpoint: Path, version: int = FIRST_VERSION) -> dict[str, Any]:
+    """What the setup of a rank says that resumes."""
+    return {"folder": str(checkpoint), "is_resumed": True, "version": version}
+
+
 class LocalRank:
     """The only rank, in this process: what most options need, without the wait for a start."""
 
-    def __init__(
-        self,
-        folder: Path,
-        config: Config,
-        ring: TrajectoryRing,
-        checkpoint: Path | None = None,
-        version: int = FIRST_VERSION,
-    ):
+    def __init__(self, source: Path, config: Config, ring: TrajectoryRing, **values: Any):
         torch.manual_seed(config.seed)
-        values = {"folder": str(checkpoint or folder), "is_resumed": checkpoint is not None}
-        setup = setup_of(folder, config, ring, version=version, **values)
+        setup = setup_of(source, config, ring, **values)
         self.store, self.board = setup.store, Board(1)
         self.trainer = Trainer(setup, self.board.writer(0))
-        self.trainer.publish(version)
+        self.trainer.publish(setup.version)
 
     def train(self, batch: Batch) -> dict[str, float | None]:
         self.trained = self.trainer.train(batch)
         self.trainer.publish(self.store.latest + 1)
         return self.trained.values
 
-    def save(self, folder: Path, state: CheckpointState | None = None) -> Path:
-        self.trainer.save(Save(str(folder), state or STATE))
+    def save(self, folder: Path, state: CheckpointState = STATE) -> Path:
+        assert not self.trainer.save(Save(str(folder), state)).error
         return folder
 
     def weights(self) -> Weights:
@@ -201,8 +200,8 @@ class Ranks:
         assert trained.version == self.store.latest
         return trained.values
 
-    def save(self, folder: Path, state: CheckpointState | None = None) -> None:
-        self.send(Save(str(folder), state or STATE))
+    def save(self, folder: Path) -> None:
+        self.send(Save(str(folder), STATE))
         assert self.inbox.take(self.workers[0], Saved).folder == str(folder)
 
     def stop(self) -> None:
@@ -216,10 +215,10 @@ class Ranks:
 
 @contextmanager
 def ranks(
-    tmp_path: Path, folder: Path, config: Config, ring: TrajectoryRing, num: int = 1, **values: Any
+    tmp_path: Path, source: Path, config: Config, ring: TrajectoryRing, num: int = 1, **values: Any
 ) -> Iterator[Ranks]:
     rest = {"num_ranks": num, "rendezvous": str(tmp_path / "rendezvous"), **values}
-    first = setup_of(folder, config, ring, **rest)
+    first = setup_of(source, config, ring, **rest)
     with crew(tmp_path / "logs", num) as inbox:
         spawn, body = inbox.workers.spawn, "minirl.train.trainer:run"
         setups = [replace(first, rank=rank) for rank in range(num)]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention import varlen
 
 from minirl.errors import MinirlError
-from minirl.train.attention import _varlen, boundaries, equal_runs, packed_attention
+from minirl.train.attention import _varlen, boundaries, packed_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
@@ -31,28 +31,30 @@ def packed(qkv: list[Tensor], lengths: list[int], **rest: Any) -> Tensor:
     ]
 
 
-def assert_equals_block_mask(qkv: list[Tensor], lengths: list[int], tolerance: float) -> None:
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "device"),
+    [
+        ([5], "cpu"),
+        ([7, 7, 7, 3, 3, 1], "cpu"),
+        ([1, 9, 2, 2, 30, 1, 1], "cpu"),
+        pytest.param([70, 33, 33, 1], "cuda", marks=ON_GPU),
+    ],
+)
+def test_equals_sdpa_with_a_block_mask(lengths: list[int], device: str) -> None:
+    dtype, tolerance = (torch.float32, 1e-5) if device == "cpu" else (torch.bfloat16, 3e-2)
+    qkv = random_qkv(sum(lengths), device, dtype)
     mask_TT = torch.block_diag(*(torch.ones(n, n).tril() for n in lengths)).bool()
     expected_1HTD = F.scaled_dot_product_attention(
-        *qkv, attn_mask=mask_TT.to(qkv[0].device), scale=0.3, enable_gqa=True
+        *qkv, attn_mask=mask_TT.to(device), scale=0.3, enable_gqa=True
     )
     outs = (packed(qkv, lengths), expected_1HTD.transpose(1, 2))
     weight_1THD = torch.randn_like(outs[0])
     ours, theirs = ([out, *torch.autograd.grad((out * weight_1THD).sum(), qkv)] for out in outs)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
-
-
-@pytest.mark.parametrize("lengths", [[5], [7, 7, 7, 3, 3, 1], [1, 9, 2, 2, 30, 1, 1]])
-def test_equals_sdpa_with_a_block_mask(lengths: list[int]) -> None:
-    assert_equals_block_mask(random_qkv(sum(lengths)), lengths, 1e-5)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_varlen_equals_sdpa_with_a_block_mask() -> None:
-    lengths = [70, 33, 33, 1]
-    assert_equals_block_mask(random_qkv(sum(lengths), "cuda", torch.bfloat16), lengths, 3e-2)
 
 
 def test_varlen_is_called_as_this_torch_declares_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,16 +74,6 @@ def test_varlen_is_called_as_this_torch_declares_it(monkeypatch: pytest.MonkeyPa
     assert call["cu_seq_q"].tolist() == call["cu_seq_k"].tolist() == [0, 3, 4]
     assert (call["max_q"], call["max_k"], call["scale"]) == (3, 3, 0.3)
     assert call["window_size"] == (-1, 0) and call["enable_gqa"]
-
-
-def test_boundaries_by_hand() -> None:
-    bounds = boundaries([3, 1, 2])
-    assert bounds.positions_T.tolist() == [0, 1, 2, 0, 0, 1]
-    assert bounds.cu_seqlens_S1.tolist() == [0, 3, 4, 6]
-    assert bounds.cu_seqlens_S1.dtype == torch.int32
-    assert bounds.max_seqlen == 3
-    runs = equal_runs(boundaries([5, 5, 2, 5, 1, 1, 1]).cu_seqlens_S1)
-    assert runs == [(2, 5), (1, 2), (1, 5), (3, 1)]  # equal neighbours are one
 
 
 def test_a_sliding_window_is_refused_only_where_it_would_matter() -> None:

@@ -8,18 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from disks import files_up_to
-from ranks import (
-    CONFIG,
-    FIRST_VERSION,
-    FRESH,
-    RECIPES,
-    STATE,
-    Data,
-    LocalRank,
-    are_equal,
-    make_data,
-    with_reward,
-)
+from ranks import CONFIG, FIRST_VERSION, FRESH, STATE, Data, LocalRank, are_equal, with_reward
 from typer.testing import CliRunner
 
 from minirl.cli import app
@@ -30,11 +19,6 @@ from minirl.records import Batch
 from minirl.train import bad_batch
 from minirl.train.bad_batch import COLUMNS, BatchSaver, path_of
 from minirl.train.policy import load_policy
-
-
-@pytest.fixture(scope="module")
-def data(tied_folder: Path) -> Data:
-    return make_data(tied_folder)
 
 
 @pytest.fixture
@@ -51,10 +35,6 @@ def rank(data: Data, config: Config, tied_folder: Path) -> LocalRank:
 @pytest.fixture
 def saver(data: Data, config: Config, rank: LocalRank, tmp_path: Path) -> BatchSaver:
     return BatchSaver(config, tmp_path, data.ring, rank.store, Path(config.model.path), threads=2)
-
-
-def fresh(data: Data, step: int = 1) -> Batch:
-    return replace(data.batches[RECIPES.index(FRESH)], step=step)
 
 
 def test_a_batch_comes_back_whole(data: Data, saver: BatchSaver, tmp_path: Path) -> None:
@@ -123,7 +103,7 @@ def test_a_logprob_of_vllm_that_is_not_finite_costs_the_update_and_is_found(
     value: float, data: Data, rank: LocalRank, saver: BatchSaver, tmp_path: Path
 ) -> None:
     """Also where the cap on w would hide it from the loss."""
-    before, batch = rank.weights(), fresh(data)
+    before, batch = rank.weights(), data.of(FRESH)
     group = batch.groups[1]
     view = data.ring.read(group.trajectories[2].cell, group.id)
     kept = view.logprobs[-3]
@@ -145,7 +125,7 @@ def test_an_infinite_reward_is_found_by_the_command_and_only_the_first_few_are_k
     data: Data, rank: LocalRank, saver: BatchSaver, tmp_path: Path
 ) -> None:
     for step in range(1, 5):
-        bad = with_reward(fresh(data, step), 0, float("inf"))
+        bad = with_reward(data.of(FRESH, step), 0, float("inf"))
         assert rank.train(bad)["train/skipped_updates"] == 1
         said = saver.save_bad(bad, rank.store.latest, rank.trainer.problem, must_save=step == 4)
         folder = tmp_path / "bad_batches" / f"step-00000{step}"
@@ -162,18 +142,18 @@ def test_an_infinite_reward_is_found_by_the_command_and_only_the_first_few_are_k
 def test_weights_that_are_not_finite_are_not_published(
     data: Data, rank: LocalRank, saver: BatchSaver, tmp_path: Path
 ) -> None:
-    rank.train(fresh(data))
+    rank.train(data.of(FRESH))
     published = rank.weights()
     name, parameter = next(iter(rank.trainer.policy.model.named_parameters()))
     rank.trainer.learner.optimizer.state[parameter]["exp_avg"][0, 0] = float("nan")
-    batch = replace(fresh(data, step=2), version=FIRST_VERSION + 1)
+    batch = replace(data.of(FRESH, 2), version=FIRST_VERSION + 1)
     with pytest.raises(MinirlError, match=f"step 2: .*{name} is not finite after the update"):
         rank.train(batch)
     assert rank.store.latest == FIRST_VERSION + 1 and are_equal(rank.weights(), published)
     # The controller saves the batch, if there is one, with the weights that the step began with.
     assert saver.save_bad(Batch(2, batch.version, ()), batch.version, "spoiled") == ""
-    assert "version 3 is no longer in memory" in saver.save_bad(fresh(data, 2), 3, "spoiled")
-    saver.save_bad(fresh(data, 2), batch.version, "spoiled")
+    assert "version 3 is no longer in memory" in saver.save_bad(data.of(FRESH, 2), 3, "spoiled")
+    saver.save_bad(data.of(FRESH, 2), batch.version, "spoiled")
     (found,) = bad_batch.replay(tmp_path / "bad_batches" / "step-000002")
     assert found.is_good and found.lines[0] == "spoiled"
 
@@ -181,13 +161,13 @@ def test_weights_that_are_not_finite_are_not_published(
 def test_a_checkpoint_or_batch_that_cannot_be_written_leaves_what_was_there(
     data: Data, rank: LocalRank, saver: BatchSaver, tmp_path: Path
 ) -> None:
-    rank.train(fresh(data))
+    rank.train(data.of(FRESH))
     folders = [tmp_path / "checkpoints" / f"step-00000{step}" for step in (1, 2)]
     requests = [Save(str(folder), STATE) for folder in folders]
     assert rank.trainer.save(requests[0]).error == ""
     with files_up_to(3_000):
         error = rank.trainer.save(requests[1]).error
-        said = saver.save_bad(fresh(data), rank.store.latest, "")
+        said = saver.save_bad(data.of(FRESH), rank.store.latest, "")
         notes = [saver.record(batch, {}) for batch in data.batches[:3]]
     assert error.startswith("it could not be written (") and "too large" in error
     assert said.startswith("; its batch could not be saved: ")

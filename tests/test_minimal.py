@@ -1,17 +1,16 @@
 """recipes/minimal.py is minirl at η = 0: its step is the trainer's to rounding, and it learns."""
 
 import importlib.util
-import random
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import plain_script
 import pytest
-from ranks import FIRST_VERSION, LONGEST, LocalRank, Recipe, make_group, relative_error
+from ranks import FIRST_VERSION, LONGEST, GroupWriter, LocalRank, Recipe, relative_error
 
 from minirl.recipe import load
-from minirl.records import Batch
+from minirl.records import Batch, Group
 from minirl.shm.ring import TrajectoryRing
 from minirl.train.optimizer import build_optimizer
 from minirl.train.policy import load_policy
@@ -34,41 +33,34 @@ def test_it_can_be_read_in_one_sitting() -> None:
     assert len(FILE.read_text().splitlines()) <= 200
 
 
-def as_written(minimal: ModuleType, batch: Batch, ring: TrajectoryRing) -> list[list]:
-    """The groups of a batch as minimal.py has them."""
-    groups = []
-    for group in batch.groups:
-        views = [ring.read(trajectory.cell, group.id) for trajectory in group.trajectories]
-        groups.append(
-            [
-                minimal.Written(view.tokens.tolist(), int((view.mask == 0).sum()), reward)
-                for view, reward in zip(views, group.rewards, strict=True)
-            ]
-        )
-    return groups
+def as_written(minimal: ModuleType, group: Group, ring: TrajectoryRing) -> list:
+    """A group as minimal.py has it."""
+    written = []
+    for trajectory, reward in zip(group.trajectories, group.rewards, strict=True):
+        view = ring.read(trajectory.cell, group.id)
+        num_prompt = int((view.mask == 0).sum())
+        written.append(minimal.Written(view.tokens.tolist(), num_prompt, reward))
+    return written
 
 
 def test_its_step_is_the_trainers(minimal: ModuleType, tied_folder: Path) -> None:
     config = load(RECIPE, ["buffer.max_staleness=0", f"train.batch_size={NUM_GROUPS}"]).config
-    size, rng = config.rollout.group_size, random.Random(3)
+    size = config.rollout.group_size
     policy = load_policy(str(tied_folder), config.model.dtype)
     optimizer = build_optimizer(policy, config.train.lr, config.train.weight_decay)
     ring = TrajectoryRing(3 * NUM_GROUPS * size, LONGEST)
     rank, engine = LocalRank(tied_folder, config, ring), plain_script.load(tied_folder)
-    cells, temperature = iter(range(ring.num_cells)), config.rollout.temperature
+    writer = GroupWriter(engine, ring, config.rollout.temperature)
     recipes = [Recipe(group_size=size)] * (NUM_GROUPS - 1)
     recipes += [Recipe(group_size=size, is_reward_equal=True)]
     for step in (1, 2, 3):
         before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
         engine.load_state_dict(policy.model.state_dict())
         version = FIRST_VERSION + step - 1
-        groups = [
-            make_group(recipe, 100 * step + i, version, ring, cells, engine, rng, temperature)
-            for i, recipe in enumerate(recipes)
-        ]
+        groups = [writer.write(r, 100 * step + i, version) for i, r in enumerate(recipes)]
         batch = Batch(step, version, tuple(groups))
         values = rank.train(batch)
-        written = as_written(minimal, batch, ring)
+        written = [as_written(minimal, group, ring) for group in groups]
         loss = minimal.update(policy, optimizer, written, config, step - 1)
         assert loss == pytest.approx(values["train/loss"], rel=1e-4, abs=1e-6)
         assert values["train/behav_ratio_mean"] == pytest.approx(1, abs=1e-5)

@@ -1,20 +1,19 @@
 """The policy: packed equals a plain forward in logprobs and gradients, for each kind of model."""
 
 from pathlib import Path
-from typing import Any
 
 import plain_script
 import pytest
+import tiny_models
 import torch
 from torch import Tensor
 
 from minirl.errors import MinirlError
 from minirl.train.attention import boundaries
 from minirl.train.optimizer import build_optimizer, learning_rate
-from minirl.train.policy import HeadLogprobs, load_policy
+from minirl.train.policy import load_policy
 
 from transformers import (  # isort: skip  (after minirl, which hides a broken torchvision)
-    AutoModelForCausalLM,
     CohereConfig,
     LlamaConfig,
     PreTrainedConfig,
@@ -24,32 +23,11 @@ from transformers import (  # isort: skip  (after minirl, which hides a broken t
 
 LENGTHS = [9, 5, 5, 1, 12, 1]
 TEMPERATURE = 0.7
-TINY = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-
-
-def save_model(folder: Path, config: type[PreTrainedConfig], **values: Any) -> str:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config(**TINY, initializer_range=0.2, **values))
-    model.save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("qwen3")
-    return save_model(folder, Qwen3Config, tie_word_embeddings=True, head_dim=16)
 
 
 def random_tokens() -> Tensor:
     torch.manual_seed(1)
-    return torch.randint(1, TINY["vocab_size"], (sum(LENGTHS),))
+    return torch.randint(1, tiny_models.VOCAB, (sum(LENGTHS),))
 
 
 def run(
@@ -71,17 +49,21 @@ def one_by_one(model: plain_script.PreTrainedModel, tokens_T: Tensor) -> tuple[T
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("config", [Qwen3Config, Qwen2Config, LlamaConfig])
 def test_packed_equals_one_by_one(
-    config: type[PreTrainedConfig], tied: bool, tmp_path: Path
+    config: type[PreTrainedConfig], tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = save_model(tmp_path, config, tie_word_embeddings=tied)
-    policy = load_policy(folder, gradient_checkpointing=tied)
-    plain = plain_script.load(Path(folder))
+    monkeypatch.setattr("minirl.train.policy.CHUNK", 7 if tied else 64)  # several chunks, or one
+    folder = tiny_models.write(tmp_path, tied, kind=config)
+    policy = load_policy(str(folder), gradient_checkpointing=tied)
+    plain = plain_script.load(folder)
     tokens_T = random_tokens()
     logprobs_T, entropy_T = run(policy, tokens_T)
     expected_T, expected_entropy_T = one_by_one(plain, tokens_T)
     torch.testing.assert_close(logprobs_T, expected_T, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy_T, expected_entropy_T, atol=1e-5, rtol=1e-5)
-    assert not entropy_T.requires_grad
+    assert policy.training and not entropy_T.requires_grad
+    needed_T = torch.rand(len(tokens_T)) < 0.5
+    for some_T, all_T in zip(run(policy, tokens_T, needed_T), (logprobs_T, entropy_T), strict=True):
+        torch.testing.assert_close(some_T, torch.where(needed_T, all_T, 0.0))
 
     weight_T = torch.randn(len(tokens_T)) / len(tokens_T)
     (logprobs_T * weight_T).sum().backward()
@@ -92,59 +74,17 @@ def test_packed_equals_one_by_one(
     assert not grads
 
 
-def test_only_needed_tokens_are_computed_and_they_are_the_same(qwen3: str) -> None:
-    policy = load_policy(qwen3)
-    tokens_T = random_tokens()
-    needed_T = torch.rand(len(tokens_T)) < 0.5
-    all_T, all_entropy_T = run(policy, tokens_T)
-    assert policy.training and torch.equal(run(policy, tokens_T)[0], all_T)  # without dropout
-    some_T, some_entropy_T = run(policy, tokens_T, needed_T=needed_T)
-    torch.testing.assert_close(some_T, torch.where(needed_T, all_T, 0.0))
-    torch.testing.assert_close(some_entropy_T, torch.where(needed_T, all_entropy_T, 0.0))
-
-
-@pytest.mark.parametrize("chunk", [3, 64])
-def test_chunked_equals_unchunked(chunk: int) -> None:
-    torch.manual_seed(0)
-    hidden_NE = torch.randn(10, 6, requires_grad=True)
-    weight_VE = torch.randn(17, 6, requires_grad=True)
-    targets_N, grad_N = torch.randint(17, (10,)), torch.randn(10)
-    all_NV = (hidden_NE @ weight_VE.T / TEMPERATURE).log_softmax(-1)
-    expected_N = all_NV.gather(1, targets_N[:, None])[:, 0]
-    settings = (TEMPERATURE, chunk, torch.float32)
-    ours_N, entropy_N = HeadLogprobs.apply(hidden_NE, weight_VE, targets_N, *settings)
-    torch.testing.assert_close(ours_N, expected_N)
-    torch.testing.assert_close(entropy_N, -(all_NV.exp() * all_NV).sum(-1))
-    ours, theirs = (
-        torch.autograd.grad(out_N, [hidden_NE, weight_VE], grad_N) for out_N in (ours_N, expected_N)
-    )
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-
-
 def test_a_head_that_scales_its_logits_is_refused(tmp_path: Path) -> None:
-    folder = save_model(tmp_path, CohereConfig, logit_scale=0.5)
+    folder = tiny_models.write(tmp_path, kind=CohereConfig, logit_scale=0.5)
     with pytest.raises(MinirlError, match="more to its logits"):
-        load_policy(folder)
+        load_policy(str(folder))
 
 
-def test_optimizer_decays_matrices_only_and_equals_plain_adamw(qwen3: str) -> None:
-    ours, plain = load_policy(qwen3), load_policy(qwen3)
-    optimizer = build_optimizer(ours, lr=1e-2, weight_decay=0.1)
-    reference = torch.optim.AdamW(
-        [{"params": [p], "weight_decay": 0.1 if p.ndim >= 2 else 0.0} for p in plain.parameters()],
-        lr=1e-2,
-        betas=(0.9, 0.95),
-        foreach=False,
-    )
-    pairs = [*zip(ours.parameters(), plain.parameters(), strict=True)]
-    for _ in range(3):
-        for a, b in pairs:
-            a.grad = torch.randn_like(a)
-            b.grad = a.grad.clone()
-        optimizer.step()
-        reference.step()
-    for a, b in pairs:
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+def test_the_optimizer_decays_matrices_only(tied_folder: Path) -> None:
+    policy = load_policy(str(tied_folder))
+    groups = build_optimizer(policy, lr=1e-2, weight_decay=0.1).param_groups
+    decays = {p: group["weight_decay"] for group in groups for p in group["params"]}
+    assert decays == {p: 0.1 if p.ndim >= 2 else 0.0 for p in policy.parameters()}
 
 
 def test_the_learning_rate_warms_up_and_then_stays_or_falls_to_zero() -> None:
@@ -160,9 +100,9 @@ def test_the_learning_rate_warms_up_and_then_stays_or_falls_to_zero() -> None:
 
 
 def test_bfloat16_autocast_is_near_float32_and_gradients_stay_float32(
-    qwen3: str, monkeypatch: pytest.MonkeyPatch
+    tied_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact, rough = load_policy(qwen3), load_policy(qwen3, "bfloat16")
+    exact, rough = load_policy(str(tied_folder)), load_policy(str(tied_folder), "bfloat16")
     tokens_T = random_tokens()
     assert torch.equal(run(exact, tokens_T)[0], run(rough, tokens_T)[0])  # on a CPU: float32
     monkeypatch.setattr("minirl.train.policy.AUTOCAST_ON", {"cpu"})

@@ -25,7 +25,8 @@ from minirl.run_dir import read_lines
 from minirl.tasks.arithmetic import Arithmetic
 from minirl.tools.sft_run import as_training
 from minirl.train.batch import Item, example_item
-from minirl.train.sft import SftData, SftRank, build_rank, step
+from minirl.train.policy import build_policy
+from minirl.train.sft import SftData, SftRank, step
 from tests.soak.controller_process import living
 
 STEPS, SIZE = 3, 6
@@ -52,7 +53,7 @@ def config(sets: list[str]) -> Config:
 def rank(config: Config) -> SftRank:
     folder, training = config.model.path, as_training(config)
     setup = SftSetup(config=training, folder=folder, placement=TRAINER_PLACE, output="")
-    return build_rank(setup)
+    return SftRank(setup, build_policy(training, folder))
 
 
 def parts(item: Item) -> tuple[list[int], list[int]]:

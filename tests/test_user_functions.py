@@ -3,14 +3,12 @@ does not fit is one line that names key, file and what the function must take.
 """
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import CONFIG, FRESH, MIXED, RECIPES, Data, LocalRank, are_equal
+from ranks import CONFIG, FRESH, MIXED, Data, LocalRank, are_equal, with_train
 
-from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.recipe import load
 from minirl.tasks.registry import FUNCTIONS, check_functions
@@ -21,10 +19,6 @@ DOCS = Path(__file__).parent.parent / "docs" / "algorithms.md"
 KEYS = {"objective": "my_loss.py:my_loss", "estimator": "my_adv.py:my_advantage"}
 
 
-def with_train(**values: str) -> Config:
-    return replace(CONFIG, train=replace(CONFIG.train, num_minibatches=2, **values))
-
-
 def test_the_tutorials_code_trains_as_the_built_in_ones(
     data: Data, tied_folder: Path, tmp_path: Path
 ) -> None:
@@ -33,13 +27,13 @@ def test_the_tutorials_code_trains_as_the_built_in_ones(
     written = "".join(f'{key} = "{value}"\n' for key, value in KEYS.items())
     (tmp_path / "recipe.toml").write_text(f"[train]\n{written}")
     named = load(tmp_path / "recipe.toml").config.train  # beside the recipe: whole paths
-    own = with_train(objective=named.objective, estimator=named.estimator)
+    own = with_train(objective=named.objective, estimator=named.estimator, num_minibatches=2)
     check_functions(own)
     found = []
-    for config in (own, with_train(objective="decoupled", estimator="dr_grpo")):
+    for config in (own, with_train(estimator="dr_grpo", num_minibatches=2)):
         rank = LocalRank(tied_folder, config, data.ring)
         for step, recipe in enumerate((FRESH, MIXED), start=1):
-            rank.train(replace(data.batches[RECIPES.index(recipe)], step=step))
+            rank.train(data.of(recipe, step))
         found.append(rank.weights())
     assert are_equal(*found)
 

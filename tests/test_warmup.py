@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,16 +17,25 @@ from minirl.tasks.arithmetic import Stream, demonstration, draw_problem
 from minirl.train import tiny
 from minirl.train.tiny import EOS, build_tiny_model, build_tokenizer, tiny_model_folder
 
-MINIATURE = ((2, 2, 2), (0.0, 1.0))  # the same path in seconds: a few steps, and any skill will do
+# The same path in seconds: a few steps, and any skill will do.
+MINIATURE = {"STEPS": (2, 2, 2), "SAMPLED": (0.0, 1.0), "NUM_PROBES": 8}
 WEIGHTS = "model.safetensors"
 FILES = {WEIGHTS, *(f"{name}.json" for name in ("config", "generation_config"))}
 FILES |= {"tokenizer.json", "tokenizer_config.json"}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def miniature() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in MINIATURE.items():
+            patch.setattr(tiny, name, value)
+        yield
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("built") / "tiny"
-    build_tiny_model(folder, 0, print, *MINIATURE)
+    build_tiny_model(folder, 0, print)
     return folder
 
 
@@ -57,7 +67,7 @@ def test_the_same_seed_gives_the_same_weights(built: Path, tmp_path: Path) -> No
     torch.manual_seed(123)
     before = torch.random.get_rng_state()
     for seed in (0, 1):
-        build_tiny_model(tmp_path / str(seed), seed, print, *MINIATURE)
+        build_tiny_model(tmp_path / str(seed), seed, print)
         is_equal = (tmp_path / str(seed) / WEIGHTS).read_bytes() == (built / WEIGHTS).read_bytes()
         assert is_equal == (seed == 0)
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -66,7 +76,7 @@ def test_the_same_seed_gives_the_same_weights(built: Path, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_of_two_processes_one_builds_and_a_killed_one_leaves_no_half_folder(tmp_path: Path) -> None:
     def build() -> subprocess.Popen[str]:
-        shorter = f"tiny.build_tiny_model.__defaults__ = {MINIATURE!r}"
+        shorter = f"vars(tiny).update({MINIATURE!r})"
         ensure = "print(tiny.ensure_tiny_model(0, lambda line: None))"
         program = f"from minirl.train import tiny\n{shorter}\n{ensure}"
         env = {**os.environ, "MINIRL_CACHE": str(tmp_path)}
@@ -88,8 +98,9 @@ def test_a_model_that_fails_its_probe_is_given_up_and_said_so(
 ) -> None:
     lines: list[str] = []
     monkeypatch.setattr(tiny, "MAX_ATTEMPTS", 2)
+    monkeypatch.setattr(tiny, "SAMPLED", (2.0, 3.0))
     with pytest.raises(MinirlError, match="2 attempts"):
-        build_tiny_model(tmp_path / "tiny", 0, lines.append, MINIATURE[0], sampled=(2.0, 3.0))
+        build_tiny_model(tmp_path / "tiny", 0, lines.append)
     assert sum("retrying" in line for line in lines) == 2
     assert list(tmp_path.iterdir()) == []
 

@@ -1,6 +1,7 @@
 """Tiny random models as ordinary Hugging Face folders: no warm-up, written in a moment."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -9,10 +10,10 @@ from minirl.devices import hide_broken_torchvision
 
 hide_broken_torchvision()
 
+import transformers  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     GenerationConfig,
-    LlamaConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
 )
@@ -33,12 +34,13 @@ COMMON = dict(
 )
 
 
-def write(folder: Path, tied: bool = True, seed: int = 0, is_llama: bool = False) -> Path:
+def write(
+    folder: Path, tied: bool = True, seed: int = 0, kind: Any = Qwen3Config, **values: Any
+) -> Path:
     torch.manual_seed(seed)
-    kind = LlamaConfig if is_llama else Qwen3Config
-    model = AutoModelForCausalLM.from_config(
-        kind(**COMMON, bos_token_id=None, tie_word_embeddings=tied)
-    )
+    kind = getattr(transformers, kind) if isinstance(kind, str) else kind
+    config = kind(**COMMON, bos_token_id=None, tie_word_embeddings=tied, **values)
+    model = AutoModelForCausalLM.from_config(config)
     model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
     model.save_pretrained(folder)
     tokenizer(POSITIONS).save_pretrained(folder)

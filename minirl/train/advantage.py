@@ -79,16 +79,14 @@ def estimate(name: str, rewards: Groups, penalties: Groups | None = None) -> lis
     estimator = ESTIMATORS.get(name) or load_function("train.estimator", name)
     shaped = rewards
     if penalties is not None:
-        pairs = zip(rewards, penalties, strict=True)
-        shaped = [[r - p for r, p in zip(*pair, strict=True)] for pair in pairs]
+        both = zip(rewards, penalties, strict=True)
+        shaped = [[r - p for r, p in zip(*pair, strict=True)] for pair in both]
     found = estimator(shaped)
     if [*map(len, found)] != [*map(len, rewards)]:
         remedy = "return a list per group, with a number per reward"
         raise RecipeError("train.estimator", name, "gave not one advantage per reward", remedy)
-    is_flat = [min(group) == max(group) for group in rewards]
-    return [
-        [0.0] * len(group) if flat else group for group, flat in zip(found, is_flat, strict=True)
-    ]
+    pairs = zip(found, rewards, strict=True)
+    return [[0.0] * len(own) if min(own) == max(own) else group for group, own in pairs]
 
 
 def gae(

@@ -12,7 +12,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,7 +36,7 @@ if TYPE_CHECKING:  # the controller saves batches without loading a model's code
     from minirl.train.trainer import Trainer
 
 FILE = "batch.safetensors"
-COLUMNS = ("tokens", "mask", "logprobs", "versions")
+COLUMNS = ("tokens", "logprobs", "versions")  # as a ring takes them; versions give the mask
 COMPARED = ("train/loss", "train/grad_norm")
 MAX_SAVED = 2  # bad batches of a run that continues: each holds a whole model
 
@@ -56,15 +55,13 @@ class SavedBatch:
         return [t.length for group in self.batch.groups for t in group.trajectories]
 
 
-@cache
-def header() -> TypeAdapter[SavedBatch]:
-    return TypeAdapter(SavedBatch)
+HEADER = TypeAdapter(SavedBatch)
 
 
 def write(path: Path, saved: SavedBatch) -> None:
     from safetensors.numpy import save_file
 
-    about = header().dump_python(saved, mode="json", exclude={"columns"})
+    about = HEADER.dump_python(saved, mode="json", exclude={"columns"})
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as aside:
         save_file(saved.columns, aside, {"batch": json.dumps(about)})
@@ -75,7 +72,7 @@ def read(path: Path) -> SavedBatch:
 
     with checkpoint.as_one_line(path, "cannot be computed again"):
         with safe_open(path, framework="np") as file:
-            saved = header().validate_json((file.metadata() or {})["batch"])
+            saved = HEADER.validate_json((file.metadata() or {})["batch"])
             saved.columns.update({name: file.get_tensor(name) for name in COLUMNS})
         shapes = {column.shape for column in saved.columns.values()}
         if shapes != {(sum(saved.lengths),)} or min(saved.lengths) < 1:
@@ -89,9 +86,7 @@ def put(saved: SavedBatch, ring: TrajectoryRing) -> Batch:
     views = zip(*(np.split(saved.columns[name], ends) for name in COLUMNS), strict=True)
     for group in saved.batch.groups:
         for trajectory in group.trajectories:
-            own = dict(zip(COLUMNS, next(views), strict=True))
-            del own["mask"]  # it follows from versions
-            ring.write(trajectory.cell, group.id, (), **own)
+            ring.write(trajectory.cell, group.id, (), *next(views))
     return saved.batch
 
 
@@ -202,13 +197,10 @@ def replay(path: Path) -> Iterator[Replayed]:
         first = int(folder.name[5:]) if before else 0
         batches = [read(path_of(run_dir, step)) for step in range(first + 1, last + 1)]
     with checkpoint.as_one_line(folder, "cannot be computed again"):
-        lengths = [saved.lengths for saved in batches]
-        trainer = _trainer(batches[0], folder, max(map(len, lengths)), max(map(max, lengths)))
+        trainer = _trainer(batches, folder)
         for saved in batches:
             trained = trainer.train(put(saved, trainer.setup.ring))
-            gradients = (f"the gradient of {name}" for name in trainer.bad_gradients[:5])
-            bad = [*_bad_tokens(trainer, saved.batch), *gradients]
-            yield Replayed(saved, trained.values, [f"{what} is not finite" for what in bad])
+            yield Replayed(saved, trained.values, [*_not_finite(trainer, saved.batch)])
 
 
 def _source(config: Config) -> Path:
@@ -218,41 +210,45 @@ def _source(config: Config) -> Path:
     return model.local_folder(config)
 
 
-def _trainer(first: SavedBatch, folder: Path, num_cells: int, cell_tokens: int) -> "Trainer":
+def _trainer(batches: list[SavedBatch], folder: Path) -> "Trainer":
     import torch
 
     from minirl.train.trainer import Trainer
 
-    config, is_merged = first.config, folder.name == "weights"
+    config, is_merged = batches[0].config, folder.name == "weights"
     if is_merged:
         config = replace(config, train=replace(config.train, lora_rank=0))
     is_gpu = config.devices.kind != "cpu" and torch.cuda.is_available()
-    place = Placement("cuda" if is_gpu else "cpu", cores=tuple(range(first.threads)))
+    place = Placement("cuda" if is_gpu else "cpu", cores=tuple(range(batches[0].threads)))
     use_training_device(place)
     torch.manual_seed(config.seed)
+    lengths = [saved.lengths for saved in batches]
     setup = TrainerSetup(
         config=config,
         folder=str(folder),
         tokenizer_folder=str(folder if is_merged and not config.train.kl_coef else _source(config)),
         placement=place,
-        ring=TrajectoryRing(num_cells, cell_tokens),
+        ring=TrajectoryRing(max(map(len, lengths)), max(map(max, lengths))),
         store=WeightStore(model.weight_table(folder), config.model.dtype),
         is_resumed=(folder / checkpoint.STATE).is_file(),
-        version=first.batch.version,
+        version=batches[0].batch.version,
     )
     return Trainer(setup, Board(1).writer(0))
 
 
-def _bad_tokens(trainer: "Trainer", batch: Batch) -> Iterator[str]:
-    """The first that is not finite, of each trajectory."""
-    places = [(group.id, i) for group in batch.groups for i in range(len(group.trajectories))]
-    for (group, place), item in zip(places, trainer.prepared.items, strict=True):
-        columns = {
-            "vLLM's logprob": item.view.logprobs,
-            "the advantage": trainer.prepared.advantages[item.place],
-            "the trainer's logprob": trainer.logprobs[item.place],
-        }
-        for what, column in columns.items():
-            if len(tokens := np.flatnonzero(item.trainable & ~np.isfinite(column))):
-                yield f"group {group}, trajectory {place}, token {tokens[0]}: {what}"
-                break
+def _not_finite(trainer: "Trainer", batch: Batch) -> Iterator[str]:
+    """The first token that is not finite, of each trajectory, and the first gradients."""
+    logprobs_A = trainer.logprobs_A.cpu().numpy()
+    for group, items in zip(batch.groups, trainer.prepared.groups, strict=True):
+        for place, item in enumerate(items):
+            for what, column in {
+                "vLLM's logprob": item.view.logprobs,
+                "the advantage": trainer.prepared.advantages[item.place],
+                "the trainer's logprob": logprobs_A[item.place],
+            }.items():
+                if len(at := np.flatnonzero(item.trainable & ~np.isfinite(column))):
+                    where = f"group {group.id}, trajectory {place}, token {at[0]}"
+                    yield f"{where}: {what} is not finite"
+                    break
+    for name in trainer.bad_gradients[:5]:
+        yield f"the gradient of {name} is not finite"

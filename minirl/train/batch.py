@@ -12,6 +12,7 @@ where a micro-batch's tokens are in it.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,6 +76,7 @@ class MicroBatch:
     ref_T: Tensor | None = None
     advantages_T: Tensor | None = None
     weights_T: Tensor | None = None
+    values_T: Tensor | None = None
     returns_T: Tensor | None = None
 
     @property
@@ -83,8 +85,17 @@ class MicroBatch:
         return self.tokens_T, self.positions_T, self.cu_seqlens_S1, self.max_seqlen
 
     @property
+    def needed_T(self) -> Tensor:
+        """Tokens whose logprob is of use: those that train, and those that can be compared."""
+        return self.trainable_T | self.at_equal_version_T
+
+    @property
     def num_sequences(self) -> int:
         return len(self.cu_seqlens_S1) - 1
+
+    def with_columns(self, columns_A: dict[str, Any]) -> "MicroBatch":
+        """With its own part of columns of the whole batch."""
+        return replace(self, **{name: column[self.index_T] for name, column in columns_A.items()})
 
 
 def items_of(batch: Batch, ring: TrajectoryRing, max_staleness: int) -> list[list[Item]]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from minirl.train.policy import Policy
 
 STATE = "trainer/state.json"
-NEEDED = ("config.json", "model.safetensors", STATE, "trainer/optimizer.safetensors")
+WEIGHTS = ("model.safetensors", "trainer/optimizer.safetensors")  # of every checkpoint
 BESIDE_WEIGHTS = ("*token*", "chat_template*", "vocab*", "merges.txt", "generation_config.json")
 
 
@@ -61,24 +61,19 @@ def _flush(path: Path) -> None:
         os.close(fd)
 
 
-def save(
-    folder: Path,
-    learner: "Replica",
-    critic: "Replica | None",
-    source: Path,
-    state: CheckpointState,
-) -> None:
-    """`source` is the model folder whose tokenizer files are copied."""
+def save(folder: Path, replicas: "list[Replica]", source: Path, state: CheckpointState) -> None:
+    """`replicas` are the policy's, and the critic's where there is one; `source` is the model
+    folder whose tokenizer files are copied."""
     import torch
     from safetensors.torch import save_file
 
     from minirl.train import lora
 
-    policy = cast("Policy", learner.module)
-    files = {"optimizer": learner.state_by_name()}
+    learner, *critics = replicas
+    policy, files = cast("Policy", learner.module), {"optimizer": learner.state_by_name()}
     if policy.dtype != torch.float32 and not lora.is_adapted(policy.model):
         files["master"] = dict(policy.model.named_parameters())
-    if critic is not None:
+    for critic in critics:
         files["critic"] = dict(critic.module.named_parameters())
         files["critic_optimizer"] = critic.state_by_name()
     with written_aside(folder) as aside:
@@ -107,19 +102,20 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
         shutil.copy2(path, folder / path.name)
 
 
-def load(folder: Path, learner: "Replica", critic: "Replica | None") -> None:
+def load(folder: Path, replicas: "list[Replica]") -> None:
     """Optimizer states, and weights that the model in the same folder does not hold exactly."""
     from safetensors.torch import load_file
 
     from minirl.train import lora
 
     files = {path.stem: load_file(path) for path in (folder / "trainer").glob("*.safetensors")}
+    learner, *critics = replicas
     if lora.is_adapted(learner.named):
         lora.load_adapter(learner.named, folder / "adapter")
     elif "master" in files:
         learner.named.load_state_dict(files["master"], strict=False)
     learner.load_state(files["optimizer"])
-    if critic is not None:
+    for critic in critics:
         critic.module.load_state_dict(files["critic"], strict=False)
         critic.load_state(files["critic_optimizer"])
 
@@ -183,10 +179,7 @@ def read_state(folder: Path) -> CheckpointState:
 
 def read_whole(folder: Path) -> CheckpointState:
     """The state of a checkpoint whose files are all there and as long as their headers say."""
-    for name in NEEDED:
-        if not (folder / name).is_file():
-            raise MinirlError(f"{folder} is not whole: it has no {name}")
-    for path in sorted(folder.rglob("*.safetensors")):
+    for path in sorted({*(folder / name for name in WEIGHTS), *folder.rglob("*.safetensors")}):
         with as_one_line(path), safe_open(path, framework="np"):
             pass
     with as_one_line(folder / "config.json"):

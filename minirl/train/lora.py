@@ -39,13 +39,13 @@ def is_adapted(model: nn.Module) -> bool:
 def merged(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
     """The weights under the names of the model without adapters, each computed when asked for, so
     that a publication never has a second model in memory."""
-    adapted = {name: m for name, m in model.named_modules() if hasattr(m, "get_delta_weight")}
-    weights: dict[str, Callable[[], Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        layer = adapted.get(name.removesuffix(f"{INSIDE}weight"))
-        if ".lora_" not in name:
-            weights[name.replace(INSIDE, ".")] = partial(_merge, parameter.detach(), layer)
-    return weights
+    layers = {n: m for n, m in model.named_modules() if hasattr(m, "get_delta_weight")}
+    adapted = {f"{name}{INSIDE}weight": layer for name, layer in layers.items()}
+    return {
+        name.replace(INSIDE, "."): partial(_merge, parameter.detach(), adapted.get(name))
+        for name, parameter in model.named_parameters()
+        if ".lora_" not in name
+    }
 
 
 @torch.no_grad()

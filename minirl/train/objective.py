@@ -157,13 +157,13 @@ def loss_of(name: str, tokens: Tokens, train: TrainConfig) -> tuple[Tensor, Sums
     _, ratio_T, kept_T = terms.behav or Behaviour(ones_T, ones_T, mask_T)
     clipped_T = torch.zeros_like(mask_T) if terms.clipped_T is None else terms.clipped_T
     objective_T = torch.where(kept_T, objective_T, 0.0)
-    kl_T = torch.zeros_like(objective_T)
+    kl: Sums = {}
     if tokens.ref_T is not None:
         # where on both sides: exp of garbage in a masked token must not reach the gradient.
         ours_T, ref_T = (torch.where(mask_T, x, 0.0) for x in (tokens.logprobs_T, tokens.ref_T))
         d_T = ref_T - ours_T
         kl_T = d_T.exp() - d_T - 1  # k3, an estimate of KL(π‖π_ref) at one sampled token
-        objective_T = objective_T - train.kl_coef * kl_T
+        objective_T, kl["kl"] = objective_T - train.kl_coef * kl_T, kl_T.detach().sum()
     if tokens.weights_T is not None:
         objective_T = objective_T * tokens.weights_T
     return -objective_T.sum(), {
@@ -171,17 +171,15 @@ def loss_of(name: str, tokens: Tokens, train: TrainConfig) -> tuple[Tensor, Sums
         "clipped": (clipped_T & kept_T).sum(),
         "capped": (mask_T & ~kept_T).sum(),
         "behav_ratio": torch.where(mask_T, ratio_T, 0.0).sum(),  # capped tokens included
-        "kl": kl_T.detach().sum(),
+        **kl,
     }
 
 
-def forward(
-    policy: nn.Module, micro: MicroBatch, config: Config, needed_T: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """(logprobs_T, entropy_T) of the tokens that train, or that `needed_T` marks."""
-    if needed_T is None:
-        needed_T = micro.trainable_T | micro.at_equal_version_T
-    return policy(*micro.inputs, config.rollout.temperature, needed_T)
+def value_loss(critic: nn.Module, micro: MicroBatch) -> Tensor:
+    """Half the squared error, summed over the tokens that train."""
+    assert micro.returns_T is not None
+    errors_T = critic(*micro.inputs) - micro.returns_T
+    return torch.where(micro.trainable_T, errors_T, 0.0).square().sum() / 2
 
 
 def micro_loss(
@@ -189,7 +187,8 @@ def micro_loss(
 ) -> tuple[Tensor, Tensor, Sums]:
     """The loss, summed over tokens, log π_θ, detached, and sums of metrics. `progress` is the share
     of the step's minibatches that were trained before this one."""
-    logprobs_T, entropy_T = forward(policy, micro, config)
+    temperature = config.rollout.temperature
+    logprobs_T, entropy_T = policy(*micro.inputs, temperature, micro.needed_T)
     prox_T = logprobs_T.detach() if micro.prox_T is None else micro.prox_T
     if micro.prox_T is None and config.train.proximal == "loglinear":
         prox_T = loglinear_prox(logprobs_T, micro.behav_T, micro.staleness_T, progress)

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from minirl.config import TrainConfig
 from minirl.messages import RankSetup
 
 STATE = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, for each parameter
@@ -67,19 +66,18 @@ def over_ranks(value: Tensor) -> Tensor:
 
 class Replica:
     """One rank's copy of a model that is trained (the policy or the critic), with its optimizer.
-    DDP sums gradients over the ranks in the last backward of a step, which `syncing` marks."""
+    DDP starts from rank 0's weights, and sums gradients over the ranks in the last backward of a
+    step, which `syncing` marks."""
 
-    def __init__(self, module: nn.Module, config: TrainConfig, lr: float):
-        self.module, self.config, self.lr = module, config, lr
-        self.optimizer = build_optimizer(module, lr, config.weight_decay, config.shard_optimizer)
-        self.parallel: nn.Module = module
+    def __init__(self, module: nn.Module, setup: RankSetup, lr: float):
+        self.config, self.lr = setup.config.train, lr
+        self.module = self.parallel = module.to(setup.placement.torch_device)
         self.named: Any = getattr(module, "model", module)  # whose names a checkpoint has
-
-    def join(self, num_ranks: int, kind: str) -> None:
-        """The other ranks. After a checkpoint was loaded: DDP sends what rank 0 has."""
-        if num_ranks > 1:
-            ids = [0] if kind == "cuda" else None
-            self.parallel = nn.parallel.DistributedDataParallel(self.module, device_ids=ids)
+        decay, is_sharded = self.config.weight_decay, self.config.shard_optimizer
+        self.optimizer = build_optimizer(module, lr, decay, is_sharded)
+        if setup.num_ranks > 1:
+            ids = [0] if setup.placement.kind == "cuda" else None
+            self.parallel = nn.parallel.DistributedDataParallel(module, device_ids=ids)
 
     def begin_step(self, step: int) -> float:
         """Sets the learning rate of step 0, 1, … and gives it."""

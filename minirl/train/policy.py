@@ -4,6 +4,7 @@ Takes tokens packed end to end with their boundaries (`attention.boundaries`), g
 token its logprob under the prefix, with gradient, and the entropy of the distribution it came from,
 without. Weights are float32 masters; with "bfloat16" the forward runs under autocast, on CUDA only.
 Leaves out heads that do more than a product (bias, soft cap, scaling): `load_policy` refuses them.
+The critic of the estimator "gae" is a copy of the policy's backbone with a value head.
 
 Axes: T tokens of all sequences, N tokens whose logprob is needed, C of them in one chunk,
 V vocabulary, E width of the model, S1 sequences + 1.
@@ -12,6 +13,7 @@ V vocabulary, E width of the model, S1 sequences + 1.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minirl.config import Config
@@ -63,6 +65,25 @@ class Policy(nn.Module):
         )
         zeros_T = logprobs_N.new_zeros(len(tokens_T))
         return zeros_T.index_put((at_N,), logprobs_N), zeros_T.index_put((at_N,), entropy_N)
+
+
+class Critic(nn.Module):
+    """What reward is still to come, at every token. The head starts at 0: the first step's
+    advantages are then the rewards themselves."""
+
+    def __init__(self, backbone: PreTrainedModel, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.backbone, self.dtype = backbone, dtype
+        self.head = nn.Linear(backbone.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, tokens_T: Tensor, *bounds: Any) -> Tensor:
+        """The value of the tokens before each token; 0 for the first of a sequence."""
+        at = attention.Boundaries(*bounds)
+        hidden_TE, _ = hidden_states(self.backbone, self.dtype, tokens_T, at)
+        values_T = self.head(hidden_TE.float())[:, 0]
+        return torch.where(at.positions_T > 0, F.pad(values_T[:-1], (1, 0)), 0.0 * values_T)
 
 
 def hidden_states(
@@ -145,9 +166,7 @@ def _logits(hidden_CE: Tensor, weight_VE: Tensor, temperature: float) -> Tensor:
 def build_policy(config: Config, folder: str) -> Policy:
     """The policy as a recipe trains it: whole or by LoRA adapters, compiled or not."""
     model, train = config.model, config.train
-    options = {"gradient_checkpointing": train.gradient_checkpointing}
-    options["trust_remote_code"] = model.trust_remote_code
-    policy = load_policy(folder, model.dtype, **options)
+    policy = load_policy(folder, model.dtype, train.gradient_checkpointing, model.trust_remote_code)
     if train.lora_rank:
         torch.manual_seed(config.seed)  # every rank draws the same adapters
         lora.add_adapters(policy.model, train.lora_rank)
@@ -158,36 +177,39 @@ def build_policy(config: Config, folder: str) -> Policy:
     return policy
 
 
-def load_policy(folder: str, dtype_str: str = "float32", **options: bool) -> Policy:
+def build_critic(config: Config, folder: str) -> Critic:
+    model, is_checkpointed = config.model, config.train.gradient_checkpointing
+    policy = load_policy(folder, model.dtype, is_checkpointed, model.trust_remote_code)
+    return Critic(policy.model.base_model, policy.dtype).train()
+
+
+def load_policy(
+    folder: str,
+    dtype_str: str = "float32",
+    gradient_checkpointing: bool = False,
+    trust_remote_code: bool = False,
+) -> Policy:
     """From a Hugging Face folder or hub name. Weights are float32 whatever the file holds;
-    `dtype_str` is what the forward computes in on CUDA. Options are those of `load_weights`."""
-    model, info = load_weights(AutoModelForCausalLM, folder, **options)
-    check_loaded(folder, info)
-    policy = Policy(model, getattr(torch, dtype_str))
-    check_head(policy)
-    return policy.train()
-
-
-def load_weights(
-    kind: type, folder: str, gradient_checkpointing: bool = False, trust_remote_code: bool = False
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A model of `kind`, one of transformers' Auto classes, and what was amiss with its file."""
-    model, info = kind.from_pretrained(  # type: ignore[attr-defined]
+    `dtype_str` is what the forward computes in on CUDA."""
+    model, info = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,
         attn_implementation=attention.NAME,
         trust_remote_code=trust_remote_code,
         use_safetensors=True,
-        ignore_mismatched_sizes=True,  # the caller tells: its own error is a page long
+        ignore_mismatched_sizes=True,  # check_loaded reports it: transformers' error is a page long
         output_loading_info=True,
     )
+    check_loaded(folder, info)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     # The policy that is trained must be the one that sampled, also in training mode.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    return model, info
+    policy = Policy(model, getattr(torch, dtype_str))
+    check_head(policy)
+    return policy.train()
 
 
 def check_loaded(folder: str, info: dict[str, Any]) -> None:

@@ -11,12 +11,11 @@ Axes: T tokens of a micro-batch, A tokens of the whole batch, N written tokens o
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from minirl.config import Config
 from minirl.messages import TrainerSetup
@@ -31,7 +30,6 @@ from minirl.train.batch import (
     num_trainable,
     own_micro_batches,
 )
-from minirl.train.objective import forward
 from minirl.train.optimizer import over_ranks
 
 Column = NDArray[np.float32]
@@ -49,9 +47,13 @@ class Minibatch:
 @dataclass(frozen=True)
 class Prepared:
     minibatches: list[Minibatch]
-    items: list[Item]  # of the whole batch
+    groups: list[list[Item]]  # of the whole batch
     advantages: Column  # of all its tokens
     values: dict[str, float | None]  # metrics
+
+    @property
+    def items(self) -> list[Item]:
+        return [item for group in self.groups for item in group]
 
 
 @dataclass
@@ -76,47 +78,49 @@ class Preparer:
         mine = [[self.with_forwards(m) for m in self.micro_batches(part)] for part in parts]
         flat = [micro for micro_batches in mine for micro in micro_batches]
         penalties_A, values = self.penalties(items, flat)
-        columns: dict[str, Column] = {}
         if self.critic is None:
-            columns["advantages_T"] = self.by_trajectory(groups, penalties_A)
+            columns = {"advantages_T": self.by_trajectory(groups, penalties_A)}
         else:
-            columns["advantages_T"], columns["returns_T"] = self.by_token(items, flat, penalties_A)
+            columns = self.by_token(items, flat, penalties_A)
         if train.loss_norm != "token":  # else every token counts the same
-            columns["weights_T"] = self.weights(parts, len(penalties_A))
+            columns["weights_T"] = self.weights(parts)
+        device = self.setup.placement.torch_device
+        known = {name: torch.from_numpy(c).to(device) for name, c in columns.items()}
         finished = []
         for i, (part, micro_batches) in enumerate(zip(parts, mine, strict=True)):
-            whole = [with_columns(micro, columns) for micro in micro_batches]
+            whole = [micro.with_columns(known) for micro in micro_batches]
             finished.append(Minibatch(whole, max(1, num_trainable(part)), i / len(parts)))
-        return Prepared(finished, items, columns["advantages_T"], values)
+        return Prepared(finished, groups, columns["advantages_T"], values)
 
     def micro_batches(self, items: list[Item]) -> list[MicroBatch]:
         return own_micro_batches(items, self.setup)
 
     @torch.no_grad()
     def with_forwards(self, micro: MicroBatch) -> MicroBatch:
-        """π_prox and the reference. One minibatch needs no forward for π_prox: it is the detached
-        π_θ of the step's own."""
-        train = self.config.train
+        """π_prox, the reference and the critic. One minibatch needs no forward for π_prox: it is
+        the detached π_θ of the step's own."""
+        train, temperature = self.config.train, self.config.rollout.temperature
         if train.num_minibatches > 1 and train.objective != "naive" and train.proximal == "forward":
             self.heartbeat("prox forward")
-            micro = replace(micro, prox_T=forward(self.policy, micro, self.config)[0])
+            prox_T, _ = self.policy(*micro.inputs, temperature, micro.needed_T)
+            micro = replace(micro, prox_T=prox_T)
         if self.reference is not None:
             self.heartbeat("reference forward")
-            ref_T, _ = forward(self.reference, micro, self.config, micro.trainable_T)
+            ref_T, _ = self.reference(*micro.inputs, temperature, micro.trainable_T)
             micro = replace(micro, ref_T=ref_T)
+        if self.critic is not None:
+            self.heartbeat("critic forward")
+            micro = replace(micro, values_T=self.critic(*micro.inputs).float())
         return micro
 
     # -- columns of the whole batch
 
-    @torch.no_grad()
-    def gather(
-        self, flat: list[MicroBatch], num_tokens: int, of: Callable[[MicroBatch], Tensor]
-    ) -> Column:
-        """A column that each rank computes for its own tokens, and every rank gets whole."""
+    def gather(self, flat: list[MicroBatch], name: str, num_tokens: int) -> Column:
+        """A column that each rank computed for its own tokens, and every rank gets whole."""
         column_A = torch.zeros(num_tokens, device=self.setup.placement.torch_device)
         for micro in flat:
             if not micro.is_dummy:
-                column_A[micro.index_T] = of(micro)
+                column_A[micro.index_T] = getattr(micro, name)
         return over_ranks(column_A).cpu().numpy()
 
     def penalties(
@@ -127,12 +131,10 @@ class Preparer:
         train, num_tokens = self.config.train, sum(item.length for item in items)
         if self.reference is None or train.kl_in != "reward":
             return np.zeros(num_tokens, np.float32), {}
-
-        def kl(micro: MicroBatch) -> Tensor:
-            assert micro.ref_T is not None
-            return torch.where(micro.trainable_T, micro.behav_T - micro.ref_T, 0.0)
-
-        kl_A = self.gather(flat, num_tokens, kl)
+        behav_A = np.concatenate([item.view.logprobs for item in items])
+        trainable_A = np.concatenate([item.trainable for item in items])
+        kl_A = behav_A - self.gather(flat, "ref_T", num_tokens)
+        kl_A[~trainable_A] = 0
         mean = float(kl_A.sum() / max(1, num_trainable(items)))
         return train.kl_coef * kl_A, {"train/kl": mean}
 
@@ -140,20 +142,13 @@ class Preparer:
         rewards = [[item.reward for item in group] for group in groups]
         penalties = [[float(penalties_A[i.place].sum()) for i in group] for group in groups]
         advantages = estimate(self.config.train.estimator, rewards, penalties)
-        lengths = [item.length for group in groups for item in group]
-        return np.repeat(np.concatenate(advantages).astype(np.float32), lengths)
+        return over_tokens(advantages, groups)
 
     def by_token(
         self, items: list[Item], flat: list[MicroBatch], penalties_A: Column
-    ) -> tuple[Column, Column]:
+    ) -> dict[str, Column]:
         """GAE over the written tokens, advantages normalised over the batch's trained tokens."""
-
-        def values(micro: MicroBatch) -> Tensor:
-            assert self.critic is not None
-            self.heartbeat("critic forward")
-            return self.critic(*micro.inputs).float()
-
-        values_A = self.gather(flat, len(penalties_A), values)
+        values_A = self.gather(flat, "values_T", len(penalties_A))
         advantages_A, returns_A = np.zeros_like(values_A), np.zeros_like(values_A)
         for item in items:
             at = np.flatnonzero(item.written) + item.start
@@ -166,21 +161,15 @@ class Preparer:
         if trainable_A.any():
             trained = advantages_A[trainable_A]
             advantages_A = (advantages_A - trained.mean()) / (trained.std() + EPSILON)
-        return advantages_A, returns_A
+        return {"advantages_T": advantages_A, "returns_T": returns_A}
 
-    def weights(self, parts: list[list[Item]], num_tokens: int) -> Column:
-        weights_A = np.zeros(num_tokens, np.float32)
+    def weights(self, parts: list[list[Item]]) -> Column:
         kind, longest = self.config.train.loss_norm, self.config.rollout.max_new_tokens
-        for part in parts:
-            found = loss_weights([num_trainable([item]) for item in part], kind, longest)
-            for item, weight in zip(part, found, strict=True):
-                weights_A[item.place] = weight
-        return weights_A
+        counts = [[num_trainable([item]) for item in part] for part in parts]
+        return over_tokens([loss_weights(part, kind, longest) for part in counts], parts)
 
 
-def with_columns(micro: MicroBatch, columns: dict[str, Column]) -> MicroBatch:
-    index, device = micro.index_T.cpu().numpy(), micro.tokens_T.device
-    own: dict[str, Any] = {
-        name: torch.from_numpy(column_A[index]).to(device) for name, column_A in columns.items()
-    }
-    return replace(micro, **own)
+def over_tokens(values: list[list[float]], parts: list[list[Item]]) -> Column:
+    """From one value per trajectory to one per token."""
+    lengths = [item.length for part in parts for item in part]
+    return np.repeat(np.concatenate(values).astype(np.float32), lengths)

@@ -8,14 +8,13 @@ the mean of -logprob over the answers' tokens of a whole batch. `SftRank` also w
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
+from math import isfinite
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
 
 from minirl import devices
 from minirl.config import Config
@@ -28,7 +27,7 @@ from minirl.tasks import Task
 from minirl.tasks.prompts import PromptStream, encode
 from minirl.tasks.registry import make_task
 from minirl.train import checkpoint
-from minirl.train.batch import Item, MicroBatch, example_item, num_trainable, own_micro_batches
+from minirl.train.batch import Item, example_item, num_trainable, own_micro_batches
 from minirl.train.optimizer import Replica, join_ranks, over_ranks
 from minirl.train.policy import Policy, build_policy
 
@@ -68,60 +67,43 @@ class SftData:
         return []
 
 
-@dataclass
 class SftRank:
     """One rank's policy and how it takes a step."""
 
-    setup: RankSetup
-    replica: Replica
+    def __init__(self, setup: RankSetup, policy: Policy):
+        self.setup, self.replica = setup, Replica(policy, setup, setup.config.train.lr)
 
-    def learn(self, examples: Sequence[Item]) -> tuple[float, float | None]:
+    def learn(self, examples: Sequence[Item]) -> tuple[float | None, float | None]:
         """The loss before it, and the gradient's norm: None where it was not finite, and no step
         was taken. All ranks are given the same examples; each takes its own part."""
         self.replica.optimizer.zero_grad()
-        num_tokens = num_trainable(examples)
-        scale = self.setup.num_ranks / num_tokens  # DDP averages over ranks; the loss is their sum
-        mine, total = own_micro_batches(examples, self.setup), self.zero()
+        loss = self.loss(examples, is_learned=True)
+        norm = float(self.replica.clip())
+        if loss is None or not isfinite(loss + norm):  # the same on every rank
+            return loss, None
+        self.replica.optimizer.step()
+        return loss, norm
+
+    def loss(self, examples: Sequence[Item], is_learned: bool = False) -> float | None:
+        """Over all ranks; its gradient only where it is learned."""
+        num_tokens, mine = num_trainable(examples), own_micro_batches(examples, self.setup)
+        scale = self.setup.num_ranks / max(1, num_tokens)  # DDP averages over ranks: a sum is meant
+        total = torch.zeros((), device=self.setup.placement.torch_device)
         for i, micro in enumerate(mine):
-            with self.replica.syncing(i == len(mine) - 1):
-                loss = loss_sum(self.replica.parallel, micro)
-                (loss * scale).backward()
+            with torch.set_grad_enabled(is_learned), self.replica.syncing(i == len(mine) - 1):
+                loss = -self.replica.parallel(*micro.inputs, needed_T=micro.trainable_T)[0].sum()
+                if is_learned:
+                    (loss * scale).backward()
             total += loss.detach()
-        norm = self.replica.clip()
-        is_finite = bool((over_ranks(total) + norm).isfinite())  # the same on every rank
-        if is_finite:
-            self.replica.optimizer.step()
-        return float(total) / num_tokens, float(norm) if is_finite else None
-
-    @torch.no_grad()
-    def loss(self, examples: Sequence[Item]) -> float | None:
-        """Of examples that are not learned."""
-        num_tokens, total = num_trainable(examples), self.zero()
-        for micro in own_micro_batches(examples, self.setup):
-            total += loss_sum(self.replica.module, micro)
         return float(over_ranks(total)) / num_tokens if num_tokens else None
-
-    def zero(self) -> Tensor:
-        return torch.zeros((), device=self.setup.placement.torch_device)
-
-
-def loss_sum(policy: nn.Module, micro: MicroBatch) -> Tensor:
-    return -policy(*micro.inputs, needed_T=micro.trainable_T)[0].sum()
-
-
-def build_rank(setup: SftSetup) -> SftRank:
-    train, place = setup.config.train, setup.placement
-    policy = build_policy(setup.config, setup.folder).to(place.torch_device)
-    replica = Replica(policy, train, train.lr)
-    replica.join(setup.num_ranks, place.kind)
-    return SftRank(setup, replica)
 
 
 def run(setup: SftSetup, board: BoardWriter, pipe: Connection) -> None:
     """The body of a rank."""
     devices.use_training_device(setup.placement)
     join_ranks(setup)
-    config, own, source = setup.config, build_rank(setup), Path(setup.folder)
+    config, source = setup.config, Path(setup.folder)
+    own = SftRank(setup, build_policy(config, setup.folder))
     tokenizer = load_tokenizer(source, config.model.trust_remote_code)
     data = SftData(config, make_task(config), tokenizer)
     heldout, every = data.heldout(config.eval.num_prompts), config.eval.every
@@ -129,8 +111,8 @@ def run(setup: SftSetup, board: BoardWriter, pipe: Connection) -> None:
     for done in count():
         if setup.rank == 0:
             pipe.send(Learned(done, values, data.num_too_long))
-        is_stopped = over_ranks(own.zero() + pipe.poll()) > 0
-        if is_stopped or done == config.train.steps:
+        is_stopped = torch.tensor(int(pipe.poll()), device=setup.placement.torch_device)
+        if over_ranks(is_stopped) > 0 or done == config.train.steps:
             break
         board.enter(State.TRAINING)
         values = step(own, data, config.train.batch_size, done)

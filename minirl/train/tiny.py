@@ -57,7 +57,6 @@ MODEL: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
-
 STEPS = (400, 300, 100)  # at the full learning rate, at a falling one, and of the sloppy phase
 SAMPLED = (0.15, 0.45)  # accuracy of sampled answers that the probe must find
 NUM_PROBES, MAX_ATTEMPTS = 128, 5
@@ -125,13 +124,7 @@ def tiny_tokenizer() -> SimpleNamespace:
     return SimpleNamespace(chat_template=None, encode=lambda text: tokenizer.encode(text).ids)
 
 
-def build_tiny_model(
-    folder: Path,
-    seed: int,
-    report: Report,
-    steps: tuple[int, int, int] = STEPS,
-    sampled: tuple[float, float] = SAMPLED,
-) -> None:
+def build_tiny_model(folder: Path, seed: int, report: Report) -> None:
     """Make, warm up, probe and write the model."""
     import torch
 
@@ -140,35 +133,32 @@ def build_tiny_model(
         for sub_seed in range(seed, seed + 1_000_003 * MAX_ATTEMPTS, 1_000_003):
             torch.manual_seed(sub_seed)
             rank = _new_rank(tokenizer)
-            _warm_up(rank, tokenizer, sub_seed, steps)
+            _warm_up(rank, tokenizer, sub_seed)
             right = _probe(rank, tokenizer, sub_seed)
-            report(f"warm-up: {sum(steps)} steps, {right:.0%} of sampled answers are right")
-            if sampled[0] <= right <= sampled[1]:
-                _write(folder, rank, tokenizer)
-                return
+            report(f"warm-up: {sum(STEPS)} steps, {right:.0%} of sampled answers are right")
+            if SAMPLED[0] <= right <= SAMPLED[1]:
+                return _write(folder, rank, tokenizer)
             report("warm-up: that is no start for RL; retrying with another sub-seed")
     raise MinirlError(f"warm-up: no model after {MAX_ATTEMPTS} attempts with seed {seed}")
 
 
-def _warm_up(
-    rank: "SftRank", tokenizer: "Tokenizer", seed: int, steps: tuple[int, int, int]
-) -> None:
+def _warm_up(rank: "SftRank", tokenizer: "Tokenizer", seed: int) -> None:
     """Hold the learning rate while the model takes off, let it fall; then make it sloppy, until
     greedy decoding guesses and sampling is right at times."""
-    hold, cool, sloppy_steps = steps
-    rates = [LR] * hold + _falling(LR, LR / 20, cool)
-    ramp = [min(1.0, (step + 1) / RAMP_STEPS) for step in range(len(rates))]
-    rates = [a * b for a, b in zip(rates, ramp, strict=True)]
-    sloppy_rates = _falling(SLOPPY_LR, SLOPPY_LR / 10, sloppy_steps)
-    for phase, lrs in {"clean": rates, "sloppy": sloppy_rates}.items():
-        for lr, examples in zip(lrs, _batches(tokenizer, seed, phase), strict=False):
+    hold, cool, last = STEPS
+    held = [LR * min(1.0, (step + 1) / RAMP_STEPS) for step in range(hold)]
+    phases = {
+        "clean": held + [LR + (LR / 20 - LR) * step / cool for step in range(cool)],
+        "sloppy": [SLOPPY_LR + (SLOPPY_LR / 10 - SLOPPY_LR) * step / last for step in range(last)],
+    }
+    for phase, rates in phases.items():
+        for lr, examples in zip(rates, _batches(tokenizer, seed, phase), strict=False):
             rank.replica.set_learning_rate(lr)
             rank.learn(examples)
 
 
 def _new_rank(tokenizer: "Tokenizer") -> "SftRank":
     from minirl.train import attention
-    from minirl.train.optimizer import Replica
     from minirl.train.policy import Policy
     from minirl.train.sft import SftRank
 
@@ -184,7 +174,7 @@ def _new_rank(tokenizer: "Tokenizer") -> "SftRank":
     )
     train = TrainConfig(weight_decay=0.0, grad_clip=1.0, max_tokens=16384)  # one micro-batch
     setup = RankSetup(config=Config(train=train), folder="", placement=Placement("cpu"))
-    return SftRank(setup, Replica(Policy(Qwen3ForCausalLM(shape)), train, LR))
+    return SftRank(setup, Policy(Qwen3ForCausalLM(shape)))
 
 
 def _batches(tokenizer: "Tokenizer", seed: int, phase: str) -> "Iterator[list[Item]]":
@@ -226,10 +216,6 @@ def _probe(rank: "SftRank", tokenizer: "Tokenizer", seed: int) -> float:
         answer = Answer(tokenizer.decode(written), stop, len(written))
         total += task.reward(Example(problem.prompt, str(problem.result)), answer)
     return total / len(problems)
-
-
-def _falling(first: float, last: float, count: int) -> list[float]:
-    return [first + (last - first) * step / count for step in range(count)]
 
 
 def _write(folder: Path, rank: "SftRank", tokenizer: "Tokenizer") -> None:

@@ -29,10 +29,9 @@ from minirl.shm.board import BEAT_S, BoardWriter, State
 from minirl.shm.weights import CANARY_TOKENS, canary_tokens
 from minirl.train import attention, checkpoint, lora
 from minirl.train.batch import MicroBatch, staleness_metrics, trained_staleness
-from minirl.train.critic import build_critic, value_loss
-from minirl.train.objective import Sums, micro_loss
+from minirl.train.objective import Sums, micro_loss, value_loss
 from minirl.train.optimizer import Replica, join_ranks, over_ranks
-from minirl.train.policy import build_policy, load_policy
+from minirl.train.policy import build_critic, build_policy, load_policy
 from minirl.train.prepare import Minibatch, Prepared, Preparer
 
 MAX_SHOWN_TOKENS = 512  # of an answer: a few dozen kB per step at most
@@ -45,26 +44,24 @@ class Trainer:
         # Of the last batch:
         self.problem = ""  # why its first update was left out
         self.bad_gradients: list[str] = []  # parameters whose gradient was not finite then
-        self.logprobs = np.zeros(0, np.float32)  # of its tokens, by the trainer; NaN: not known
+        self.logprobs_A: Tensor  # by the trainer; NaN: not known
         self.prepared: Prepared
         train, model = self.config.train, self.config.model
         # A checkpoint's weights are merged: LoRA resumes from the first model and the adapter.
         folder = setup.tokenizer_folder if train.lora_rank else setup.folder
-        self.policy = build_policy(self.config, folder).to(self.device)
-        self.learner = Replica(self.policy, train, train.lr)
+        self.policy = build_policy(self.config, folder)
+        self.learner = Replica(self.policy, setup, train.lr)
         self.critic: Replica | None = None
         if train.estimator == "gae":
-            critic = build_critic(self.config, setup.folder).to(self.device)
-            self.critic = Replica(critic, train, train.critic_lr)
+            critic = build_critic(self.config, setup.folder)
+            self.critic = Replica(critic, setup, train.critic_lr)
         self.replicas = [self.learner] + ([self.critic] if self.critic else [])
-        if setup.is_resumed:
-            checkpoint.load(Path(setup.folder), self.learner, self.critic)
-        for replica in self.replicas:
-            replica.join(setup.num_ranks, setup.placement.kind)
+        if setup.is_resumed:  # every rank from the same file
+            checkpoint.load(Path(setup.folder), self.replicas)
         reference = None  # the model that the run began with, frozen
         if train.kl_coef:
-            trusts = {"trust_remote_code": model.trust_remote_code}
-            reference = load_policy(setup.tokenizer_folder, model.dtype, **trusts)
+            source, is_trusted = setup.tokenizer_folder, model.trust_remote_code
+            reference = load_policy(source, model.dtype, trust_remote_code=is_trusted)
             reference = reference.requires_grad_(False).to(self.device)
         critic_module = self.critic.module if self.critic else None
         self.preparer = Preparer(setup, self.policy, reference, critic_module, self.heartbeat)
@@ -80,14 +77,13 @@ class Trainer:
         lr, *_ = [replica.begin_step(batch.step - 1) for replica in self.replicas]
         prepared = self.preparer.prepare(batch)
         self.problem, self.bad_gradients, self.prepared = "", [], prepared
-        num_tokens = sum(item.length for item in prepared.items)
-        self._logprobs_A = torch.zeros(num_tokens, device=self.device)
+        num_tokens = len(prepared.advantages)
+        self.logprobs_A = torch.zeros(num_tokens, device=self.device)
         sums: Sums = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
         norms = [self.update(minibatch, sums) for minibatch in prepared.minibatches]
         if bad := self.bad_weight():
             remedy = "continue with --resume; if it comes again, start anew with a lower train.lr"
-            line = f"step {batch.step}: {bad} is not finite after the update; {remedy}"
-            raise MinirlError(line)
+            raise MinirlError(f"step {batch.step}: {bad} is not finite after the update; {remedy}")
         taken = [norm for norm in norms if norm is not None]
         values = {
             **self.summary(sums),
@@ -99,7 +95,7 @@ class Trainer:
             "train/tokens_per_s": num_tokens / (time.perf_counter() - started),
         }
         counts = tuple(np.bincount(trained_staleness(prepared.items)).tolist())
-        samples = self.shown_answers(batch, prepared)
+        samples = self.shown_answers(prepared)
         return Trained(batch.version + 1, values, counts, self.problem, samples)
 
     def update(self, minibatch: Minibatch, sums: Sums) -> float | None:
@@ -138,19 +134,16 @@ class Trainer:
             "the loss was": total,
             "the gradient was": torch.stack(norms).sum(),
         }
-        if self.is_finite(*seen.values()):
-            for replica in self.replicas:
-                replica.optimizer.step()
-            return float(norms[0])
         bad = [what for what, value in seen.items() if not value.isfinite()]
-        what = bad[0] if bad else "the loss or its gradient, on another rank, was"
-        self.problem = self.problem or f"{what} not finite"
-        self.bad_gradients += self.learner.bad_gradients()
-        return None
-
-    def is_finite(self, *values: Tensor) -> bool:
-        """On every rank: they must all step, or none."""
-        return not over_ranks((~torch.stack(values).isfinite()).sum())
+        # All ranks must step, or none.
+        if over_ranks(torch.tensor(len(bad), device=self.device)) > 0:
+            what = bad[0] if bad else "the loss or its gradient, on another rank, was"
+            self.problem = self.problem or f"{what} not finite"
+            self.bad_gradients += self.learner.bad_gradients()
+            return None
+        for replica in self.replicas:
+            replica.optimizer.step()
+        return float(norms[0])
 
     def bad_weight(self) -> str:
         """The first parameter that is not finite, or ""."""
@@ -160,16 +153,13 @@ class Trainer:
         """Metrics, over all ranks."""
         totals = over_ranks(torch.stack(list(sums.values())))
         of = dict(zip(sums, totals.tolist(), strict=True))
-        means = ["loss", "entropy"] + (["value_loss"] if self.critic else [])
-        if self.preparer.reference is not None and self.config.train.kl_in == "loss":
-            means.append("kl")
-        named = {f"train/{name}": name for name in means} | {
+        means = {f"train/{name}": name for name in ("loss", "entropy", "value_loss", "kl")} | {
             "train/clip_frac": "clipped",
             "train/behav_ratio_mean": "behav_ratio",
             "train/capped_frac": "capped",
         }
         equal, spliced, tokens = of["compared"], of["spliced_compared"], of["tokens"]
-        return {metric: of[name] / max(1, tokens) for metric, name in named.items()} | {
+        return {metric: of[n] / max(1, tokens) for metric, n in means.items() if n in of} | {
             "train/tokens": tokens,
             "train/logprob_gap": of["gap"] / equal if equal else None,
             "train/spliced_gap": of["spliced_gap"] / spliced if spliced else None,
@@ -181,41 +171,34 @@ class Trainer:
         """No value leaves the device here, so that no micro-batch is waited for."""
         if not micro.is_dummy:
             logprobs_T = logprobs_T if micro.prox_T is None else micro.prox_T
-            is_known_T = micro.trainable_T | micro.at_equal_version_T
-            self._logprobs_A[micro.index_T] = torch.where(is_known_T, logprobs_T.float(), torch.nan)
+            known_T = torch.where(micro.needed_T, logprobs_T.float(), torch.nan)
+            self.logprobs_A[micro.index_T] = known_T
 
-    def shown_answers(self, batch: Batch, prepared: Prepared) -> tuple[AnswerTokens, ...]:
+    def shown_answers(self, prepared: Prepared) -> tuple[AnswerTokens, ...]:
         """The first answer of the first log.samples groups; rank 0 gets what others computed."""
         num_shown = self.config.log.samples
         if num_shown:
-            over_ranks(self._logprobs_A)
+            over_ranks(self.logprobs_A)
         if self.setup.rank != 0:
             return ()
-        self.logprobs = self._logprobs_A.cpu().numpy()
         # Without π_prox the weights have moved after the first minibatch: no gap is known.
-        num_first = len(batch.groups) // self.config.train.num_minibatches
         has_prox = prepared.minibatches[-1].micro_batches[0].prox_T is not None
-        found, place = [], 0
-        for number, group in enumerate(batch.groups[:num_shown]):
-            item = prepared.items[place]
-            place += len(group.trajectories)
+        num_known = len(prepared.groups) // (1 if has_prox else len(prepared.minibatches))
+        found = []
+        for number, (item, *_) in enumerate(prepared.groups[:num_shown]):
             at = np.flatnonzero(item.written)[:MAX_SHOWN_TOKENS]
-            gaps = np.abs(self.logprobs[item.place][at] - item.view.logprobs[at]).tolist()
-            is_known = number < num_first or has_prox
+            logprobs = self.logprobs_A[item.place].cpu().numpy()
+            gaps = np.abs(logprobs - item.view.logprobs)[at].tolist()
+            is_known = number < num_known
             shown = [float(f"{g:.3g}") if is_known and math.isfinite(g) else None for g in gaps]
-            texts = [self.text_of(token) for token in item.view.tokens[at].tolist()]
+            alone = [[token] for token in item.view.tokens[at].tolist()]
+            texts = self.tokenizer.decode_batch(alone, skip_special_tokens=False)
             found.append(AnswerTokens(texts, item.view.versions[at].tolist(), shown))
         return tuple(found)
 
-    def text_of(self, token: int) -> str:
-        if self.tokenizer is None:
-            return f"<{token}>"
-        return self.tokenizer.decode([token], skip_special_tokens=False)
-
     @cached_property
-    def tokenizer(self) -> Tokenizer | None:
-        path = Path(self.setup.tokenizer_folder) / "tokenizer.json"
-        return Tokenizer.from_file(str(path)) if path.is_file() else None
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_file(str(Path(self.setup.tokenizer_folder) / "tokenizer.json"))
 
     # -- what it gives
 
@@ -250,9 +233,9 @@ class Trainer:
         source, folder = Path(self.setup.tokenizer_folder), Path(request.folder)
         try:
             if self.setup.rank == 0:
-                checkpoint.save(folder, self.learner, self.critic, source, request.state)
-                keep, runs = self.config.checkpoint.keep, folder.parent.parent
-                checkpoint.prune(runs, keep, request.accuracies)
+                checkpoint.save(folder, self.replicas, source, request.state)
+                keep, run_dir = self.config.checkpoint.keep, folder.parent.parent
+                checkpoint.prune(run_dir, keep, request.accuracies)
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             return Saved(request.folder, f"it could not be written ({one_line(reason)})")

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from minirl import devices
-from minirl.config import Config, RolloutConfig, TasksConfig, TrainConfig
+from minirl.config import Config, LogConfig, RolloutConfig, TasksConfig, TrainConfig
 from minirl.records import Batch, Group, StopReason, Trajectory
 from minirl.shm.ring import TrajectoryRing
 from tests.bench.models import Shape
@@ -40,6 +40,7 @@ class Size:
             tasks=TasksConfig(max_prompt_tokens=self.prompt_tokens),
             rollout=RolloutConfig(group_size=self.group_size, max_new_tokens=self.max_new_tokens),
             train=TrainConfig(batch_size=self.num_groups, max_tokens=self.max_tokens, **train),  # type: ignore[arg-type]
+            log=LogConfig(samples=0),  # the models have no tokenizer
         )
 
 

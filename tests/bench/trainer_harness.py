@@ -21,7 +21,6 @@ from minirl.shm.board import Board
 from minirl.shm.weights import WeightStore
 from minirl.train import attention
 from minirl.train.batch import Item, MicroBatch, pack
-from minirl.train.objective import forward
 from minirl.train.packing import longest_first
 from minirl.train.prepare import Preparer
 from minirl.train.trainer import Trainer
@@ -133,7 +132,7 @@ def with_prox(harness: TrainerHarness) -> float:
     started = steady()
     for micro in harness.packed:
         with torch.no_grad():
-            forward(harness.dynamic.policy, micro, harness.dynamic.config)
+            harness.dynamic.policy(*micro.inputs, needed_T=micro.needed_T)
     return steady() - started + step(harness)
 
 
