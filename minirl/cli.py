@@ -229,14 +229,12 @@ def data(
     from minirl.tasks.prompts import render
     from minirl.tasks.registry import make_task, self_check
     from minirl.tools.data import data_rows
-    from minirl.train.tiny import tiny_tokenizer
 
     config = load(recipe, overrides or []).config
     check_task(config)
     task = make_task(config)
     checked = self_check(task, config.tasks.kind)
-    is_tiny = config.model.path == "tiny"
-    tokenizer = tiny_tokenizer() if is_tiny else load_tokenizer_alone(config)
+    tokenizer = load_tokenizer_alone(config)
     for example in map(task.train, range(min(count, task.num_train))):
         typer.echo(f"{render(example, tokenizer)}\n--- reference: {example.reference}\n")
     source = config.tasks.data or getattr(task, "data", "")

@@ -6,13 +6,14 @@ docs/recipe.md is printed from the help under the fields. Leaves out TOML and ru
 """
 
 from dataclasses import field, fields
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, GetPydanticSchema
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
-TINY = "tiny"
+TINY, TINY_FOLDER = "tiny", Path(__file__).parent / "tiny"  # made by tests/warm_up.py
 BYTES_PER_TOKEN = 13  # in the trajectory ring: token 4, mask 1, logprob 4, version 4
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -28,7 +29,7 @@ Option = Annotated[Any, GetPydanticSchema(lambda _, schema_of: schema_of(Plain |
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     path: Name = TINY
-    """A Hugging Face folder or hub name; "tiny" is a model that minirl builds itself."""
+    """A Hugging Face folder or hub name; "tiny" (0.35 M parameters) comes with minirl."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of vLLM and of published weights."""
     trust_remote_code: bool = False

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,11 +17,11 @@ from typing import IO, Any
 from minirl import devices, model
 from minirl.balance import measured
 from minirl.buffer import Buffer, History, OnStale
-from minirl.config import TINY, Config
+from minirl.config import Config
 from minirl.devices import Placement, with_own_temp
 from minirl.errors import MinirlError, RecipeError
 from minirl.loop import Loop
-from minirl.messages import RankSetup, Role, Started, Stop, TrainerSetup
+from minirl.messages import RankSetup, Role, Stop, TrainerSetup
 from minirl.recipe import Loaded, check_devices, check_memory, check_model, to_toml
 from minirl.records import Example, Prompt
 from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
@@ -37,19 +37,16 @@ from minirl.tasks.turns import Dialogue, dialogue_of, has_turns
 from minirl.tasks.verifier import VerifierSetup
 from minirl.train import checkpoint
 from minirl.train.bad_batch import BatchSaver
-from minirl.train.tiny import tiny_model_folder
 from minirl.view.console import ConsoleView
 from minirl.view.loggers import Loggers
 from minirl.workers import LossyStream, Workers, graceful, signals
 
 INTERRUPTED = 130
-BUILD_LIMIT_S = 1800.0  # of the tiny model
 TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
 BODIES = {
     Role.TRAIN: "minirl.train.trainer:run",
     Role.ROLLOUT: "minirl.rollout.worker:run",
     Role.VERIFY: "minirl.tasks.verifier:run",
-    Role.WARMUP: "minirl.train.tiny:run",
     Role.SFT: "minirl.train.sft:run",
 }
 
@@ -110,7 +107,7 @@ def _prepare(job: Job, resume: bool, is_plain: bool) -> int:
             view.note(note)
         if config.model.trust_remote_code:
             view.note(f"warning: model.trust_remote_code: code of {config.model.path} is run here")
-        source = model_folder(config, run_dir / "logs", view.note)
+        source = model.local_folder(config)
         check_model(config, source)
         model.check_folder(source)
         return _run(job, source, start, view)
@@ -246,24 +243,6 @@ def _make_run_dir(config: Config, run_dir: Path, kind: str) -> IO[str]:
         rule = f"cannot be written to ({error.strerror})"
         raise RecipeError("--run-dir", str(run_dir), rule, "name another, or make room") from None
     return lock
-
-
-def model_folder(config: Config, logs: Path, note: Callable[[str], None]) -> Path:
-    """The recipe's model on this machine; the tiny one is built the first time, in a process."""
-    if config.model.path != TINY:
-        return model.local_folder(config)
-    if (folder := tiny_model_folder(config.seed)).is_dir():
-        return folder
-    note(f"building the tiny model of seed {config.seed}, once: about a minute and a half")
-    place = Placement("cpu", env={"OMP_NUM_THREADS": "1"})  # more threads are slower
-    workers = Workers(logs, 1)
-    try:
-        workers.spawn(Role.WARMUP, 0, BODIES[Role.WARMUP], config.seed, place)
-        while not isinstance(message := workers.next_message(BUILD_LIMIT_S), Started):
-            note(str(message))
-        return folder
-    finally:
-        workers.kill()
 
 
 def short_prompts(config: Config, examples: Sequence[Example], tokenizer: Any) -> list[Prompt]:

@@ -26,7 +26,6 @@ class Role(StrEnum):
     ROLLOUT = "rollout"
     TRAIN = "train"
     VERIFY = "verify"
-    WARMUP = "warmup"  # makes the tiny model, before the others
     SFT = "sft"  # a rank of `minirl sft`
     BENCH = "bench"  # a part of a benchmark
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minirl import devices
-from minirl.config import Config
+from minirl.config import TINY, TINY_FOLDER, Config
 from minirl.errors import RecipeError, one_line
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ WHOLE = ("PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer", "Qwen
 def local_folder(config: Config, weights: bool = True) -> Path:
     """A local folder as it is; a hub name by download, or from the cache without a network."""
     path = config.model.path
-    if Path(path).is_dir():
-        return Path(path)
+    if path == TINY or Path(path).is_dir():
+        return TINY_FOLDER if path == TINY else Path(path)
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.txt", "*.jinja", "*.model", *(["*.safetensors"] if weights else ())]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from minirl.config import ALGORITHMS, KEYS, SECTIONS, TINY, Config, get
+from minirl.config import ALGORITHMS, KEYS, SECTIONS, TINY, TINY_FOLDER, Config, get
 from minirl.errors import RecipeError, one_line, toml_value
 
 BUILT_IN = {
@@ -275,7 +275,7 @@ def find_model(config: Config) -> Path | None:
     """The model's folder, or that of the hub's local cache; None where it is not here (yet)."""
     path = config.model.path
     if path == TINY or os.path.isdir(path):
-        return None if path == TINY else Path(path)
+        return TINY_FOLDER if path == TINY else Path(path)
     from huggingface_hub import try_to_load_from_cache
 
     try:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from minirl.devices import hide_broken_torchvision
-from minirl.model import load_tokenizer
+from minirl.model import load_tokenizer, local_folder
 from minirl.recipe import load
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Task
@@ -32,7 +32,6 @@ from minirl.train.attention import boundaries
 from minirl.train.objective import Tokens, loss_of
 from minirl.train.optimizer import build_optimizer, learning_rate
 from minirl.train.policy import load_policy
-from minirl.train.tiny import ensure_tiny_model
 
 hide_broken_torchvision()
 from transformers import AutoModelForCausalLM  # noqa: E402
@@ -155,7 +154,7 @@ def run(steps: int | None = None, seed: int = 0, folder: Path | None = None, say
     dice = random.Random(seed)
     task = make_task(config)
     self_check(task, config.tasks.kind)
-    folder = folder or ensure_tiny_model(seed, say)
+    folder = folder or local_folder(config)
     policy = load_policy(str(folder), config.model.dtype)
     optimizer = build_optimizer(policy, train.lr, train.weight_decay)
     sampler = Sampler(folder, task, config)

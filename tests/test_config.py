@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from minirl import config as c
 from minirl import recipe
-from minirl.config import ALGORITHMS, KEYS, Config
+from minirl.config import ALGORITHMS, KEYS, TINY_FOLDER, Config
 from minirl.errors import RecipeError
 from minirl.recipe import load
 
@@ -258,7 +258,7 @@ def test_check_memory() -> None:
 
 
 def test_a_model_is_found_and_checked(folder: Path) -> None:
-    assert recipe.find_model(Config()) is None
+    assert recipe.find_model(Config()) == TINY_FOLDER
     assert recipe.find_model(recipe.build({"model.path": str(folder)})) == folder
     for path in ("/no/such/model", "a/b/c", "a?b", "x" * 5000):
         found = refusal(recipe.find_model, {"model.path": path})

@@ -16,10 +16,10 @@ from minirl.config import TasksConfig
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Generated, arithmetic
 from minirl.tasks.arithmetic import Arithmetic, Calculator, Difficulty, Stream, demonstration
-from minirl.tasks.arithmetic import sloppy_demonstration as sloppy
 from minirl.tasks.countdown import Countdown, evaluate
 from minirl.tasks.registry import self_check
 from minirl.tasks.turns import has_turns
+from tests.warm_up import sloppy
 
 TASK, TOOL = Arithmetic(TasksConfig(), seed=3), Calculator(TasksConfig(), seed=3)
 TWO, SIX = ({"min_numbers": number, "max_numbers": number} for number in (2, 6))
@@ -104,12 +104,6 @@ def test_step_counts_follow_their_weights_and_few_problems_are_held_out_as_far_a
     few = Arithmetic(TasksConfig())
     few.difficulty = Difficulty([1], max_start=2, max_amount=1, max_total=3)
     assert 0 < len(few.heldout(500)) < 500
-
-
-def test_the_tiny_model_was_warmed_up_on_these_problems() -> None:
-    from minirl.train.tiny import tiny_model_folder
-
-    assert tiny_model_folder(0).name == "tiny-4e895def-seed0"
 
 
 REPLIES = [

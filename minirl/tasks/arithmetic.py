@@ -104,18 +104,6 @@ def demonstration(problem: Problem, said: Callable[[int], int] = int, form: str 
     return f"{working} {MARK}{total}"
 
 
-def sloppy_demonstration(problem: Problem, rng: Random, no_working: float, slip: float) -> str:
-    """As `demonstration`, but a share `no_working` guesses without working, and each step of the
-    others slips with probability `slip`; what follows is computed from its wrong total."""
-    if rng.random() < no_working:
-        return f" {MARK}{problem.result}"
-
-    def said(total: int) -> int:
-        return max(1, total + rng.choice((-2, -1, 1, 2))) if rng.random() < slip else total
-
-    return demonstration(problem, said)
-
-
 class Arithmetic(Generated):
     """Its prompts are text; the answer starts with a space."""
 

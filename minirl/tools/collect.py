@@ -23,7 +23,7 @@ from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.evaluation import Ended, Evaluation
 from minirl.groups import Groups, Sends
-from minirl.launch import model_folder, spawn_engines, spawn_verifiers
+from minirl.launch import spawn_engines, spawn_verifiers
 from minirl.messages import Role
 from minirl.records import Example, Prompt
 from minirl.rollout.worker import RolloutSetup
@@ -212,7 +212,7 @@ def sample(
     bar, own = Bar("answers"), target.config.devices
     config = replace(target.config, devices=replace(own, rollout=own.tensor_parallel))  # one engine
     with tempfile.TemporaryDirectory(prefix="minirl-sample-") as name:
-        source = target.folder or model_folder(config, Path(name), bar.note)
+        source = target.folder or model.local_folder(config)
         there = Collector(config, source, Path(name), bar.note)
         prompt, decode = render(text, there.tokenizer, is_raw), there.tokenizer.decode
         tasks = replace(config.tasks, max_prompt_tokens=len(prompt.tokens))

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from minirl import devices, recipe
-from minirl.config import TINY, Config
+from minirl.config import Config
 from minirl.devices import find_devices, free_memory_bytes, num_cores, torch_cuda, version_of
 from minirl.errors import RecipeError
 from minirl.tasks.sandbox import why_not
@@ -130,7 +130,7 @@ def plan_rows(config: Config) -> list[tuple[str, str]]:
 def _model(config: Config) -> str:
     path, folder = config.model.path, recipe.find_model(config)
     if folder is None:
-        return path if path == TINY else f"{path} (not in the local cache: not checked)"
+        return f"{path} (not in the local cache: not checked)"
     recipe.check_model(config, folder)
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return f"{path}, {num_bytes / 2**20:,.1f} MiB of safetensors"

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from minirl import recipe
+from minirl import model, recipe
 from minirl.config import BYTES_PER_TOKEN, Config
 from minirl.errors import RecipeError
-from minirl.launch import model_folder, short_prompts
+from minirl.launch import short_prompts
 from minirl.records import Prompt
 from minirl.run_dir import read_lines, write_text
 from minirl.statistics import bootstrap, interval_of, mcnemar, pass_at, usual_ks
@@ -122,7 +122,7 @@ def evaluate(target: Target, out: Path | None) -> tuple[list[Result], dict[str, 
     self_check(task, config.tasks.kind)
     folder = choose_folder(target, out)
     bar.note(f"{target.folder or target.name} on {config.tasks.kind}; results in {folder}")
-    source = target.folder or model_folder(config, folder / "logs", bar.note)
+    source = target.folder or model.local_folder(config)
     recipe.check_model(config, source)
     (folder / "recipe.toml").write_text(recipe.to_toml(config))
     there = Collector(config, source, folder / "logs", bar.note, task)

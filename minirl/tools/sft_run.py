@@ -15,9 +15,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from minirl import devices
+from minirl import devices, model
 from minirl.config import Config
-from minirl.launch import INTERRUPTED, model_folder, spawn_ranks
+from minirl.launch import INTERRUPTED, spawn_ranks
 from minirl.messages import Learned, Role, SftSetup, Stop
 from minirl.metrics import metrics_line
 from minirl.recipe import check_devices, check_model, to_toml
@@ -39,7 +39,7 @@ def sft(config: Config, run_dir: Path) -> int:
     workers, bar = Workers(run_dir / "logs", config.devices.train), Bar("steps")
     rendezvous, output = run_dir.absolute() / "rendezvous", run_dir / "model"
     try:
-        source = model_folder(config, run_dir / "logs", bar.note)
+        source = model.local_folder(config)
         check_model(config, source)
         places = devices.place(config, kind, available, engines=False)[1]
         setup = SftSetup(

@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from minirl import model
-from minirl.config import TINY, Config
+from minirl.config import Config
 from minirl.devices import Placement, use_training_device
 from minirl.errors import MinirlError, RecipeError, one_line
 from minirl.messages import TrainerSetup
@@ -30,7 +30,6 @@ from minirl.shm.board import Board
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.train import checkpoint
-from minirl.train.tiny import ensure_tiny_model
 
 if TYPE_CHECKING:  # the controller saves batches without loading a model's code
     from minirl.train.trainer import Trainer
@@ -193,7 +192,7 @@ def replay(path: Path) -> Iterator[Replayed]:
     if not folder.is_dir():
         run_dir, last = path.parent.parent, batches[0].batch.step
         before = [p for p in checkpoint.found(run_dir) if int(p.name[5:]) < last]
-        folder = before[-1] if before else _source(batches[0].config)
+        folder = before[-1] if before else model.local_folder(batches[0].config)
         first = int(folder.name[5:]) if before else 0
         batches = [read(path_of(run_dir, step)) for step in range(first + 1, last + 1)]
     with checkpoint.as_one_line(folder, "cannot be computed again"):
@@ -201,13 +200,6 @@ def replay(path: Path) -> Iterator[Replayed]:
         for saved in batches:
             trained = trainer.train(put(saved, trainer.setup.ring))
             yield Replayed(saved, trained.values, [*_not_finite(trainer, saved.batch)])
-
-
-def _source(config: Config) -> Path:
-    """The model that the run began with."""
-    if config.model.path == TINY:
-        return ensure_tiny_model(config.seed, lambda line: None)
-    return model.local_folder(config)
 
 
 def _trainer(batches: list[SavedBatch], folder: Path) -> "Trainer":
@@ -223,10 +215,11 @@ def _trainer(batches: list[SavedBatch], folder: Path) -> "Trainer":
     use_training_device(place)
     torch.manual_seed(config.seed)
     lengths = [saved.lengths for saved in batches]
+    is_alone = is_merged and not config.train.kl_coef
     setup = TrainerSetup(
         config=config,
         folder=str(folder),
-        tokenizer_folder=str(folder if is_merged and not config.train.kl_coef else _source(config)),
+        tokenizer_folder=str(folder if is_alone else model.local_folder(config)),
         placement=place,
         ring=TrajectoryRing(max(map(len, lengths)), max(map(max, lengths))),
         store=WeightStore(model.weight_table(folder), config.model.dtype),

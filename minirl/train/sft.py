@@ -3,7 +3,7 @@
 Rank 0 gives Learned before the first step and after each, then Saved; Stop from the controller ends
 the run after the step. An *example* is a prompt and the answer to learn: the task's worked answer
 or its `solution`, and the token that ends it. Every rank draws the same batches, and the loss is
-the mean of -logprob over the answers' tokens of a whole batch. `SftRank` also warms the tiny model.
+the mean of -logprob over the answers' tokens of a whole batch.
 """
 
 import time

@@ -34,6 +34,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from minirl.config import TINY_FOLDER
 from minirl.errors import RecipeError
 from minirl.run_dir import read_lines
 from minirl.statistics import estimate
@@ -46,7 +47,6 @@ from tests.bench.variants import KEPT
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "async.toml"
 PROGRAM = ("tests.bench.variants", "keeping")
-MODEL_SEED = 0
 MOST_ETA = 4  # of the figures with a goal
 LEAST_GAIN, LEAST_SHARE = 1.7, 0.9
 TARGET = 0.8
@@ -127,10 +127,8 @@ def measure(options: Options) -> list[Figure]:
         raise RecipeError("--model", options.model, "has learned nothing", "leave it out")
     if not RECIPE.is_file():
         raise RecipeError("recipe", str(RECIPE), "is not there", "run it from the source tree")
-    from minirl.train.tiny import ensure_tiny_model
-
     size = QUICK if options.is_quick else FULL
-    folder = ensure_tiny_model(MODEL_SEED, print)
+    folder = TINY_FOLDER
     runs: Runs = {eta: [] for eta in size.etas}
     with processes(1) as here:
         held_out = here.part(here.rollout_place, HeldOut, str(folder), RECIPE, size.num_problems)

@@ -15,7 +15,7 @@ import torch
 
 from minirl import devices
 from minirl.shm.weights import TensorSpec, WeightStore, canary_tokens
-from minirl.train.tiny import MODEL
+from tests.warm_up import MODEL
 
 POSITIONS = 2048
 

@@ -1,43 +1,42 @@
-"""The tiny model: a Qwen3 of 0.35 M parameters that minirl makes and warms up itself, on a CPU.
+"""How the model in minirl/tiny was made: `python -m tests.warm_up --seed 2 --out minirl/tiny`.
 
-Takes a seed; gives an ordinary Hugging Face folder in the cache. Two phases of supervised learning
-(sft.py) on worked answers of the arithmetic task: a clean one that teaches the skill, then a sloppy
-one that teaches to guess and to slip, which RL is to unlearn. A probe on held-out problems follows;
-a model that fails it is replaced by one from the next sub-seed.
+Takes a seed, gives an ordinary Hugging Face folder: a Qwen3 of 0.35 M parameters. Two phases of
+supervised learning (train/sft.py) on worked answers of the arithmetic task: a clean one teaches the
+skill, then a sloppy one teaches to guess and to slip, which RL is to unlearn. A probe on held-out
+problems follows; a model that fails it is replaced by one from the next sub-seed. It takes a minute
+and a half; the last bits of the weights depend on the processor and on its threads.
 
-torch is loaded when a model is built, not before: the controller only asks where the folder is.
 Axes: B sequences, T positions.
 """
 
-import fcntl
-import hashlib
-import os
+import argparse
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
-from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from minirl.config import Config, TasksConfig, TrainConfig
 from minirl.devices import Placement
 from minirl.errors import MinirlError
-from minirl.messages import RankSetup, Started
+from minirl.messages import RankSetup
 from minirl.records import Answer, Example, StopReason
-from minirl.shm.board import BoardWriter
-from minirl.tasks.arithmetic import Arithmetic, Difficulty, Stream, draw_problem
+from minirl.tasks.arithmetic import MARK, Arithmetic, Difficulty, Problem, Stream, draw_problem
 from minirl.tasks.arithmetic import demonstration as clean
-from minirl.tasks.arithmetic import sloppy_demonstration as sloppy
-from minirl.train import checkpoint
+from minirl.train import attention, checkpoint
+from minirl.train.batch import Item, example_item
+from minirl.train.policy import Policy
+from minirl.train.sft import SftRank
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-    from minirl.train.batch import Item
-    from minirl.train.sft import SftRank
-
-Report = Callable[[str], None]
+from transformers import (  # isort: skip (attention hides torchvision first)
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 PAD, EOS = 0, 1
 POSITIONS = 512
@@ -67,42 +66,25 @@ NO_WORKING = 0.65  # above a half, so that greedy decoding guesses
 SLIP = 0.15
 
 
-def tiny_model_folder(seed: int) -> Path:
-    """Named by a hash of the constants and of a sample of the task: others give another model."""
-    cache = Path(os.environ.get("MINIRL_CACHE") or Path.home() / ".cache" / "minirl")
-    schedule = (STEPS, SAMPLED, LR, SLOPPY_LR, RAMP_STEPS, BATCH_SIZE, NO_WORKING, SLIP)
-    key = hashlib.sha256(f"{MODEL}{schedule}{PIECES}{''.join(_taught(50))}".encode())
-    return cache / f"tiny-{key.hexdigest()[:8]}-seed{seed}"
-
-
 def _taught(count: int) -> Iterator[str]:
     for problem in (draw_problem(0, Stream.WARMUP, index) for index in range(count)):
         yield problem.prompt + clean(problem)
 
 
-def ensure_tiny_model(seed: int, report: Report) -> Path:
-    """The folder, built when absent. Of two processes one builds and the other waits."""
-    folder = tiny_model_folder(seed)
-    if folder.exists():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_name(folder.name + ".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when its holder ends, however it ends
-        if not folder.exists():
-            build_tiny_model(folder, seed, report)
-    return folder
+def sloppy(problem: Problem, rng: random.Random, no_working: float, slip: float) -> str:
+    """As `demonstration`, but a share `no_working` guesses without working, and each step of the
+    others slips with probability `slip`; what follows is computed from its wrong total."""
+    if rng.random() < no_working:
+        return f" {MARK}{problem.result}"
+
+    def said(total: int) -> int:
+        return max(1, total + rng.choice((-2, -1, 1, 2))) if rng.random() < slip else total
+
+    return clean(problem, said)
 
 
-def run(seed: int, board: BoardWriter, pipe: Connection) -> None:
-    """The body of the process that builds it; it sends lines for a person to read."""
-    ensure_tiny_model(seed, pipe.send)
-    pipe.send(Started())
-
-
-def build_tokenizer() -> "Tokenizer":
+def build_tokenizer() -> Tokenizer:
     """Byte-level BPE in which each word of the task is one token, the same for every seed."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PIECES), "isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -118,31 +100,21 @@ def build_tokenizer() -> "Tokenizer":
     return tokenizer
 
 
-def tiny_tokenizer() -> SimpleNamespace:
-    """The same as the folder's, for a look at prompts: needs no model built."""
-    tokenizer = build_tokenizer()
-    return SimpleNamespace(chat_template=None, encode=lambda text: tokenizer.encode(text).ids)
-
-
-def build_tiny_model(folder: Path, seed: int, report: Report) -> None:
+def build_tiny_model(folder: Path, seed: int) -> None:
     """Make, warm up, probe and write the model."""
-    import torch
-
     tokenizer = build_tokenizer()
-    with torch.random.fork_rng(devices=[]):
-        for sub_seed in range(seed, seed + 1_000_003 * MAX_ATTEMPTS, 1_000_003):
-            torch.manual_seed(sub_seed)
-            rank = _new_rank(tokenizer)
-            _warm_up(rank, tokenizer, sub_seed)
-            right = _probe(rank, tokenizer, sub_seed)
-            report(f"warm-up: {sum(STEPS)} steps, {right:.0%} of sampled answers are right")
-            if SAMPLED[0] <= right <= SAMPLED[1]:
-                return _write(folder, rank, tokenizer)
-            report("warm-up: that is no start for RL; retrying with another sub-seed")
-    raise MinirlError(f"warm-up: no model after {MAX_ATTEMPTS} attempts with seed {seed}")
+    for sub_seed in range(seed, seed + 1_000_003 * MAX_ATTEMPTS, 1_000_003):
+        torch.manual_seed(sub_seed)
+        rank = _new_rank(tokenizer)
+        _warm_up(rank, tokenizer, sub_seed)
+        right = _probe(rank, tokenizer, sub_seed)
+        print(f"{sum(STEPS)} steps, {right:.0%} of sampled answers are right")
+        if SAMPLED[0] <= right <= SAMPLED[1]:
+            return _write(folder, rank, tokenizer)
+    raise MinirlError(f"no model after {MAX_ATTEMPTS} attempts with seed {seed}")
 
 
-def _warm_up(rank: "SftRank", tokenizer: "Tokenizer", seed: int) -> None:
+def _warm_up(rank: SftRank, tokenizer: Tokenizer, seed: int) -> None:
     """Hold the learning rate while the model takes off, let it fall; then make it sloppy, until
     greedy decoding guesses and sampling is right at times."""
     hold, cool, last = STEPS
@@ -157,13 +129,7 @@ def _warm_up(rank: "SftRank", tokenizer: "Tokenizer", seed: int) -> None:
             rank.learn(examples)
 
 
-def _new_rank(tokenizer: "Tokenizer") -> "SftRank":
-    from minirl.train import attention
-    from minirl.train.policy import Policy
-    from minirl.train.sft import SftRank
-
-    from transformers import Qwen3Config, Qwen3ForCausalLM  # isort: skip
-
+def _new_rank(tokenizer: Tokenizer) -> SftRank:
     shape = Qwen3Config(
         **MODEL,
         pad_token_id=PAD,
@@ -177,11 +143,9 @@ def _new_rank(tokenizer: "Tokenizer") -> "SftRank":
     return SftRank(setup, Policy(Qwen3ForCausalLM(shape)))
 
 
-def _batches(tokenizer: "Tokenizer", seed: int, phase: str) -> "Iterator[list[Item]]":
+def _batches(tokenizer: Tokenizer, seed: int, phase: str) -> Iterator[list[Item]]:
     """Without end. All numbers of steps are equally likely, so that long chains are learned too;
     pools of four batches are sorted by length, so that runs of equal length are long."""
-    from minirl.train.batch import example_item
-
     for first in count(1 << 30 if phase == "sloppy" else 0, 4 * BATCH_SIZE):
         rng = random.Random(f"{seed}/{phase}/{first}")
         indices = range(first, first + 4 * BATCH_SIZE)
@@ -195,12 +159,8 @@ def _batches(tokenizer: "Tokenizer", seed: int, phase: str) -> "Iterator[list[It
             yield examples[start : start + BATCH_SIZE]
 
 
-def _probe(rank: "SftRank", tokenizer: "Tokenizer", seed: int) -> float:
+def _probe(rank: SftRank, tokenizer: Tokenizer, seed: int) -> float:
     """Mean reward of answers to held-out problems, sampled at temperature 1."""
-    import torch
-
-    from minirl.train import attention
-
     model: Any = rank.replica.module.model
     problems = [draw_problem(seed, Stream.PROBE, index) for index in range(NUM_PROBES)]
     prompts = [tokenizer.encode(problem.prompt).ids for problem in problems]
@@ -218,9 +178,7 @@ def _probe(rank: "SftRank", tokenizer: "Tokenizer", seed: int) -> float:
     return total / len(problems)
 
 
-def _write(folder: Path, rank: "SftRank", tokenizer: "Tokenizer") -> None:
-    from transformers import GenerationConfig, PreTrainedTokenizerFast
-
+def _write(folder: Path, rank: SftRank, tokenizer: Tokenizer) -> None:
     model: Any = rank.replica.module.model
     with checkpoint.written_aside(folder) as aside:
         model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
@@ -233,3 +191,11 @@ def _write(folder: Path, rank: "SftRank", tokenizer: "Tokenizer") -> None:
             model_max_length=POSITIONS,
             clean_up_tokenization_spaces=False,
         ).save_pretrained(aside)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=2)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    build_tiny_model(options.out, options.seed)
