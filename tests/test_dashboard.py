@@ -34,9 +34,9 @@ NOW = 1_700_000_000.0
 LAST = {"step": 40, "seconds": 320.0, "reward/mean": 0.7, "train/tokens_per_s": 12033.0}
 WORDS = (
     "step 40/100   40%  5:21  ETA 8:00; generation-bound: trainers idle 41%; 96 slots; █░; "
-    " 87% work   3% weights; rollout-0 generating 31 at v40; reward 0.931, from 0.064; 71%; 12,033 tok/s; "
+    " 87% work   3% weights; rollout-0 generating 31 at v40; reward 0.931, from 0.064; "
     "held-out 81.0% (76–86), from 21.0%;    86.0% ; ● ; version 0 ;  40; sample 1/6 of step 5; "
-    "> 7 + 12; was killed by SIGKILL; q finish and save; "
+    "71%; 12,033 tok/s; > 7 + 12; was killed by SIGKILL; q finish and save; "
     "1,203 groups dropped: 1,200 equal rewards, 3 reward error"
 )
 
