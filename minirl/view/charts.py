@@ -94,17 +94,23 @@ CHARTS = (
 
 
 def draw_charts(found: Families) -> Iterator[tuple[Chart, Any]]:
-    """A figure for each chart that has a point."""
+    """A figure for each chart that has a point; wall time only where runs are compared."""
     several = len(found) > 1  # then colour distinguishes families
-    for chart in CHARTS:
-        figure, (axes,) = new_figure(4.8, 3.0)
-        for n, (first, runs) in enumerate(found.items()):
-            label = first + (f", {len(runs)} seeds" if len(runs) > 1 else "")
-            for place, (word, name) in enumerate(chart.series.items()):
-                if points := chart.curve(runs, name):
+    for chart in CHARTS if several else [chart for chart in CHARTS if chart.x != "seconds"]:
+        figure, (axes,) = new_figure(3.9, 2.6)  # in a column of the page its text has 12 px
+        for n, (name, runs) in enumerate(found.items()):
+            label = name + (f", {len(runs)} seeds" if len(runs) > 1 else "")
+            for place, (word, value) in enumerate(chart.series.items()):
+                if points := chart.curve(runs, value):
+                    xs, ys, lows, highs = zip(*points, strict=True)
                     colour = CURVES[(n if several else place) % len(CURVES)]
-                    words = " · ".join([label] * several + [word] * bool(word))
-                    _plot(axes, points, colour, "--" if several and place else "-", words)
+                    style = ("--" if several and place else "-") + "o" * (len(xs) < 12)
+                    words = ("_" if place else label) if several else word or "_"
+                    axes.plot(xs, ys, style, color=colour, markersize=4, label=words)
+                    if lows != highs:
+                        axes.fill_between(xs, lows, highs, color=colour, alpha=0.2, linewidth=0)
+        for place, word in enumerate(chart.series if several and axes.lines else ()):
+            axes.plot([], [], "--" if place else "-", color=GREY, label=word or "_")
         if axes.lines:
             _finish(axes, chart, found)
             yield chart, figure
@@ -123,12 +129,11 @@ def new_figure(width: float, height: float, rows: int = 1, **options: Any) -> tu
     return figure, panels
 
 
-def _plot(axes: Any, points: Sequence[Point], colour: str, style: str, label: str) -> None:
-    xs, ys, lows, highs = zip(*points, strict=True)
-    marker = "o" if len(xs) < 12 else None
-    axes.plot(xs, ys, style, color=colour, marker=marker, markersize=4, label=label or "_")
-    if lows != highs:
-        axes.fill_between(xs, lows, highs, color=colour, alpha=0.2, linewidth=0)
+def flat_value(chart: Chart, figure: Any) -> str:
+    """Of curves that never change: a line of text says it. Empty: there is something to see."""
+    drawn = {float(y) for line in figure.axes[0].lines for y in line.get_ydata()}
+    form = ".1%" if chart.is_share else ".3g"
+    return "" if len(drawn) > 1 else f"{chart.title.lower()} {drawn.pop():{form}}"
 
 
 def _finish(axes: Any, chart: Chart, found: Families) -> None:
@@ -141,8 +146,10 @@ def _finish(axes: Any, chart: Chart, found: Families) -> None:
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
     axes.set_xlabel(chart.x)
     axes.set_title(chart.title, loc="left", fontsize=11, fontweight="bold", color=GREY)
-    if axes.get_legend_handles_labels()[1]:
-        place = {"loc": "outside lower left", "ncols": 2, "fontsize": 9}
+    if labels := axes.get_legend_handles_labels()[1]:
+        num = 1 if max(map(len, labels)) > 18 else 2  # columns in which no name is cut
+        place = {"loc": "outside lower left", "ncols": num}
+        axes.figure.set_figheight(2.4 + 0.2 * math.ceil(len(labels) / num))
         axes.figure.legend(frameon=False, labelcolor=GREY, **place)
 
 

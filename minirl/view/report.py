@@ -13,28 +13,50 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from minirl.config import KEYS, Config, get
 from minirl.errors import MinirlError, RecipeError
 from minirl.metrics import DROPPED
 from minirl.run_dir import Line, RunDir
-from minirl.view.charts import CHARTS, Families, draw_charts, draw_timeline, families, number
+from minirl.view.charts import (
+    CHARTS,
+    Families,
+    draw_charts,
+    draw_timeline,
+    families,
+    flat_value,
+    number,
+)
 from minirl.view.runs import formatted, prompt_text, short_names
 
 MAX_SAMPLES = 12  # with tokens, evenly spread over a run
 
 
-def headline(run: RunDir) -> str:
-    """Model, task, accuracy before and after, time."""
-    scores = []
-    for line in run.evals[:1] + run.evals[1:][-1:]:
+class Headline(NamedTuple):
+    what: str
+    scores: str  # before → after
+    intervals: str
+    facts: str
+    command: str
+
+
+def headline(run: RunDir) -> Headline:
+    ends, scores, intervals = run.evals[:1] + run.evals[1:][-1:], [], []
+    for line in ends:
         score, low, high = (formatted(line.get(k), ".1%") for k in ("accuracy", "low", "high"))
-        scores.append(f"{score} ({low} to {high}) at version {line.get('version')}")
-    what = f"{run.recipe.get('model.path', '?')} on {run.recipe.get('tasks.kind', '?')}"
-    hours = max((number(line, "seconds") or 0 for line in run.metrics), default=0) / 3600
-    when = f"{len(run.metrics)} steps in {hours:.2f} h, {run.machine.get('started', '')}"
-    return f"{what}: {' → '.join(scores) or 'no evaluation yet'}; {run.state}, {when}"
+        scores.append(score)
+        intervals.append(f"{low} to {high} at version {line.get('version')}")
+    seconds = max((number(line, "seconds") or 0 for line in run.metrics), default=0)
+    took = f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
+    started = str(run.machine.get("started", ""))[:16].replace("T", " ")
+    return Headline(
+        f"{run.recipe.get('model.path', '?')} on {run.recipe.get('tasks.kind', '?')}",
+        " → ".join(scores) or "not evaluated yet",
+        f"held-out accuracy, 95 % interval {', then '.join(intervals)}" if ends else "",
+        f"{run.state}, {len(run.metrics)} steps in {took}, {started}",
+        str(run.machine.get("command", f"minirl train {run.path / 'recipe.toml'}")),
+    )
 
 
 def result_rows(run: RunDir) -> dict[str, str]:
@@ -80,7 +102,7 @@ def samples_with_tokens(run: RunDir) -> list[tuple[Line, int, Any]]:
     return found
 
 
-def page(found: Families, figures: Sequence[Any], timeline: str) -> str:
+def page(found: Families, figures: Sequence[Any], flat: Sequence[str], timeline: str) -> str:
     from jinja2 import Environment
 
     runs = [run for family in found.values() for run in family]
@@ -93,6 +115,7 @@ def page(found: Families, figures: Sequence[Any], timeline: str) -> str:
         headlines=[headline(run) for run in runs],
         results=table([result_rows(run) for run in runs]),
         figures=figures,
+        flat=flat,
         timeline=timeline,
         answers=[answers_by_prompt(run) for run in runs],
         tokens=[samples_with_tokens(run) for run in runs],
@@ -110,11 +133,14 @@ def write(runs: Sequence[RunDir], folder: Path) -> list[Path]:
     found, timeline = families(runs), ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        drawn = [(chart, save(figure, folder / chart.name)) for chart, figure in draw_charts(found)]
+        charts = [*draw_charts(found)]
+        flat = [flat_value(*chart) for chart in charts]
+        curved = [chart for chart, text in zip(charts, flat, strict=True) if not text]
+        drawn = [(chart, save(figure, folder / chart.name)) for chart, figure in curved]
         if (figure := draw_timeline(found)) is not None:
             timeline = save(figure, folder / "timeline")
             (folder / "timeline.svg").write_text(timeline)
-        (folder / "report.html").write_text(page(found, drawn, timeline))
+        (folder / "report.html").write_text(page(found, drawn, [*filter(None, flat)], timeline))
     except OSError as error:
         rule = f"cannot be written ({error.strerror})"
         raise RecipeError("--out", str(folder), rule, "name a folder of yours") from None
