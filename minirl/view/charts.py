@@ -93,8 +93,9 @@ CHARTS = (
 )
 
 
-def draw_charts(found: Families) -> Iterator[tuple[Chart, Any]]:
-    """A figure for each chart that has a point; wall time only where runs are compared."""
+def draw_charts(found: Families) -> Iterator[tuple[Chart, Any, str]]:
+    """A figure for each chart that has a point, and the value of one that never changes. Wall time
+    only where runs are compared."""
     several = len(found) > 1  # then colour distinguishes families
     for chart in CHARTS if several else [chart for chart in CHARTS if chart.x != "seconds"]:
         figure, (axes,) = new_figure(3.9, 2.6)  # in a column of the page its text has 12 px
@@ -113,7 +114,9 @@ def draw_charts(found: Families) -> Iterator[tuple[Chart, Any]]:
             axes.plot([], [], "--" if place else "-", color=GREY, label=word or "_")
         if axes.lines:
             _finish(axes, chart, found)
-            yield chart, figure
+            shown = {float(y) for line in axes.lines for y in line.get_ydata()}
+            value = format(min(shown), ".1%" if chart.is_share else ".3g")
+            yield chart, figure, "" if len(shown) > 1 else f"{chart.title.lower()} {value}"
 
 
 def new_figure(width: float, height: float, rows: int = 1, **options: Any) -> tuple[Any, Any]:
@@ -127,13 +130,6 @@ def new_figure(width: float, height: float, rows: int = 1, **options: Any) -> tu
         axes.xaxis.label.set_color(GREY)
         axes.grid(axis="y", color=GREY, alpha=0.25)
     return figure, panels
-
-
-def flat_value(chart: Chart, figure: Any) -> str:
-    """Of curves that never change: a line of text says it. Empty: there is something to see."""
-    drawn = {float(y) for line in figure.axes[0].lines for y in line.get_ydata()}
-    form = ".1%" if chart.is_share else ".3g"
-    return "" if len(drawn) > 1 else f"{chart.title.lower()} {drawn.pop():{form}}"
 
 
 def _finish(axes: Any, chart: Chart, found: Families) -> None:
@@ -164,15 +160,19 @@ STATE_COLOURS = {  # by a word of the slice's name, of which the first counts; w
 
 
 def read_rows(run_dir: Path) -> Rows:
-    """The last steps before the last one, which an evaluation follows. Empty: no trace."""
+    """The last steps before the last one, which an evaluation follows. Empty: no trace. The many
+    lines of sequences are not parsed, torn ones dropped."""
     names: dict[int, str] = {}
     found: Rows = defaultdict(list)
-    for event in _events(run_dir / "trace.json"):
-        if event["name"] == "process_name":
-            names[event["pid"]] = event["args"]["name"]
-        elif event["ph"] == "X":
-            worker, start = names.get(event["pid"], ""), event["ts"] / 1e6
-            found[worker].append((event["name"], start, event["dur"] / 1e6))
+    with suppress(OSError), (run_dir / "trace.json").open(errors="replace") as file:
+        for text in (text for text in file if f'"tid":{STATES},' in text):
+            with suppress(ValueError):
+                event = json.loads(text.strip().removesuffix(","))
+                if event["name"] == "process_name":
+                    names[event["pid"]] = event["args"]["name"]
+                elif event["ph"] == "X":
+                    worker, start = names.get(event["pid"], ""), event["ts"] / 1e6
+                    found[worker].append((event["name"], start, event["dur"] / 1e6))
     steps = [start for name, start, _ in found["train-0"] if name.startswith(STEP)]
     begin, end = (steps[-1 - NUM_STEPS :][0], steps[-1]) if len(steps) > 1 else (0.0, 0.0)
     rows: Rows = {}
@@ -180,15 +180,6 @@ def read_rows(run_dir: Path) -> Rows:
         cut = [(name, max(a, begin), min(a + length, end)) for name, a, length in found[worker]]
         rows[worker] = [(name, a - begin, b - a) for name, a, b in cut if b > a]
     return rows
-
-
-def _events(path: Path) -> Iterator[dict[str, Any]]:
-    """States and names; the many lines of sequences are not parsed, torn ones dropped."""
-    with suppress(OSError), path.open(errors="replace") as file:
-        for text in file:
-            if f'"tid":{STATES},' in text:
-                with suppress(ValueError):
-                    yield json.loads(text.strip().removesuffix(","))
 
 
 def draw_timeline(found: Families) -> Any:

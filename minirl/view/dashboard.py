@@ -14,6 +14,7 @@ import termios
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -164,6 +165,11 @@ def beside(height: int, *parts: tuple[list[Line], int]) -> list[Line]:
     return [[segment for line in row for segment in line] for row in zip(*shapes, strict=True)]
 
 
+def place(value: float, start: float, end: float, most: int) -> int:
+    """From 0 at the start to `most` at the end."""
+    return round(most * (value - start) / (end - start or 1))
+
+
 @lru_cache(maxsize=64)  # a curve changes with a step, the picture every second
 def resample(points: tuple[Point, ...], num: int) -> tuple[float, ...]:
     """`num` values at equal distances of x: means where there are more points, else on lines."""
@@ -182,7 +188,7 @@ def braille(values: tuple[float, ...], height: int) -> tuple[list[str], float, f
     low, high, most = min(values), max(values), 4 * height - 1
     if high - low <= 1e-9 * abs(high):
         low, high = low - (0.1 * abs(low) or 0.5), high + (0.1 * abs(high) or 0.5)
-    levels = [round((value - low) / (high - low) * most) for value in values]
+    levels = [place(value, low, high, most) for value in values]
     rows = [[0x2800] * ((len(levels) + 1) // 2) for _ in range(height)]
     for column, (before, level) in enumerate(pairwise([levels[0], *levels])):
         for dot in range(level, before, 1 if before > level else -1) or [level]:
@@ -227,17 +233,15 @@ def plot(title: str, points: list[Point], form: str, width: int, height: int) ->
     if not values:
         return [header(title, width), [paint("nothing yet", "dim")]]
     rows, low, high = braille(values, height - 1)
-    labels = [form.format(high), *[""] * (height - 3), form.format(low)]
-    first, last = form.format(points[0][1]), form.format(points[-1][1])
-    lines = [header(f"{title} {last}, from {first}", width)]
-    for label, row in zip(labels, rows, strict=True):
-        lines.append([paint(f"{label:>8} ", "dim"), paint(row, "blue")])
-    return lines
+    first, last, bottom, top = (form.format(y) for y in (points[0][1], points[-1][1], low, high))
+    return framed(f"{title} {last}, from {first}", rows, (top, bottom), width)
 
 
-def place(value: float, start: float, end: float, most: int) -> int:
-    """From 0 at the start to `most` at the end."""
-    return round(most * (value - start) / (end - start or 1))
+def framed(title: str, rows: Iterable[str], ends: tuple[str, str], width: int) -> list[Line]:
+    """With the largest and the smallest value beside the first and the last row."""
+    drawn = [[paint(" " * 9), paint(row, "blue")] for row in rows]
+    drawn[-1][0], drawn[0][0] = (paint(f"{end:>8} ", "dim") for end in reversed(ends))
+    return [header(title, width), *drawn]
 
 
 def evaluations(status: Status, width: int, height: int) -> list[Line]:
@@ -256,9 +260,7 @@ def evaluations(status: Status, width: int, height: int) -> list[Line]:
     _, last, low, high = known[-1]
     since = f"from {known[0][1]:.1%}" if len(known) > 1 else f"at version {known[0][0]}"
     title = f"held-out {last:.1%} ({100 * low:.0f}–{100 * high:.0f}), {since}"
-    lines, labels = [header(title, width)], [f"{top:.1%}", *[""] * (height - 4), f"{bottom:.1%}"]
-    for label, letters in zip(labels, grid, strict=False):
-        lines.append([paint(f"{label:>8} ", "dim"), paint("".join(letters), "blue")])
+    lines = framed(title, map("".join, grid), (f"{top:.1%}", f"{bottom:.1%}"), width)
     return [*lines, [paint(f" version 0{newest:>{max(0, width - 10)}}", "dim")]]
 
 
@@ -463,21 +465,19 @@ class Reporter:
                 if self._screen is None:
                     self._is_ending.wait(LOOK_S)
                 else:
-                    self._press(self._screen.show(status))
+                    keys = self._screen.show(status)
+                    if "q" in keys:
+                        self._loop.is_interrupted = True
+                        self._loop.log.note("q: finishing the step and saving; Ctrl-C ends it now")
+                    if "s" in keys and self._loop.step > 0:
+                        self._loop.wants_save = True
+                        self._loop.log.note("s: a checkpoint is saved after the running step")
                 self._cost = time.thread_time() / (time.monotonic() - began)
         except Exception as error:
             what = one_line(f"{type(error).__name__}: {error}")
             self._loop.log.note(f"the dashboard is off, training continues: {what}")
             if self._screen is not None:
                 self._screen.__exit__()
-
-    def _press(self, keys: str) -> None:
-        if "q" in keys:
-            self._loop.is_interrupted = True
-            self._loop.log.note("q: finishing the step and saving; Ctrl-C ends it now")
-        if "s" in keys and self._loop.step > 0:
-            self._loop.wants_save = True
-            self._loop.log.note("s: a checkpoint is saved when the running step is done")
 
     def status(self) -> Status:
         """Copies in one call what the loop could change meanwhile."""
@@ -520,10 +520,9 @@ class Reporter:
             return f"evaluating version {evaluation.version}"
         states = [loop.workers.board.row(engine.row).state for engine in loop.engines]
         limit, num_slots = loop.buffer.admission.limit, loop.buffer.num_slots
-        if State.WAITING_FOR_PROMPTS not in states or loop.buffer.num_in_flight < limit:
+        is_held_back = limit < num_slots and loop.buffer.num_in_flight >= limit
+        if State.WAITING_FOR_PROMPTS not in states or not is_held_back:
             return ""
-        if limit == num_slots:
-            return f"engines wait: all {num_slots} slots are taken"
         return f"engines wait: admission control holds them back ({limit} of {num_slots} slots)"
 
     def _lane(self, worker: Worker) -> Lane:
@@ -533,11 +532,10 @@ class Reporter:
         now = (time.monotonic(), *totals)
         before, self._totals[worker.name] = self._totals.get(worker.name, now), now
         passed, idle_s, weights_s = (a - b for a, b in zip(now, before, strict=True))
-        if passed and (seconds or worker.is_ready):
+        if passed and worker.is_ready:
             weights_s += min(passed, row.since_s) * (row.state in WEIGHTS)  # not in its total yet
-            weights = min(1.0, weights_s / passed) * worker.is_ready
-            work = max(0.0, 1 - weights - idle_s / passed) * worker.is_ready
-            seconds.append((round(work, 2), round(weights, 2)))
+            weights = min(1.0, weights_s / passed)
+            seconds.append((round(max(0.0, 1 - weights - idle_s / passed), 2), round(weights, 2)))
         return Lane(worker.name, lane_state(row), list(seconds))
 
     def _slots(self) -> dict[str, int]:

@@ -1,7 +1,5 @@
 """A sign of life while something loads: on a terminal a spinner with the seconds, else one line.
-
-Takes what is being loaded. Imports rich alone, so that it is on the screen before anything heavy is
-imported. Leaves out: everything after the start (console.py).
+It imports rich alone, so that it is there before anything heavy is imported.
 """
 
 from collections.abc import Iterator

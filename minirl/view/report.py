@@ -13,50 +13,21 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from minirl.config import KEYS, Config, get
 from minirl.errors import MinirlError, RecipeError
 from minirl.metrics import DROPPED
 from minirl.run_dir import Line, RunDir
-from minirl.view.charts import (
-    CHARTS,
-    Families,
-    draw_charts,
-    draw_timeline,
-    families,
-    flat_value,
-    number,
-)
+from minirl.view.charts import CHARTS, Families, draw_charts, draw_timeline, families, number
 from minirl.view.runs import formatted, prompt_text, short_names
 
 MAX_SAMPLES = 12  # with tokens, evenly spread over a run
 
 
-class Headline(NamedTuple):
-    what: str
-    scores: str  # before → after
-    intervals: str
-    facts: str
-    command: str
-
-
-def headline(run: RunDir) -> Headline:
-    ends, scores, intervals = run.evals[:1] + run.evals[1:][-1:], [], []
-    for line in ends:
-        score, low, high = (formatted(line.get(k), ".1%") for k in ("accuracy", "low", "high"))
-        scores.append(score)
-        intervals.append(f"{low} to {high} at version {line.get('version')}")
+def duration(run: RunDir) -> str:
     seconds = max((number(line, "seconds") or 0 for line in run.metrics), default=0)
-    took = f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
-    started = str(run.machine.get("started", ""))[:16].replace("T", " ")
-    return Headline(
-        f"{run.recipe.get('model.path', '?')} on {run.recipe.get('tasks.kind', '?')}",
-        " → ".join(scores) or "not evaluated yet",
-        f"held-out accuracy, 95 % interval {', then '.join(intervals)}" if ends else "",
-        f"{run.state}, {len(run.metrics)} steps in {took}, {started}",
-        str(run.machine.get("command", f"minirl train {run.path / 'recipe.toml'}")),
-    )
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
 
 
 def result_rows(run: RunDir) -> dict[str, str]:
@@ -108,11 +79,13 @@ def page(found: Families, figures: Sequence[Any], flat: Sequence[str], timeline:
     runs = [run for family in found.values() for run in family]
     template = (files("minirl.view") / "report.html").read_text()
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["percent"] = lambda value: formatted(value, ".1%")
     defaults = {key: str(get(Config(), key)).replace("()", "[]") for key in KEYS}
     recipes = table([run.recipe for run in runs])
     return environment.from_string(template).render(
+        runs=runs,
         names=short_names(runs),
-        headlines=[headline(run) for run in runs],
+        durations=[duration(run) for run in runs],
         results=table([result_rows(run) for run in runs]),
         figures=figures,
         flat=flat,
@@ -134,13 +107,12 @@ def write(runs: Sequence[RunDir], folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         charts = [*draw_charts(found)]
-        flat = [flat_value(*chart) for chart in charts]
-        curved = [chart for chart, text in zip(charts, flat, strict=True) if not text]
-        drawn = [(chart, save(figure, folder / chart.name)) for chart, figure in curved]
+        drawn = [(chart, save(f, folder / chart.name)) for chart, f, flat in charts if not flat]
+        flat = [text for *_, text in charts if text]
         if (figure := draw_timeline(found)) is not None:
             timeline = save(figure, folder / "timeline")
             (folder / "timeline.svg").write_text(timeline)
-        (folder / "report.html").write_text(page(found, drawn, [*filter(None, flat)], timeline))
+        (folder / "report.html").write_text(page(found, drawn, flat, timeline))
     except OSError as error:
         rule = f"cannot be written ({error.strerror})"
         raise RecipeError("--out", str(folder), rule, "name a folder of yours") from None
