@@ -55,6 +55,7 @@ SPEED = (  # metric, name, form of a value
     ("rollout/truncated_frac", "truncated", "{:.0%}"),
     ("train/logprob_gap", "logprob gap", "{:.1e}"),
 )
+CURVES = ("reward/mean", *TRENDS, *(metric for metric, _, _ in SPEED))
 BLOCKS, EIGHTHS = " ▁▂▃▄▅▆▇█", " ▏▎▍▌▋▊▉█"
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # braille, by row and column
 MIN_SIZE = (50, 14)  # in a smaller terminal plain lines say more
@@ -366,13 +367,6 @@ def can_draw(console: Console) -> bool:
     return False
 
 
-def curves(lines: list[dict[str, float]]) -> dict[str, list[Point]]:
-    """Thinned out to 240 points, always with the last step."""
-    shown = lines[:: -max(1, math.ceil(len(lines) / 240))][::-1]
-    names = ("reward/mean", *TRENDS, *(metric for metric, _, _ in SPEED))
-    return {name: [(line["step"], line[name]) for line in shown if name in line] for name in names}
-
-
 def lane_state(row: Row) -> str:
     if row.beat_s > 30 and row.state is not State.STARTING:
         return f"{row.state.words}, silent {clock(row.beat_s)}"
@@ -483,6 +477,7 @@ class Reporter:
         """Copies in one call what the loop could change meanwhile."""
         loop, log, config = self._loop, self._loop.log, self._loop.config
         lines, is_up = log.metrics[:], loop.is_ready
+        shown = lines[:: -max(1, math.ceil(len(lines) / 240))][::-1]  # always with the last step
         word = "GPU" if loop.engines[0].placement.kind == "cuda" else "process"
         return Status(
             name=log.run_dir.name,
@@ -497,7 +492,7 @@ class Reporter:
             slots=self._slots(),
             staleness=[sum(n) for n in zip_longest(*list(log.recent_staleness), fillvalue=0)],
             max_staleness=config.buffer.max_staleness,
-            curves=curves(lines),
+            curves={n: [(line["step"], line[n]) for line in shown if n in line] for n in CURVES},
             evaluations=[
                 (line["version"], line["accuracy"], line["low"], line["high"])
                 for line in log.evals[:]

@@ -25,11 +25,6 @@ from minirl.view.runs import formatted, prompt_text, short_names
 MAX_SAMPLES = 12  # with tokens, evenly spread over a run
 
 
-def duration(run: RunDir) -> str:
-    seconds = max((number(line, "seconds") or 0 for line in run.metrics), default=0)
-    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
-
-
 def result_rows(run: RunDir) -> dict[str, str]:
     """The mean of the last 5 steps and the largest of all, for each curve by step."""
     rows = {}
@@ -85,7 +80,6 @@ def page(found: Families, figures: Sequence[Any], flat: Sequence[str], timeline:
     return environment.from_string(template).render(
         runs=runs,
         names=short_names(runs),
-        durations=[duration(run) for run in runs],
         results=table([result_rows(run) for run in runs]),
         figures=figures,
         flat=flat,
