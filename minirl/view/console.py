@@ -44,14 +44,12 @@ SUMMARY = {  # rows at the end; one whose value is not known is left out
 }
 
 
-def measured(summary: dict[str, Any]) -> str | None:
-    """The first and the last accuracy, each with its version; None: nothing was evaluated."""
+def measured(summary: dict[str, Any]) -> str:
+    """The first and the last accuracy, each with its version. Empty: nothing was evaluated."""
     known = summary.get("accuracies") or []
-    version = summary.get("version", summary.get("steps", 0))
-    ends = known[:1] + known[1:][-1:]
-    text = ", ".join(f"{accuracy:.1%} at version {number}" for number, accuracy in ends)
-    is_old = bool(known) and known[-1][0] < version
-    return f"{text}; not evaluated since" if is_old else text or None
+    text = ", ".join(f"{y:.1%} at version {version}" for version, y in known[:1] + known[1:][-1:])
+    is_old = known and known[-1][0] < summary.get("version", summary.get("steps", 0))
+    return f"{text}; not evaluated since" if is_old else text
 
 
 def _stamped(seconds: float, text: str) -> Text:
