@@ -342,7 +342,7 @@ def inspect(
     run: Annotated[Path, Argument(metavar="RUN", help="A run directory.")],
     step: Annotated[int | None, Option(help="Default: the last.")] = None,
 ) -> None:
-    """Print what a step trained: answers, then rewards, versions and lengths.
+    """Print what a step trained: answers, rewards, versions, lengths.
 
     minirl inspect runs/smoke-… --step 12
     """
