@@ -123,6 +123,8 @@ class BufferConfig:
     """Drop groups whose rewards are all equal (DAPO)."""
     mask_truncated: bool = False
     """Keep truncated answers out of the loss, but in the baseline."""
+    max_faults: Annotated[float, Field(gt=0, le=10**6)] = 3.0
+    """The run stops after so many batches of groups in a row (24 at least) without a reward."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -4,17 +4,18 @@ classes, devices and processes, and that tears them down: only the run directory
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from minirl import devices, model
+from minirl import devices, drops, model
 from minirl.balance import measured
 from minirl.buffer import Buffer, History, OnStale
 from minirl.config import Config
@@ -24,9 +25,9 @@ from minirl.loop import Loop
 from minirl.messages import RankSetup, Role, Stop, TrainerSetup
 from minirl.recipe import Loaded, check_devices, check_memory, check_model, to_toml
 from minirl.records import Example, Prompt
-from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
+from minirl.resume import Start, check_changes, check_steps, find_start, is_finished, is_untrained
 from minirl.rollout.worker import RolloutSetup
-from minirl.run_dir import hold, write_text
+from minirl.run_dir import hold, holds_run, write_text
 from minirl.run_log import RunLog
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
@@ -95,6 +96,7 @@ def _make_job(config: Config, recipe: Path, run_dir: Path) -> Job:
 def _prepare(job: Job, resume: bool, is_plain: bool) -> int:
     """The run directory and the model."""
     config, run_dir = job.config, job.run_dir
+    resume = resume and not is_untrained(run_dir)
     changes = check_changes(config, run_dir) if resume else []  # before the recipe is written
     if resume and is_finished(run_dir, config):
         print(f"all {config.train.steps} steps are done; raise train.steps to go on")
@@ -102,7 +104,7 @@ def _prepare(job: Job, resume: bool, is_plain: bool) -> int:
     start = find_start(run_dir) if resume else Start()
     check_steps(config, start.state.step)
     view = ConsoleView(config.train.steps, is_plain=is_plain)
-    with _make_run_dir(config, run_dir, job.kind), closing(view):
+    with closing(view):
         for note in (*(f"changed since it began: {c}" for c in changes), *start.notes):
             view.note(note)
         if config.model.trust_remote_code:
@@ -110,7 +112,8 @@ def _prepare(job: Job, resume: bool, is_plain: bool) -> int:
         source = model.local_folder(config)
         check_model(config, source)
         model.check_folder(source)
-        return _run(job, source, start, view)
+        with _open_run_dir(config, run_dir, job.kind):
+            return _run(job, source, start, view)
 
 
 def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
@@ -135,6 +138,7 @@ def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
         loggers = Loggers(log)
         with closing(log), _signals(loop, view), view.watching(loop):
             loop.run()
+        view.note(f"waiting for workers to end{', and loggers'[: 13 * bool(config.log.to)]}")
         if loop.has_finished:  # else some are still starting, and read no message
             workers.stop(Stop())
         loggers.close()
@@ -150,11 +154,14 @@ def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
 def _finish(job: Job, loop: Loop, log: RunLog, view: ConsoleView) -> int:
     """The summary, and an error where something is not on the disk."""
     is_whole = loop.step == job.config.train.steps
-    word = "GPU" if job.kind == "cuda" else "process"
+    own = job.config.devices
+    has_room = devices.find_devices(own.kind)[1] > own.rollout + own.train
+    word = ("GPU" if job.kind == "cuda" else "process") if has_room else ""
     extra = {
         "run_dir": str(job.run_dir),
         "seed": job.config.seed,
         "drops": dict(loop.buffer.drops),
+        "dropped": drops.words(loop.buffer.drops) or None,
         "balance": measured(job.config, log.metrics, word) or None,
         "ended": time.strftime(TIME_FORMAT),
         **devices.describe(job.kind),
@@ -227,22 +234,42 @@ def spawn_verifiers(workers: Workers, setup: VerifierSetup) -> None:
         workers.spawn(Role.VERIFY, rank, BODIES[Role.VERIFY], setup, place)
 
 
-def _make_run_dir(config: Config, run_dir: Path, kind: str) -> IO[str]:
-    """Only its owner may write into it, since what is in it is read again. Gives its lock."""
+@contextmanager
+def _open_run_dir(config: Config, run_dir: Path, kind: str) -> Iterator[None]:
+    """Only its owner may write into it, since what is in it is read again. A start that is refused
+    leaves no new directory behind, and one that is interrupted counts as stopped."""
     os.umask(os.umask(0o022) | 0o022)
-    try:
+    with _writable(run_dir):
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         if run_dir.stat().st_mode & 0o022:
             run_dir.chmod(0o755)
         lock = hold(run_dir)
-        devices.sweep_temp(run_dir / "tmp")  # a controller that was killed could not
-        write_text(run_dir / "recipe.toml", to_toml(config))
-        facts = {**devices.describe(kind), "started": time.strftime(TIME_FORMAT)}
-        write_text(run_dir / "machine.json", json.dumps(facts, indent=2) + "\n")
+    with lock:
+        is_new = not holds_run(run_dir)
+        try:
+            with _writable(run_dir):
+                devices.sweep_temp(run_dir / "tmp")  # a controller that was killed could not
+                write_text(run_dir / "recipe.toml", to_toml(config))
+                facts = {**devices.describe(kind), "started": time.strftime(TIME_FORMAT)}
+                write_text(run_dir / "machine.json", json.dumps(facts, indent=2) + "\n")
+            yield
+        except RecipeError:
+            if is_new:
+                shutil.rmtree(run_dir, ignore_errors=True)
+            raise
+        except KeyboardInterrupt:
+            if not (run_dir / "summary.json").exists():
+                write_text(run_dir / "summary.json", '{"finished": false}\n')
+            raise
+
+
+@contextmanager
+def _writable(run_dir: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         rule = f"cannot be written to ({error.strerror})"
         raise RecipeError("--run-dir", str(run_dir), rule, "name another, or make room") from None
-    return lock
 
 
 def short_prompts(config: Config, examples: Sequence[Example], tokenizer: Any) -> list[Prompt]:

@@ -23,7 +23,7 @@ MAY_CHANGE = (
 )
 
 
-NOTHING = CheckpointState(step=0, history=History(), consumed_below=0)
+NOTHING = CheckpointState(step=0, history=History(), consumed_below=0, evaluating=0)
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,11 @@ def find_start(run_dir: Path) -> Start:
 def is_finished(run_dir: Path, config: Config) -> bool:
     summary = RunDir(run_dir).summary
     return bool(summary.get("finished")) and summary.get("steps") == config.train.steps
+
+
+def is_untrained(run_dir: Path) -> bool:
+    """Not one step was trained: then any recipe may take the directory over."""
+    return not checkpoint.found(run_dir) and not RunDir(run_dir).metrics
 
 
 def check_changes(config: Config, run_dir: Path) -> list[str]:

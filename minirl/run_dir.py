@@ -22,7 +22,7 @@ from minirl.errors import RecipeError
 Line = dict[str, Any]
 RUNS = Path("runs")
 LOCK = "lock"
-# Stopped: by Ctrl-C, and saved. Failed: it ended without a result.
+# Stopped: by Ctrl-C. Failed: it ended without a result.
 RunState = Literal["running", "finished", "stopped", "failed"]
 
 

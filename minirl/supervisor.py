@@ -30,6 +30,7 @@ from minirl.config import Config, get
 from minirl.errors import MinirlError, Stalled, WorkerDied
 from minirl.groups import Groups, Sends
 from minirl.messages import Died, Finished, Graded, Replied, Role, Started, TrainerSetup
+from minirl.metrics import RateLimit
 from minirl.resume import find_start
 from minirl.shm.board import IDLE_STATES, State, Total
 from minirl.workers import LISTEN_S, Worker, Workers
@@ -69,6 +70,7 @@ class Supervisor:
     ):
         self.config, self.workers, self.groups = config, workers, groups
         self.log, self.controller = log, controller
+        self._seldom = RateLimit(log.note)
         self.deaths: Counter[str] = Counter()  # in a row, since the worker last did its work
         self._ranks = workers.of(Role.TRAIN)
         # As the run began; a rollback changes the setups.
@@ -139,7 +141,9 @@ class Supervisor:
                 f"{self.workers.log_dir}{remedy}"
             )
         why = f" ({hint})" if hint else ""
-        self.log.note(f"{worker.name} {death.how}: replaced{why}")
+        # One bad task may end verifiers without end; any other worker has a limit, MAX_DEATHS.
+        kind = worker.role if worker.role is Role.VERIFY else f"{worker.name}/{worker.num_starts}"
+        self._seldom.note(kind, f"{worker.name} {death.how}: replaced{why}")
         self.log.workers_replaced += len(self._ranks) if worker.role is Role.TRAIN else 1
         return FIRST_DELAY_S * 2 ** (self.deaths[name] - 1)
 

@@ -1,0 +1,91 @@
+"""What drops say of a run: faults in a row stop it, a filter that keeps hardly anything warns.
+
+Takes what becomes of each group, in order; gives the one line that ends the run, and warnings that
+name the number to change. Pure. Leaves out: the counts of the run (buffer.py), and how a run ends
+(loop.py).
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+from minirl.config import Config
+from minirl.errors import one_line
+from minirl.metrics import RateLimit
+from minirl.records import Drop
+
+FILTERS = {  # they drop on purpose; what changes that
+    Drop.EQUAL_REWARDS: "set buffer.drop_equal_rewards to false, raise rollout.temperature, or "
+    "take prompts that are less easy or less hard",
+    Drop.TRUNCATED: "raise rollout.max_new_tokens",
+    Drop.STALE: "raise buffer.max_staleness",
+}
+MIN_FAULTS = 24  # in a row; with small batches max_faults alone would stop a run for noise
+MAX_FILTERED = 0.75  # share of the groups since the last step
+
+
+def words(drops: Mapping[Drop, int]) -> str:
+    """ "12 equal rewards, 3 reward error": the commonest first."""
+    counts = Counter(drops).most_common()
+    return ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in counts if count)
+
+
+class DropWatch:
+    def __init__(self, config: Config, seldom: RateLimit):
+        self._config, self._seldom = config, seldom
+        self._limit = max(MIN_FAULTS, math.ceil(config.buffer.max_faults * config.train.batch_size))
+        self._faults: Counter[Drop] = Counter()  # since a group was last graded
+        self._examples: dict[Drop, str] = {}
+        self._filtered: Counter[Drop] = Counter()  # since a group was last kept
+        self._dropped: Counter[Drop] = Counter()  # since the last step
+
+    @property
+    def fault(self) -> str:
+        """Why the run cannot train, or ""."""
+        if (num := self._faults.total()) < self._limit:
+            return ""
+        reason, count = self._faults.most_common(1)[0]
+        return (
+            f"no reward for {num:,} groups in a row: {reason.replace('_', ' ')} {count:,} times, "
+            f"such as {one_line(self._examples[reason])}; mend that, or raise buffer.max_faults = "
+            f"{self._config.buffer.max_faults:g}"
+        )
+
+    def begun(self) -> None:
+        """A prompt was short enough. Those that are not end at once, while others still run."""
+        del self._faults[Drop.TOO_LONG]
+
+    def graded(self) -> None:
+        self._faults.clear()
+        self._examples.clear()
+
+    def kept(self) -> None:
+        self.graded()
+        self._filtered.clear()
+
+    def dropped(self, reason: Drop, why: str) -> None:
+        """The death of a worker has a limit of its own (supervisor.py)."""
+        self._dropped[reason] += 1
+        if reason in FILTERS:
+            self.graded()
+            self._filtered[reason] += 1
+            if self._filtered.total() % self._limit == 0:
+                self._warn(self._filtered, self._filtered.total(), "in a row")
+        elif reason is not Drop.WORKER_DIED:
+            self._faults[reason] += 1
+            self._examples[reason] = why
+
+    def stepped(self) -> None:
+        """The next version is published."""
+        num_ended = self._dropped.total() + self._config.train.batch_size
+        filtered = Counter({reason: self._dropped[reason] for reason in FILTERS})
+        if max(filtered.values()) > MAX_FILTERED * num_ended:
+            self._warn(filtered, num_ended, "since the last step")
+        self._dropped.clear()
+
+    def _warn(self, filtered: Counter[Drop], num: int, when: str) -> None:
+        reason, count = filtered.most_common(1)[0]
+        share = f"{count / num:.0%} of {num:,} groups {when} were dropped"
+        self._seldom.note(
+            reason, f"warning: {share}, {reason.replace('_', ' ')}: {FILTERS[reason]}"
+        )
