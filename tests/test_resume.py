@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 from fault_bodies import write_checkpoint
+from run_dirs import evaluate, log_of, make_config, train
 
 from minirl.buffer import History
 from minirl.config import Config
-from minirl.errors import RecipeError
+from minirl.errors import Interrupted, RecipeError
+from minirl.launch import _open_run_dir
 from minirl.messages import CheckpointState
 from minirl.recipe import to_toml
-from minirl.resume import check_changes, check_steps, find_start, is_finished
+from minirl.resume import Start, check_changes, check_steps, find_start, is_finished, is_untrained
+from minirl.run_dir import RunDir, open_run
 from minirl.train import checkpoint
 from minirl.train.checkpoint import read_whole
 
@@ -54,6 +57,54 @@ def test_all_changes_that_are_refused_are_named_at_once(tmp_path: Path) -> None:
     config = begun(tmp_path, schedule="cosine")  # which ends with the steps
     with pytest.raises(RecipeError, match=r"another recipe: train\.steps 40 → 50"):
         check_changes(replace(config, train=replace(config.train, steps=50)), tmp_path)
+
+
+def test_until_a_step_is_trained_any_recipe_may_take_the_directory_over(tmp_path: Path) -> None:
+    log = log_of(tmp_path, make_config())
+    evaluate(log, version=0, right=1)
+    log.close()
+    assert is_untrained(tmp_path)
+    again = log_of(tmp_path, make_config(), 0, Start().state.evaluating)
+    assert again.wants_evaluation and not again.evals, "another recipe may have another model"
+    train(again, step=1)
+    again.close()
+    assert not is_untrained(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    save(tmp_path, 1)
+    assert not is_untrained(tmp_path)
+
+
+def start(run_dir: Path, error: type[BaseException] | None = None) -> None:
+    """As `minirl train` does, up to where something goes wrong."""
+    with _open_run_dir(Config(), run_dir, "cpu"):
+        (run_dir / "logs" / "rollout-0.log").touch()
+        if error is RecipeError:
+            raise RecipeError("tasks.max_prompt_tokens", 1, "too short", "raise it")
+        if error is not None:
+            raise error
+
+
+def test_a_start_that_is_refused_leaves_no_directory_and_an_interrupted_one_is_stopped(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for run_dir in (tmp_path / "new" / "run", tmp_path / "empty"):
+        with pytest.raises(RecipeError, match="too short"):
+            start(run_dir, RecipeError)
+        assert not run_dir.exists()
+    old = tmp_path / "old"
+    start(old)
+    assert open_run(old).state == "failed"  # it ended without a result
+    with pytest.raises(RecipeError, match="too short"):
+        start(old, RecipeError)
+    assert open_run(old).state == "failed"
+    with pytest.raises(Interrupted):
+        start(old, Interrupted)
+    assert open_run(old).state == "stopped"
+    with _open_run_dir(Config(), tmp_path / "busy", "cpu"):
+        with pytest.raises(RecipeError, match="a run is using it"):
+            start(tmp_path / "busy")
+        assert RunDir(tmp_path / "busy").state == "running", "it is the other's"
 
 
 def test_a_run_does_not_end_before_where_it_is() -> None:
