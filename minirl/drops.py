@@ -27,16 +27,17 @@ MAX_FILTERED = 0.75  # share of the groups since the last step
 def words(drops: Mapping[Drop, int]) -> str:
     """ "12 equal rewards, 3 reward error": the commonest first."""
     counts = Counter(drops).most_common()
-    return ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in counts if count)
+    return ", ".join(f"{count:,} {reason.words}" for reason, count in counts if count)
 
 
 class DropWatch:
     def __init__(self, config: Config, seldom: RateLimit):
-        self._config, self._seldom = config, seldom
-        self._limit = max(MIN_FAULTS, math.ceil(config.buffer.max_faults * config.train.batch_size))
-        self._faults: Counter[Drop] = Counter()  # since a group was last graded
+        self._batch_size, self._max_faults = config.train.batch_size, config.buffer.max_faults
+        self._limit = max(MIN_FAULTS, math.ceil(self._max_faults * self._batch_size))
+        self._seldom = seldom
         self._examples: dict[Drop, str] = {}
-        self._filtered: Counter[Drop] = Counter()  # since a group was last kept
+        self._faults: Counter[Drop] = Counter()  # since a group was last graded
+        self._filtered: Counter[Drop] = Counter()  # since one was last kept
         self._dropped: Counter[Drop] = Counter()  # since the last step
 
     @property
@@ -44,11 +45,11 @@ class DropWatch:
         """Why the run cannot train, or ""."""
         if (num := self._faults.total()) < self._limit:
             return ""
-        reason, count = self._faults.most_common(1)[0]
+        ((reason, count),) = self._faults.most_common(1)
         return (
-            f"no reward for {num:,} groups in a row: {reason.replace('_', ' ')} {count:,} times, "
-            f"such as {one_line(self._examples[reason])}; mend that, or raise buffer.max_faults = "
-            f"{self._config.buffer.max_faults:g}"
+            f"no reward for {num:,} groups in a row: {reason.words} {count:,} times, such as "
+            f"{one_line(self._examples[reason])}; mend that, or raise buffer.max_faults = "
+            f"{self._max_faults:g}"
         )
 
     def begun(self) -> None:
@@ -57,35 +58,31 @@ class DropWatch:
 
     def graded(self) -> None:
         self._faults.clear()
-        self._examples.clear()
 
     def kept(self) -> None:
-        self.graded()
+        self._faults.clear()
         self._filtered.clear()
 
     def dropped(self, reason: Drop, why: str) -> None:
         """The death of a worker has a limit of its own (supervisor.py)."""
         self._dropped[reason] += 1
         if reason in FILTERS:
-            self.graded()
+            self._faults.clear()
             self._filtered[reason] += 1
-            if self._filtered.total() % self._limit == 0:
-                self._warn(self._filtered, self._filtered.total(), "in a row")
+            if (num := self._filtered.total()) % self._limit == 0:
+                self._warn(*self._filtered.most_common(1)[0], num, "in a row")
         elif reason is not Drop.WORKER_DIED:
             self._faults[reason] += 1
             self._examples[reason] = why
 
     def stepped(self) -> None:
         """The next version is published."""
-        num_ended = self._dropped.total() + self._config.train.batch_size
-        filtered = Counter({reason: self._dropped[reason] for reason in FILTERS})
-        if max(filtered.values()) > MAX_FILTERED * num_ended:
-            self._warn(filtered, num_ended, "since the last step")
+        num = self._dropped.total() + self._batch_size
+        for reason in FILTERS:
+            if (count := self._dropped[reason]) > MAX_FILTERED * num:
+                self._warn(reason, count, num, "since the last step")
         self._dropped.clear()
 
-    def _warn(self, filtered: Counter[Drop], num: int, when: str) -> None:
-        reason, count = filtered.most_common(1)[0]
+    def _warn(self, reason: Drop, count: int, num: int, when: str) -> None:
         share = f"{count / num:.0%} of {num:,} groups {when} were dropped"
-        self._seldom.note(
-            reason, f"warning: {share}, {reason.replace('_', ' ')}: {FILTERS[reason]}"
-        )
+        self._seldom.note(reason, f"warning: {share}, {reason.words}: {FILTERS[reason]}")

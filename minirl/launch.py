@@ -8,12 +8,12 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from minirl import devices, drops, model
 from minirl.balance import measured
@@ -112,8 +112,18 @@ def _prepare(job: Job, resume: bool, is_plain: bool) -> int:
         source = model.local_folder(config)
         check_model(config, source)
         model.check_folder(source)
-        with _open_run_dir(config, run_dir, job.kind):
-            return _run(job, source, start, view)
+        is_new = not holds_run(run_dir)
+        with _make_run_dir(config, run_dir, job.kind):
+            try:
+                return _run(job, source, start, view)
+            except RecipeError:  # a start that is refused leaves nothing behind
+                if is_new:
+                    shutil.rmtree(run_dir, ignore_errors=True)
+                raise
+            except KeyboardInterrupt:
+                if not (run_dir / "summary.json").exists():
+                    write_text(run_dir / "summary.json", '{"finished": false}\n')
+                raise
 
 
 def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
@@ -234,42 +244,22 @@ def spawn_verifiers(workers: Workers, setup: VerifierSetup) -> None:
         workers.spawn(Role.VERIFY, rank, BODIES[Role.VERIFY], setup, place)
 
 
-@contextmanager
-def _open_run_dir(config: Config, run_dir: Path, kind: str) -> Iterator[None]:
-    """Only its owner may write into it, since what is in it is read again. A start that is refused
-    leaves no new directory behind, and one that is interrupted counts as stopped."""
+def _make_run_dir(config: Config, run_dir: Path, kind: str) -> IO[str]:
+    """Only its owner may write into it, since what is in it is read again. Gives its lock."""
     os.umask(os.umask(0o022) | 0o022)
-    with _writable(run_dir):
+    try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         if run_dir.stat().st_mode & 0o022:
             run_dir.chmod(0o755)
         lock = hold(run_dir)
-    with lock:
-        is_new = not holds_run(run_dir)
-        try:
-            with _writable(run_dir):
-                devices.sweep_temp(run_dir / "tmp")  # a controller that was killed could not
-                write_text(run_dir / "recipe.toml", to_toml(config))
-                facts = {**devices.describe(kind), "started": time.strftime(TIME_FORMAT)}
-                write_text(run_dir / "machine.json", json.dumps(facts, indent=2) + "\n")
-            yield
-        except RecipeError:
-            if is_new:
-                shutil.rmtree(run_dir, ignore_errors=True)
-            raise
-        except KeyboardInterrupt:
-            if not (run_dir / "summary.json").exists():
-                write_text(run_dir / "summary.json", '{"finished": false}\n')
-            raise
-
-
-@contextmanager
-def _writable(run_dir: Path) -> Iterator[None]:
-    try:
-        yield
+        devices.sweep_temp(run_dir / "tmp")  # a controller that was killed could not
+        write_text(run_dir / "recipe.toml", to_toml(config))
+        facts = {**devices.describe(kind), "started": time.strftime(TIME_FORMAT)}
+        write_text(run_dir / "machine.json", json.dumps(facts, indent=2) + "\n")
     except OSError as error:
         rule = f"cannot be written to ({error.strerror})"
         raise RecipeError("--run-dir", str(run_dir), rule, "name another, or make room") from None
+    return lock
 
 
 def short_prompts(config: Config, examples: Sequence[Example], tokenizer: Any) -> list[Prompt]:

@@ -171,9 +171,8 @@ class Train:
 
 @dataclass(frozen=True)
 class Score:
-    """To rank 0, while it trains a batch from `version`: answers that ended under these weights, to
-    compare the engine's logprobs with its own before they change. A cell may be another group's by
-    then (TornEntry), and a Score may come too late: both are skipped."""
+    """To rank 0, which trains from `version`: answers that ended under it, to compare the engine's
+    logprobs with its own. It skips a cell that is reused by then (TornEntry) or comes too late."""
 
     version: int
     cells: tuple[tuple[int, int], ...]  # (cell, group id)

@@ -40,7 +40,7 @@ METRICS = {
     "buffer/groups_dropped": "groups dropped since the run began, for any reason",
     "buffer/groups_in_flight": "groups running, ready or in training now",
     "buffer/truncated_masked": "truncated trajectories kept out of the loss",
-    **{n: f"groups dropped since the run began: {r.replace('_', ' ')}" for r, n in DROPPED.items()},
+    **{n: f"groups dropped since the run began: {r.words}" for r, n in DROPPED.items()},
     "sft/loss": "`minirl sft`: mean -logprob of the answer tokens, before the update",
     "sft/heldout_loss": "the same over eval.num_prompts held-out examples, after the step",
     "faults/workers_replaced": "workers that died or froze, since the run began",

@@ -130,7 +130,11 @@ class Supervisor:
         """Raises where the worker is not restarted."""
         name = RANKS if worker.role is Role.TRAIN else worker.name
         self.deaths[name] += 1
-        hint = self._memory_hint(worker, death)
+        num_before, self._num_oom_kills = self._num_oom_kills, num_oom_kills()
+        words = f"{death.how}\n{self.workers.log_tail(worker)}"
+        if "SIGKILL" in death.how and self._num_oom_kills > num_before:
+            words += "\nended by the kernel's OOM killer"
+        hint = memory_hint(worker.role, words, self.config, worker.placement.kind)
         is_hopeless = bool(hint) and not worker.is_ready  # it would not fit the next time either
         if self.deaths[name] >= MAX_DEATHS or is_hopeless:
             self.log.note(self.workers.log_tail(worker))
@@ -146,13 +150,6 @@ class Supervisor:
         self._seldom.note(kind, f"{worker.name} {death.how}: replaced{why}")
         self.log.workers_replaced += len(self._ranks) if worker.role is Role.TRAIN else 1
         return FIRST_DELAY_S * 2 ** (self.deaths[name] - 1)
-
-    def _memory_hint(self, worker: Worker, death: Died) -> str:
-        num_before, self._num_oom_kills = self._num_oom_kills, num_oom_kills()
-        words = f"{death.how}\n{self.workers.log_tail(worker)}"
-        if "SIGKILL" in death.how and self._num_oom_kills > num_before:
-            words += "\nended by the kernel's OOM killer"
-        return memory_hint(worker.role, words, self.config, worker.placement.kind)
 
     def _roll_back(self, delay_s: float) -> Sends:
         """All ranks restart from the last checkpoint."""
@@ -268,18 +265,19 @@ def _add(share: float) -> Callable[..., float]:
     return lambda n, *_: min(0.95, max(0.05, round(n + share, 2)))
 
 
-def _free_share(n: float, config: Config, found: re.Match[str]) -> float:
-    """Of the GPU, less 3 %."""
-    return max(0.05, int((float(found[1]) / float(found[2]) - 0.03) * 100) / 100)
-
-
 # Which worker, what it said, the key to change, and its new value from n, the old one. The first
 # row that changes anything counts; of a rank's the cheapest: what costs no time, some, much.
 CHANGES: tuple[tuple[str, str, str, Callable[[Any, Config, re.Match[str]], Any]], ...] = (
     ("rollout cpu", NO_CACHE, "rollout.kv_cache_gib", lambda n, *_: n * 2),
     ("rollout cuda", NO_CACHE, "rollout.memory_fraction", _add(0.05)),
     ("rollout cuda", NO_CACHE, "devices.tensor_parallel", lambda n, *_: n * 2),
-    ("rollout cuda", NO_ROOM, "rollout.memory_fraction", _free_share),
+    # What is free of the GPU, less 3 %.
+    (
+        "rollout cuda",
+        NO_ROOM,
+        "rollout.memory_fraction",
+        lambda n, c, found: max(0.05, int((float(found[1]) / float(found[2]) - 0.03) * 100) / 100),
+    ),
     ("rollout", SAMPLER, "rollout.max_num_seqs", _half),
     ("rollout cuda", FULL, "rollout.memory_fraction", _add(-0.1)),
     ("rollout cpu", MACHINE, "rollout.kv_cache_gib", lambda n, *_: n / 2),

@@ -77,7 +77,10 @@ def test_small_batches_have_a_floor(batch_size: int, limit: int) -> None:
     [
         ([EQUAL] * (LIMIT - 1), ""),
         ([*[EQUAL] * (LIMIT - 1), "kept", EQUAL], ""),
-        ([EQUAL] * LIMIT, "100% of 30 groups in a row were dropped, equal rewards: set buffer."),
+        (
+            [EQUAL] * LIMIT,
+            "warning: 100% of 30 groups in a row were dropped, equal rewards: set buffer.",
+        ),
         ([*[Drop.TRUNCATED] * 24, *[EQUAL] * 6], "80% of 30 .*, truncated: raise rollout.max_new"),
         ([*[EQUAL, "kept"] * 30, "stepped"], ""),  # 30 of 40
         ([*[EQUAL, "kept"] * 31, "stepped"], "76% of 41 groups since the last step were dropped, "),

@@ -8,16 +8,18 @@ import pytest
 from fault_bodies import write_checkpoint
 from run_dirs import evaluate, log_of, make_config, train
 
+from minirl import launch
 from minirl.buffer import History
 from minirl.config import Config
-from minirl.errors import Interrupted, RecipeError
-from minirl.launch import _open_run_dir
+from minirl.errors import Interrupted, MinirlError, RecipeError
 from minirl.messages import CheckpointState
-from minirl.recipe import to_toml
+from minirl.recipe import load, to_toml
 from minirl.resume import Start, check_changes, check_steps, find_start, is_finished, is_untrained
-from minirl.run_dir import RunDir, open_run
+from minirl.run_dir import choose_run_dir, holds_run, open_run
 from minirl.train import checkpoint
 from minirl.train.checkpoint import read_whole
+
+SMOKE = Path(__file__).parent.parent / "recipes" / "smoke.toml"
 
 
 def begun(run_dir: Path, **train: Any) -> Config:
@@ -74,37 +76,37 @@ def test_until_a_step_is_trained_any_recipe_may_take_the_directory_over(tmp_path
     assert not is_untrained(tmp_path)
 
 
-def start(run_dir: Path, error: type[BaseException] | None = None) -> None:
-    """As `minirl train` does, up to where something goes wrong."""
-    with _open_run_dir(Config(), run_dir, "cpu"):
-        (run_dir / "logs" / "rollout-0.log").touch()
-        if error is RecipeError:
-            raise RecipeError("tasks.max_prompt_tokens", 1, "too short", "raise it")
-        if error is not None:
+def test_a_refused_start_leaves_no_directory_and_a_mended_one_takes_an_untrained_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin(run_dir: Path, error: BaseException, *overrides: str) -> int:
+        """`minirl train`, up to where workers start."""
+
+        def run(*_: object) -> int:
+            (run_dir / "logs" / "rollout-0.log").touch()
             raise error
 
+        monkeypatch.setattr(launch, "_run", run)
+        loaded, resume = load(SMOKE, overrides), holds_run(run_dir)
+        return launch.train(loaded, SMOKE, choose_run_dir(SMOKE, run_dir, False), resume, True)
 
-def test_a_start_that_is_refused_leaves_no_directory_and_an_interrupted_one_is_stopped(
-    tmp_path: Path,
-) -> None:
+    refused, died = RecipeError("tasks.kind", "a", "b", "c"), MinirlError("rollout-0 died")
     (tmp_path / "empty").mkdir()
     for run_dir in (tmp_path / "new" / "run", tmp_path / "empty"):
-        with pytest.raises(RecipeError, match="too short"):
-            start(run_dir, RecipeError)
+        with pytest.raises(RecipeError):
+            begin(run_dir, refused)
         assert not run_dir.exists()
-    old = tmp_path / "old"
-    start(old)
-    assert open_run(old).state == "failed"  # it ended without a result
-    with pytest.raises(RecipeError, match="too short"):
-        start(old, RecipeError)
-    assert open_run(old).state == "failed"
-    with pytest.raises(Interrupted):
-        start(old, Interrupted)
-    assert open_run(old).state == "stopped"
-    with _open_run_dir(Config(), tmp_path / "busy", "cpu"):
-        with pytest.raises(RecipeError, match="a run is using it"):
-            start(tmp_path / "busy")
-        assert RunDir(tmp_path / "busy").state == "running", "it is the other's"
+    run_dir = tmp_path / "run"
+    (run_dir / "logs").mkdir(parents=True)  # a full disk left no more
+    for error in (died, refused):
+        with pytest.raises(type(error)):
+            begin(run_dir, error)
+        assert open_run(run_dir).state == "failed", "it was there before"
+    assert begin(run_dir, Interrupted(), "train.lr=0.5", "seed=3") == launch.INTERRUPTED
+    assert open_run(run_dir).state == "stopped" and open_run(run_dir).recipe["seed"] == 3
+    save(run_dir, 1)
+    with pytest.raises(RecipeError, match="begun with another recipe: seed 3 → 0"):
+        begin(run_dir, died)
 
 
 def test_a_run_does_not_end_before_where_it_is() -> None:
