@@ -148,7 +148,7 @@ def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
         loggers = Loggers(log)
         with closing(log), _signals(loop, view), view.watching(loop):
             loop.run()
-        view.note(f"waiting for workers to end{', and loggers'[: 13 * bool(config.log.to)]}")
+        view.note(f"waiting for {' and '.join(['workers', *config.log.to])} to end")
         if loop.has_finished:  # else some are still starting, and read no message
             workers.stop(Stop())
         loggers.close()
@@ -164,9 +164,8 @@ def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
 def _finish(job: Job, loop: Loop, log: RunLog, view: ConsoleView) -> int:
     """The summary, and an error where something is not on the disk."""
     is_whole = loop.step == job.config.train.steps
-    own = job.config.devices
-    has_room = devices.find_devices(own.kind)[1] > own.rollout + own.train
-    word = ("GPU" if job.kind == "cuda" else "process") if has_room else ""
+    own, (kind, available) = job.config.devices, devices.find_devices(job.kind)
+    word = {"cuda": "GPU", "cpu": "process"}[kind] if available > own.rollout + own.train else ""
     extra = {
         "run_dir": str(job.run_dir),
         "seed": job.config.seed,

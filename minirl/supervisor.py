@@ -265,19 +265,18 @@ def _add(share: float) -> Callable[..., float]:
     return lambda n, *_: min(0.95, max(0.05, round(n + share, 2)))
 
 
+def _free_share(n: float, config: Config, found: re.Match[str]) -> float:
+    """Of the GPU, less 3 %."""
+    return max(0.05, int((float(found[1]) / float(found[2]) - 0.03) * 100) / 100)
+
+
 # Which worker, what it said, the key to change, and its new value from n, the old one. The first
 # row that changes anything counts; of a rank's the cheapest: what costs no time, some, much.
 CHANGES: tuple[tuple[str, str, str, Callable[[Any, Config, re.Match[str]], Any]], ...] = (
     ("rollout cpu", NO_CACHE, "rollout.kv_cache_gib", lambda n, *_: n * 2),
     ("rollout cuda", NO_CACHE, "rollout.memory_fraction", _add(0.05)),
     ("rollout cuda", NO_CACHE, "devices.tensor_parallel", lambda n, *_: n * 2),
-    # What is free of the GPU, less 3 %.
-    (
-        "rollout cuda",
-        NO_ROOM,
-        "rollout.memory_fraction",
-        lambda n, c, found: max(0.05, int((float(found[1]) / float(found[2]) - 0.03) * 100) / 100),
-    ),
+    ("rollout cuda", NO_ROOM, "rollout.memory_fraction", _free_share),
     ("rollout", SAMPLER, "rollout.max_num_seqs", _half),
     ("rollout cuda", FULL, "rollout.memory_fraction", _add(-0.1)),
     ("rollout cpu", MACHINE, "rollout.kv_cache_gib", lambda n, *_: n / 2),
