@@ -25,9 +25,9 @@ from minirl.loop import Loop
 from minirl.messages import RankSetup, Role, Stop, TrainerSetup
 from minirl.recipe import Loaded, check_devices, check_memory, check_model, to_toml
 from minirl.records import Example, Prompt
-from minirl.resume import Start, check_changes, check_steps, find_start, is_finished, is_untrained
+from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
 from minirl.rollout.worker import RolloutSetup
-from minirl.run_dir import hold, holds_run, write_text
+from minirl.run_dir import RunDir, hold, holds_run, write_text
 from minirl.run_log import RunLog
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
@@ -96,7 +96,8 @@ def _make_job(config: Config, recipe: Path, run_dir: Path) -> Job:
 def _prepare(job: Job, resume: bool, is_plain: bool) -> int:
     """The run directory and the model."""
     config, run_dir = job.config, job.run_dir
-    resume = resume and not is_untrained(run_dir)
+    # Until a step is trained any recipe may take the directory over.
+    resume = resume and bool(checkpoint.found(run_dir) or RunDir(run_dir).metrics)
     changes = check_changes(config, run_dir) if resume else []  # before the recipe is written
     if resume and is_finished(run_dir, config):
         print(f"all {config.train.steps} steps are done; raise train.steps to go on")

@@ -48,11 +48,6 @@ def is_finished(run_dir: Path, config: Config) -> bool:
     return bool(summary.get("finished")) and summary.get("steps") == config.train.steps
 
 
-def is_untrained(run_dir: Path) -> bool:
-    """Not one step was trained: then any recipe may take the directory over."""
-    return not checkpoint.found(run_dir) and not RunDir(run_dir).metrics
-
-
 def check_changes(config: Config, run_dir: Path) -> list[str]:
     """The changes that are accepted, one each; a RecipeError that names all where any is not."""
     before = load(run_dir / "recipe.toml").config

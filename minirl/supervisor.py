@@ -79,7 +79,7 @@ class Supervisor:
         self._furthest_step = 0  # that was ever trained
         self._num_oom_kills = num_oom_kills()
         self._checked = self._moved = self._heard = time.monotonic()
-        self._pulse: tuple[float, ...] = ()
+        self._pulse: tuple[float, ...] = ()  # the last message, and tokens
 
     def collect(self, handle: Callable[[Worker, object], Sends]) -> None:
         """One turn of a controller: `handle` gets what workers say, but for starts and deaths."""
@@ -187,8 +187,13 @@ class Supervisor:
                 sends += self.on_death(worker, death)
             except WorkerDied as error:
                 raise Stalled(str(error)) from None
-        seconds = self._seconds_without_progress()
-        if seconds > self.config.log.stall_s:
+        board, alive = self.workers.board, [w for w in self.workers.all if w.process is not None]
+        tokens = (board.total(w.row, Total.TOKENS) for w in self.workers.of(Role.ROLLOUT))
+        pulse = (self._heard, *tokens)
+        is_working = any(board.row(w.row).state not in WAITING_STATES for w in alive)
+        if pulse != self._pulse or is_working:
+            self._pulse, self._moved = pulse, now
+        if (seconds := now - self._moved) > self.config.log.stall_s:
             raise self._stall(f"nothing has moved for {seconds:.0f} s, and every worker waits")
         return sends
 
@@ -215,16 +220,6 @@ class Supervisor:
                 continue
             how = f"has been {row.state.words} without a heartbeat for {row.beat_s:.0f} s"
             yield worker, Died(how, is_final=False)
-
-    def _seconds_without_progress(self) -> float:
-        """For how long there was no message, no token, and no worker at work."""
-        board, alive = self.workers.board, [w for w in self.workers.all if w.process is not None]
-        tokens = (board.total(w.row, Total.TOKENS) for w in self.workers.of(Role.ROLLOUT))
-        pulse = (self._heard, *tokens)
-        is_working = any(board.row(w.row).state not in WAITING_STATES for w in alive)
-        if pulse != self._pulse or is_working:
-            self._pulse, self._moved = pulse, time.monotonic()
-        return time.monotonic() - self._moved
 
     def _stall(self, why: str) -> Stalled:
         return Stalled(f"{why}; what waited for what, and all stacks: {self._report(why)}")

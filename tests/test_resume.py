@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fault_bodies import write_checkpoint
-from run_dirs import evaluate, log_of, make_config, train
+from run_dirs import evaluate, log_of, make_config
 
 from minirl import launch
 from minirl.buffer import History
@@ -14,8 +14,8 @@ from minirl.config import Config
 from minirl.errors import Interrupted, MinirlError, RecipeError
 from minirl.messages import CheckpointState
 from minirl.recipe import load, to_toml
-from minirl.resume import Start, check_changes, check_steps, find_start, is_finished, is_untrained
-from minirl.run_dir import choose_run_dir, holds_run, open_run
+from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
+from minirl.run_dir import RunDir, choose_run_dir, holds_run, open_run
 from minirl.train import checkpoint
 from minirl.train.checkpoint import read_whole
 
@@ -61,19 +61,13 @@ def test_all_changes_that_are_refused_are_named_at_once(tmp_path: Path) -> None:
         check_changes(replace(config, train=replace(config.train, steps=50)), tmp_path)
 
 
-def test_until_a_step_is_trained_any_recipe_may_take_the_directory_over(tmp_path: Path) -> None:
+def test_what_another_recipe_evaluated_before_the_first_step_is_forgotten(tmp_path: Path) -> None:
     log = log_of(tmp_path, make_config())
     evaluate(log, version=0, right=1)
     log.close()
-    assert is_untrained(tmp_path)
     again = log_of(tmp_path, make_config(), 0, Start().state.evaluating)
-    assert again.wants_evaluation and not again.evals, "another recipe may have another model"
-    train(again, step=1)
+    assert again.wants_evaluation and not again.evals and not RunDir(tmp_path).evals
     again.close()
-    assert not is_untrained(tmp_path)
-    (tmp_path / "metrics.jsonl").unlink()
-    save(tmp_path, 1)
-    assert not is_untrained(tmp_path)
 
 
 def test_a_refused_start_leaves_no_directory_and_a_mended_one_takes_an_untrained_one(
@@ -104,7 +98,7 @@ def test_a_refused_start_leaves_no_directory_and_a_mended_one_takes_an_untrained
         assert open_run(run_dir).state == "failed", "it was there before"
     assert begin(run_dir, Interrupted(), "train.lr=0.5", "seed=3") == launch.INTERRUPTED
     assert open_run(run_dir).state == "stopped" and open_run(run_dir).recipe["seed"] == 3
-    save(run_dir, 1)
+    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(RecipeError, match="begun with another recipe: seed 3 → 0"):
         begin(run_dir, died)
 
