@@ -7,7 +7,6 @@ name the number to change. Pure. Leaves out: the counts of the run (buffer.py), 
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 
 from minirl.config import Config
 from minirl.errors import one_line
@@ -22,12 +21,6 @@ FILTERS = {  # they drop on purpose; what changes that
 }
 MIN_FAULTS = 24  # in a row; with small batches max_faults alone would stop a run for noise
 MAX_FILTERED = 0.75  # share of the groups since the last step
-
-
-def words(drops: Mapping[Drop, int]) -> str:
-    """ "12 equal rewards, 3 reward error": the commonest first."""
-    counts = Counter(drops).most_common()
-    return ", ".join(f"{count:,} {reason.words}" for reason, count in counts if count)
 
 
 class DropWatch:
@@ -56,18 +49,16 @@ class DropWatch:
         """A prompt was short enough. Those that are not end at once, while others still run."""
         del self._faults[Drop.TOO_LONG]
 
-    def graded(self) -> None:
+    def graded(self, is_kept: bool) -> None:
         self._faults.clear()
-
-    def kept(self) -> None:
-        self._faults.clear()
-        self._filtered.clear()
+        if is_kept:
+            self._filtered.clear()
 
     def dropped(self, reason: Drop, why: str) -> None:
         """The death of a worker has a limit of its own (supervisor.py)."""
         self._dropped[reason] += 1
         if reason in FILTERS:
-            self._faults.clear()
+            self.graded(is_kept=False)
             self._filtered[reason] += 1
             if (num := self._filtered.total()) % self._limit == 0:
                 self._warn(*self._filtered.most_common(1)[0], num, "in a row")

@@ -280,7 +280,7 @@ class Groups:
             self._end_without_reward(state, Drop.REWARD_ERROR, graded.error)
             return
         if state.evaluation is not None:
-            self.drops.graded()
+            self.drops.graded(is_kept=False)
             self._evaluated(state, graded.rewards[0], "", graded.texts[0])
             return
         ticket = (state.id, state.prompt.index)
@@ -294,7 +294,7 @@ class Groups:
             state.texts = tuple(text for text, reward in pairs if reward is not None)
             state.phase = Phase.READY
             self.buffer.finish(group, now)
-            self.drops.kept()
+            self.drops.graded(is_kept=True)
 
     # -- losses
 

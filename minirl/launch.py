@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from minirl import devices, drops, model
+from minirl import devices, model
 from minirl.balance import measured
 from minirl.buffer import Buffer, History, OnStale
 from minirl.config import Config
@@ -167,11 +167,12 @@ def _finish(job: Job, loop: Loop, log: RunLog, view: ConsoleView) -> int:
     is_whole = loop.step == job.config.train.steps
     own, (kind, available) = job.config.devices, devices.find_devices(job.kind)
     word = {"cuda": "GPU", "cpu": "process"}[kind] if available > own.rollout + own.train else ""
+    dropped = [f"{n:,} {why.words}" for why, n in loop.buffer.drops.most_common() if n]
     extra = {
         "run_dir": str(job.run_dir),
         "seed": job.config.seed,
         "drops": dict(loop.buffer.drops),
-        "dropped": drops.words(loop.buffer.drops) or None,
+        "dropped": ", ".join(dropped) or None,
         "balance": measured(job.config, log.metrics, word) or None,
         "ended": time.strftime(TIME_FORMAT),
         **devices.describe(job.kind),

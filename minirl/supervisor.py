@@ -82,9 +82,12 @@ class Supervisor:
         self._pulse: tuple[float, ...] = ()  # the last message, and tokens
 
     def collect(self, handle: Callable[[Worker, object], Sends]) -> None:
-        """One turn of a controller: `handle` gets what workers say, but for starts and deaths."""
+        """One turn of a controller: `handle` gets what workers say, but for starts and deaths. Any
+        message is progress; one that shows work done resets its worker's back-off."""
         for worker, message in self.workers.receive(LISTEN_S):
-            self.received(worker, message)
+            self._heard = time.monotonic()
+            if isinstance(message, Finished | Graded | Replied):
+                self.deaths.pop(worker.name, None)
             if isinstance(message, Started):
                 worker.is_ready = True
             elif isinstance(message, Died):
@@ -92,12 +95,6 @@ class Supervisor:
             else:
                 self.workers.deliver(handle(worker, message))
         self.workers.deliver(self.check())
-
-    def received(self, worker: Worker, message: object) -> None:
-        """Any message is progress; one that shows work done resets its worker's back-off."""
-        self._heard = time.monotonic()
-        if isinstance(message, Finished | Graded | Replied):
-            self.deaths.pop(worker.name, None)
 
     def stepped(self, step: int) -> None:
         """A step was trained: the ranks start afresh when they are further than ever before."""
