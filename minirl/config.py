@@ -124,7 +124,7 @@ class BufferConfig:
     mask_truncated: bool = False
     """Keep truncated answers out of the loss, but in the baseline."""
     max_faults: Annotated[float, Field(gt=0, le=10**6)] = 3.0
-    """The run stops after so many batches of groups in a row (24 at least) without a reward."""
+    """Batches of groups in a row (24 groups at least) that get no reward: then the run stops."""
 
 
 @dataclass(frozen=True, config=STRICT)
