@@ -35,8 +35,10 @@ class DropWatch:
 
     @property
     def fault(self) -> str:
-        """Why the run cannot train, or ""."""
-        if (num := self._faults.total()) < self._limit:
+        """Why the run cannot train, or "". Of prompts that are too long ten count as one: they end
+        at once, and where most are too long such a row may be chance."""
+        num = self._faults.total()
+        if 10 * num - 9 * self._faults[Drop.TOO_LONG] < 10 * self._limit:
             return ""
         ((reason, count),) = self._faults.most_common(1)
         return (
@@ -46,7 +48,7 @@ class DropWatch:
         )
 
     def begun(self) -> None:
-        """A prompt was short enough. Those that are not end at once, while others still run."""
+        """A prompt was short enough."""
         del self._faults[Drop.TOO_LONG]
 
     def graded(self, is_kept: bool) -> None:
