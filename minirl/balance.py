@@ -12,7 +12,8 @@ from minirl.config import Config
 
 
 def sentence(config: Config, idle: Sequence[float], word: str = "GPU") -> str:
-    """`idle`: the shares of rollout and training; `word`: what a device is called."""
+    """`idle`: the shares of rollout and training; `word`: what a device is called, "" where there
+    is none left to advise."""
     shares = f"engines idle {idle[0]:.0%}, trainers {idle[1]:.0%}"
     if config.is_synchronous:
         return f"synchronous: {shares}; buffer.max_staleness = 1 or more would let both work"
@@ -21,6 +22,8 @@ def sentence(config: Config, idle: Sequence[float], word: str = "GPU") -> str:
     text, pool, num = "training-bound: engines", "training", config.devices.train
     if idle[1] > idle[0]:
         text, pool, num = "generation-bound: trainers", "rollout", config.devices.rollout
+    if not word:
+        return f"{text} idle {max(idle):.0%}"
     # More devices help the slower pool until the other one is the slower.
     low, high = sorted(max(1e-3, 1 - share) for share in idle)
     gain = min((num + 1) / num, high / low) - 1

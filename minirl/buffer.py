@@ -27,10 +27,8 @@ Leaves out: which engine runs a group (rollout/dispatch.py) and what a reward is
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import islice
 from typing import NamedTuple
 
 from minirl.records import Batch, Drop, Group
@@ -107,14 +105,11 @@ class ByVersion:
         if not ids:
             del self._ids[version]
 
-    def older_than(self, version: int) -> list[int]:
+    def older_than(self, version: float) -> list[int]:
+        """The oldest first."""
         if not self._ids or min(self._ids) >= version:  # as mostly, and asked for all the time
             return []
         return [i for v in sorted(self._ids) if v < version for i in self._ids[v]]
-
-    def oldest_first(self) -> Iterator[int]:
-        for version in sorted(self._ids):
-            yield from self._ids[version]
 
     def counts(self) -> Counter[int]:
         return Counter({version: len(ids) for version, ids in self._ids.items()})
@@ -316,8 +311,7 @@ class Buffer:
         """
         if self._training:
             return None
-        chosen = self._oldest_ready()
-        if len(chosen) < self.batch_size or not self._may_leave_the_rest(chosen):
+        if not (chosen := self._choose()):
             if self._starving_since_s is None:
                 self._starving_since_s = now
             return None
@@ -329,22 +323,16 @@ class Buffer:
         groups = sorted((entry.group for entry in entries), key=lambda group: group.id)
         return Batch(step, self.version, tuple(groups))
 
-    def _oldest_ready(self) -> list[int]:
-        """B of them, or none at all."""
+    def _choose(self) -> list[int]:
+        """B of them, or none at all. Under `wait` those left behind must still be in time."""
         if len(self._ready) < self.batch_size:
             return []
         dead = set(self._dead())
-        if len(self._ready) - len(dead) < self.batch_size:
-            return []
-        living = (i for i in self._ready_heads.oldest_first() if i not in dead)
-        return list(islice(living, self.batch_size))
-
-    def _may_leave_the_rest(self, chosen: list[int]) -> bool:
-        if self.on_stale is not OnStale.WAIT:
-            return True
-        heads = self._ready_heads.counts()
+        living = [i for i in self._ready_heads.older_than(math.inf) if i not in dead]
+        chosen, heads = living[: self.batch_size], self._ready_heads.counts()
         heads.subtract(self._ready[group_id].head for group_id in chosen)
-        return self._in_time(+heads, self.version + 1)
+        may_leave = self.on_stale is not OnStale.WAIT or self._in_time(+heads, self.version + 1)
+        return chosen if len(chosen) == self.batch_size and may_leave else []
 
     def _in_time(self, heads: Counter[int], version: int) -> bool:
         """Can these groups and all running ones be trained by their deadlines, B a step, from a

@@ -123,6 +123,8 @@ class BufferConfig:
     """Drop groups whose rewards are all equal (DAPO)."""
     mask_truncated: bool = False
     """Keep truncated answers out of the loss, but in the baseline."""
+    max_faults: Annotated[float, Field(gt=0, le=10**6)] = 3.0
+    """Batches of groups in a row (24 groups at least) that get no reward: then the run stops."""
 
 
 @dataclass(frozen=True, config=STRICT)

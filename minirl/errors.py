@@ -4,7 +4,8 @@
     ├── RecipeError        exit 2: the user's input is wrong: key, value, rule, remedy
     ├── WorkerDied         exit 1: a process ended that cannot be replaced; carries its log tail
     ├── StaleWeights       exit 1: the engine does not run the weights it should (rule 6)
-    └── Stalled            exit 3: nothing moved for too long; stacks are in the run directory
+    ├── Stalled            exit 3: nothing moved for too long; stacks are in the run directory
+    └── CannotTrain        exit 3: one group after another was dropped for a fault
     Interrupted            exit 130: Ctrl-C or SIGTERM, where nothing is waited for any more
 
 A failed rollout or reward is data: a dropped group with a reason and a count.
@@ -39,6 +40,10 @@ class StaleWeights(MinirlError): ...
 
 
 class Stalled(MinirlError):
+    exit_code = 3
+
+
+class CannotTrain(MinirlError):
     exit_code = 3
 
 

@@ -32,6 +32,7 @@ from enum import StrEnum
 
 from minirl.buffer import Buffer, Ticket
 from minirl.config import Config
+from minirl.drops import DropWatch
 from minirl.evaluation import Ended, Evaluation
 from minirl.messages import (
     Abort,
@@ -45,9 +46,11 @@ from minirl.messages import (
     Pinned,
     Replied,
     Role,
+    Score,
     Submit,
     TurnEnded,
 )
+from minirl.metrics import RateLimit
 from minirl.records import Batch, Drop, Prompt, StopReason, Trajectory
 from minirl.rollout.dispatch import Assignment, Dispatcher
 from minirl.tasks.prompts import PromptStream
@@ -55,6 +58,7 @@ from minirl.tasks.rewards import filter_group
 
 FIRST_EVAL_ID = 1 << 40  # group ids from here on are of evaluations
 MAX_LOSSES = 5  # of one prompt with its engine: then the prompt is taken for the cause
+MAX_SCORED = 2  # answers per version that rank 0 compares logprobs of
 
 Sends = list[tuple[str, object]]  # the name of a worker, and what it is sent
 
@@ -97,9 +101,11 @@ class Groups:
         buffer: Buffer,
         num_engines: int,
         num_verifiers: int,
-        note: Callable[[str], None],
+        note: Callable[[str], object],
     ):
-        self.config, self.stream, self.buffer, self.note = config, stream, buffer, note
+        self.config, self.stream, self.buffer = config, stream, buffer
+        self._seldom = RateLimit(note)
+        self.drops = DropWatch(config, self._seldom)
         self.dispatcher = Dispatcher(num_engines, config.rollout.max_new_tokens)
         self.num_verifiers = num_verifiers
         self.at_verifier: dict[int, Grade | Ask] = {}
@@ -112,6 +118,7 @@ class Groups:
         self._replies: dict[int, dict[tuple[int, int], tuple[int, ...]]] = defaultdict(dict)
         self._num_losses: Counter[int] = Counter()  # of a prompt, with its engine
         self._since_saved: list[tuple[int, list[Ticket]]] = []  # trained since the checkpoint
+        self._num_to_score = 0  # answers, for the batch in training
         self._outbox: Sends = []
 
     # -- to the engines
@@ -122,11 +129,13 @@ class Groups:
         assert self.stream is not None
         begun, size = [], self.config.rollout.group_size
         for _ in range(self.buffer.num_to_admit(num_needed, min(served))):
-            prompt = self.stream.next()
-            if len(prompt.tokens) > self.config.tasks.max_prompt_tokens:
+            prompt, limit = self.stream.next(), self.config.tasks.max_prompt_tokens
+            if (length := len(prompt.tokens)) > limit:
                 ticket = self.buffer.admit(prompt.index, self.buffer.version)
-                self._settle(self.buffer.drop(ticket.group_id, Drop.TOO_LONG))
+                why = f"a prompt of {length} tokens, where tasks.max_prompt_tokens = {limit}"
+                self._settle(self.buffer.drop(ticket.group_id, Drop.TOO_LONG), Drop.TOO_LONG, why)
                 continue
+            self.drops.begun()
             assignment = self.dispatcher.assign(size)
             ticket = self.buffer.admit(prompt.index, served[assignment.engine], now)
             cells = tuple(range(ticket.slot * size, (ticket.slot + 1) * size))
@@ -192,7 +201,10 @@ class Groups:
                     self._on_trajectory(self.states[group_id], place, trajectory)
             case TurnEnded():
                 for group_id, place, trajectory in message.trajectories:
-                    self._on_turn(self.states[group_id], place, trajectory)
+                    if (state := self.states[group_id]).abort is None:
+                        ask = Ask(group_id, place, state.prompt.example, trajectory)
+                        state.asked[place] = ask
+                        self._to_verifier(ask)
             case Pinned():
                 if self.evaluation is not None:
                     self.evaluation.pinned(rank, message.version)
@@ -211,6 +223,10 @@ class Groups:
         if state.evaluation is not None:
             state.evaluation.saw(trajectory.head_version)
             state.evaluation.saw(trajectory.tail_version)
+        elif self._num_to_score and trajectory.tail_version == self.buffer.version:
+            self._num_to_score -= 1
+            score = Score(trajectory.tail_version, ((trajectory.cell, state.id),))
+            self._outbox.append((f"{Role.TRAIN}-0", score))
         if state.num_left or state.abort is not None:
             return
         state.phase = Phase.GRADING
@@ -220,11 +236,6 @@ class Groups:
             self._to_verifier(Grade(state.id, state.prompt.example, in_order, limit))
         else:
             self._evaluated(state, None, "", "")
-
-    def _on_turn(self, state: GroupState, place: int, trajectory: Trajectory) -> None:
-        if state.abort is None:
-            state.asked[place] = Ask(state.id, place, state.prompt.example, trajectory)
-            self._to_verifier(state.asked[place])
 
     def _on_reply(self, verifier: int, replied: Replied) -> None:
         request = self.at_verifier.pop(verifier)
@@ -269,12 +280,13 @@ class Groups:
             self._end_without_reward(state, Drop.REWARD_ERROR, graded.error)
             return
         if state.evaluation is not None:
+            self.drops.graded(is_kept=False)
             self._evaluated(state, graded.rewards[0], "", graded.texts[0])
             return
         ticket = (state.id, state.prompt.index)
         group = filter_group(self.config, ticket, request.trajectories, graded.rewards)
         if isinstance(group, Drop):
-            self._drop(state, group)
+            self._drop(state, group, graded.error)
         elif state.is_abandoned:
             self._drop(state, Drop.WORKER_DIED)
         else:
@@ -282,6 +294,7 @@ class Groups:
             state.texts = tuple(text for text, reward in pairs if reward is not None)
             state.phase = Phase.READY
             self.buffer.finish(group, now)
+            self.drops.graded(is_kept=True)
 
     # -- losses
 
@@ -298,7 +311,8 @@ class Groups:
             else:
                 self._num_losses[state.prompt.index] += 1
                 is_deadly = self._num_losses[state.prompt.index] >= MAX_LOSSES
-                self._drop(state, Drop.REFUSED if is_deadly else Drop.WORKER_DIED)
+                why = f"a prompt whose engine died {MAX_LOSSES} times"
+                self._drop(state, Drop.REFUSED if is_deadly else Drop.WORKER_DIED, why)
         self.dispatcher.restarted(engine)
         return self._outgoing()
 
@@ -320,7 +334,7 @@ class Groups:
                 reason = Drop.REPLY_TIMEOUT if is_late else Drop.REPLY_ERROR
                 self._reply_failed(state, request, reason, why)
         elif len(request.skip) < request.max_failures:
-            self.note(f"no reward for one answer of group {state.id}: {why}")
+            self._seldom.note("answer", f"no reward for one answer of group {state.id}: {why}")
             self._to_verifier(replace(request, skip=(*request.skip, place)))
         else:
             reason = Drop.REWARD_TIMEOUT if is_late else Drop.REWARD_ERROR
@@ -335,8 +349,9 @@ class Groups:
         untrained = [t for at, tickets in self._since_saved if at > step for t in tickets]
         self._since_saved.clear()
         lost, too_old = self.buffer.roll_back(version, len(untrained))
+        self._num_to_score = 0
         for ticket in lost + untrained:
-            self._settle(ticket, is_lost=True)
+            self._settle(ticket, Drop.WORKER_DIED)
         for state in [self.states[group_id] for group_id in too_old]:
             state.is_abandoned = True
             if state.phase is Phase.READY:
@@ -355,14 +370,17 @@ class Groups:
 
     def next_batch(self, step: int, now: float) -> Batch | None:
         for ticket in self.buffer.take_untrainable():
-            self._settle(ticket)
-        batch = self.buffer.next_batch(step, now)
-        for group in batch.groups if batch else ():
-            self.states[group.id].phase = Phase.TRAINING
+            self._settle(ticket, Drop.STALE)
+        if (batch := self.buffer.next_batch(step, now)) is not None:
+            self._num_to_score = MAX_SCORED
+            for group in batch.groups:
+                self.states[group.id].phase = Phase.TRAINING
         return batch
 
     def published(self, step: int, now: float) -> None:
         """The batch of `step` has become the next version. Its slots come back with `release`."""
+        self._num_to_score = 0
+        self.drops.stepped()
         self._since_saved.append((step, self.buffer.published(now)))
 
     def release(self) -> None:
@@ -404,27 +422,33 @@ class Groups:
 
     # -- ends
 
-    def _drop(self, state: GroupState, reason: Drop) -> None:
-        """For good, unless a fault did it: then the prompt is requeued under a new group id."""
+    def _drop(self, state: GroupState, reason: Drop, why: str = "") -> None:
         reason = Drop.WORKER_DIED if state.is_abandoned else reason
-        self._settle(self.buffer.drop(state.id, reason), is_lost=reason is Drop.WORKER_DIED)
+        self._settle(self.buffer.drop(state.id, reason), reason, why)
 
-    def _settle(self, ticket: Ticket, is_lost: bool = False) -> None:
+    def _settle(self, ticket: Ticket, reason: Drop | None = None, why: str = "") -> None:
+        """For good, unless a worker's death did it: then the prompt is requeued under a new group
+        id. Without a reason it was trained."""
         assert self.stream is not None
         self.states.pop(ticket.group_id, None)
-        if is_lost:
+        if reason is not None:
+            self.drops.dropped(reason, why)
+        if reason is Drop.WORKER_DIED:
             self.stream.put_back(ticket.prompt_index)
         else:
             self.stream.consumed.add(ticket.prompt_index)
 
     def _end_without_reward(self, state: GroupState, reason: Drop, why: str) -> None:
         """Rule 7: what could not be graded is never a reward of 0."""
+        is_held_out = state.evaluation is not None
         if why:  # else the controller itself gave the group up
-            self.note(f"no reward for group {state.id} ({reason}): {why}")
-        if state.evaluation is not None:
+            what = f"held-out prompt {state.eval_place}" if is_held_out else f"group {state.id}"
+            self._seldom.note(reason, f"no reward for {what} ({reason}): {why}")
+        if is_held_out:
+            self.drops.dropped(reason, why)
             self._evaluated(state, None, why, "")
         else:
-            self._drop(state, reason)
+            self._drop(state, reason, why)
 
     def _evaluated(self, state: GroupState, reward: float | None, error: str, text: str) -> None:
         assert state.evaluation is not None

@@ -4,6 +4,7 @@ classes, devices and processes, and that tears them down: only the run directory
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -26,7 +27,7 @@ from minirl.recipe import Loaded, check_devices, check_memory, check_model, to_t
 from minirl.records import Example, Prompt
 from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
 from minirl.rollout.worker import RolloutSetup
-from minirl.run_dir import hold, write_text
+from minirl.run_dir import RunDir, hold, holds_run, write_text
 from minirl.run_log import RunLog
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
@@ -95,6 +96,8 @@ def _make_job(config: Config, recipe: Path, run_dir: Path) -> Job:
 def _prepare(job: Job, resume: bool, is_plain: bool) -> int:
     """The run directory and the model."""
     config, run_dir = job.config, job.run_dir
+    # Until a step is trained any recipe may take the directory over.
+    resume = resume and bool(checkpoint.found(run_dir) or RunDir(run_dir).metrics)
     changes = check_changes(config, run_dir) if resume else []  # before the recipe is written
     if resume and is_finished(run_dir, config):
         print(f"all {config.train.steps} steps are done; raise train.steps to go on")
@@ -102,7 +105,7 @@ def _prepare(job: Job, resume: bool, is_plain: bool) -> int:
     start = find_start(run_dir) if resume else Start()
     check_steps(config, start.state.step)
     view = ConsoleView(config.train.steps, is_plain=is_plain)
-    with _make_run_dir(config, run_dir, job.kind), closing(view):
+    with closing(view):
         for note in (*(f"changed since it began: {c}" for c in changes), *start.notes):
             view.note(note)
         if config.model.trust_remote_code:
@@ -110,7 +113,18 @@ def _prepare(job: Job, resume: bool, is_plain: bool) -> int:
         source = model.local_folder(config)
         check_model(config, source)
         model.check_folder(source)
-        return _run(job, source, start, view)
+        is_new = not holds_run(run_dir)
+        with _make_run_dir(config, run_dir, job.kind):
+            try:
+                return _run(job, source, start, view)
+            except RecipeError:  # a start that is refused leaves nothing behind
+                if is_new:
+                    shutil.rmtree(run_dir, ignore_errors=True)
+                raise
+            except KeyboardInterrupt:
+                if not (run_dir / "summary.json").exists():
+                    write_text(run_dir / "summary.json", '{"finished": false}\n')
+                raise
 
 
 def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
@@ -135,6 +149,7 @@ def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
         loggers = Loggers(log)
         with closing(log), _signals(loop, view), view.watching(loop):
             loop.run()
+        view.note(f"waiting for {' and '.join(['workers', *config.log.to])} to end")
         if loop.has_finished:  # else some are still starting, and read no message
             workers.stop(Stop())
         loggers.close()
@@ -150,11 +165,14 @@ def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
 def _finish(job: Job, loop: Loop, log: RunLog, view: ConsoleView) -> int:
     """The summary, and an error where something is not on the disk."""
     is_whole = loop.step == job.config.train.steps
-    word = "GPU" if job.kind == "cuda" else "process"
+    own, (kind, available) = job.config.devices, devices.find_devices(job.kind)
+    word = {"cuda": "GPU", "cpu": "process"}[kind] if available > own.rollout + own.train else ""
+    dropped = [f"{n:,} {why.words}" for why, n in loop.buffer.drops.most_common() if n]
     extra = {
         "run_dir": str(job.run_dir),
         "seed": job.config.seed,
         "drops": dict(loop.buffer.drops),
+        "dropped": ", ".join(dropped) or None,
         "balance": measured(job.config, log.metrics, word) or None,
         "ended": time.strftime(TIME_FORMAT),
         **devices.describe(job.kind),

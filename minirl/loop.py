@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 from minirl.buffer import Buffer
 from minirl.config import Config
-from minirl.errors import MinirlError
+from minirl.errors import CannotTrain, MinirlError
 from minirl.evaluation import Evaluation
 from minirl.groups import Groups, Sends
 from minirl.messages import CheckpointState, Role, Save, Saved, Train, Trained
@@ -101,15 +101,14 @@ class Loop:
             self.wait_for("evaluation", lambda: self.groups.evaluation is None)
             if not self.has_steps_left and not self.log.is_evaluated(self.step):
                 self.start_evaluation()
-        if self.saved_step != self.step:
-            self.save()
-        self.wait_for("the checkpoint", lambda: not self.is_saving)
+        self.save_last()
         if not self.is_interrupted:
             self.wait_for("the last evaluation", lambda: self.groups.evaluation is None)
         self.has_finished = not self.has_steps_left  # else a rank died, and took steps back
 
     def wait_for(self, what: str, is_there: Callable[[], bool]) -> None:
-        self.log.note(f"waiting for {what}")
+        if not is_there():
+            self.log.note(f"waiting for {what}")
         self.waiting_for = what
         while not is_there():
             self.collect()
@@ -164,6 +163,9 @@ class Loop:
         self.batch = self.groups.next_batch(self.step + 1, time.monotonic())
         if self.batch is not None:
             self.to_ranks(Train(self.batch))
+        elif fault := self.groups.drops.fault:
+            self.save_last()
+            raise CannotTrain(f"{fault}; {self.log.last_checkpoint}")
 
     def to_ranks(self, message: Train | Save) -> None:
         for rank in self.ranks:
@@ -184,10 +186,8 @@ class Loop:
         if not self.config.is_synchronous:  # there no measurement may decide what is done
             for engine, tokens_per_s in self.speedometer.read():
                 self.groups.dispatcher.measured(engine, tokens_per_s)
-        if self.step < self.config.train.steps:
-            self.evaluate_and_save_if_due()
-
-    def evaluate_and_save_if_due(self) -> None:
+        if self.step == self.config.train.steps:
+            return  # `finish` saves and evaluates
         every = self.config.eval.every
         is_due = self.is_evaluation_due or (every and self.step % every == 0)
         if is_due and self.groups.evaluation is None:
@@ -215,6 +215,11 @@ class Loop:
         )
         folder = self.log.run_dir / "checkpoints" / f"step-{self.step:06d}"
         self.to_ranks(Save(str(folder), state, tuple(self.log.accuracies)))
+
+    def save_last(self) -> None:
+        if self.saved_step != self.step:
+            self.save()
+        self.wait_for("the checkpoint", lambda: not self.is_saving)
 
     def on_saved(self, saved: Saved) -> None:
         """A checkpoint that could not be written costs nothing: the last one stays, and the next

@@ -2,12 +2,13 @@
 
 Takes a step's numbers, gives its line of metrics.jsonl and the limits that it broke. A name that is
 not in the table is our own mistake and fails. A line has no entry for a value that its step does
-not have (no token at equal version, …). docs/metrics.md is printed from the table.
+not have (no token at equal version, …). docs/metrics.md is printed from the table. `RateLimit` is
+for all notes that may come again and again.
 """
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from minirl.records import Drop
@@ -39,7 +40,7 @@ METRICS = {
     "buffer/groups_dropped": "groups dropped since the run began, for any reason",
     "buffer/groups_in_flight": "groups running, ready or in training now",
     "buffer/truncated_masked": "truncated trajectories kept out of the loss",
-    **{n: f"groups dropped since the run began: {r.replace('_', ' ')}" for r, n in DROPPED.items()},
+    **{n: f"groups dropped since the run began: {r.words}" for r, n in DROPPED.items()},
     "sft/loss": "`minirl sft`: mean -logprob of the answer tokens, before the update",
     "sft/heldout_loss": "the same over eval.num_prompts held-out examples, after the step",
     "faults/workers_replaced": "workers that died or froze, since the run began",
@@ -55,7 +56,8 @@ METRICS = {
     "train/clip_frac": "share of trained tokens whose ratio was clipped",
     "train/behav_ratio_mean": "mean over trained tokens of w = π_prox / π_behav",
     "train/capped_frac": "share of trained tokens with w > train.behav_cap",
-    "train/logprob_gap": "mean |vLLM's logprob - the trainer's|, tokens of staleness 0",
+    "train/logprob_gap": "mean |vLLM's logprob - the trainer's|, tokens of the version that the "
+    "step starts from: of its batch, and of two answers that end while it runs",
     "train/spliced_gap": "the same over tokens that follow older versions' tokens",
     "train/tokens_per_s": "tokens trained on, prompts included / seconds of training",
     "train/tokens": "trained tokens of this step",
@@ -83,8 +85,20 @@ class Breach:
     """A limit that a step broke. A fatal one stops the run."""
 
     text: str
-    is_shown: bool = True  # a warning: the 1st, 10th, 100th … time; it is counted at every step
+    limit: str = ""
     is_fatal: bool = False
+
+
+class RateLimit:
+    """Of the notes of one kind the 1st, 10th, 100th … is shown, with their count."""
+
+    def __init__(self, note: Callable[[str], object]):
+        self._note, self._counts = note, Counter[str]()
+
+    def note(self, kind: str, text: str) -> None:
+        self._counts[kind] += 1
+        if math.log10(count := self._counts[kind]).is_integer():
+            self._note(text if count == 1 else f"{text} ({count:,} times so far)")
 
 
 class Guard:
@@ -92,7 +106,6 @@ class Guard:
 
     def __init__(self, num_minibatches: int):
         self._num_minibatches, self._num_idle = num_minibatches, 0  # idle: steps without an update
-        self._counts: Counter[str] = Counter()
 
     def judge(self, values: Values) -> list[Breach]:
         is_updated = (values.get("train/skipped_updates") or 0) < self._num_minibatches
@@ -104,14 +117,10 @@ class Guard:
         found = []
         # "not <=", so that NaN breaks the limit too.
         if gap is not None and not gap <= MAX_LOGPROB_GAP:
-            why = 'vLLM and the trainer differ; try model.dtype = "float32"'
-            found.append(self._warning(f"train/logprob_gap above {MAX_LOGPROB_GAP}", gap, why))
+            limit, why = f"train/logprob_gap above {MAX_LOGPROB_GAP}", "vLLM and the trainer differ"
+            found.append(Breach(f"{limit}: {gap:.4g}: {why}", limit))
         if is_updated and entropy is not None and not entropy >= MIN_ENTROPY:
+            limit = f"train/entropy below {MIN_ENTROPY}"
             why = "the policy hardly explores any more; raise train.clip_high or lower train.lr"
-            found.append(self._warning(f"train/entropy below {MIN_ENTROPY}", entropy, why))
+            found.append(Breach(f"{limit}: {entropy:.4g}: {why}", limit))
         return found
-
-    def _warning(self, limit: str, value: float, why: str) -> Breach:
-        self._counts[limit] += 1
-        is_shown = math.log10(self._counts[limit]).is_integer()
-        return Breach(f"{limit}: {value:.4g}: {why}", is_shown)

@@ -40,6 +40,10 @@ class Drop(StrEnum):
     TRUNCATED = "truncated"  # all its answers were cut, and cut answers are not trained
     WORKER_DIED = "worker_died"  # its prompt is queued again under a new group id
 
+    @property
+    def words(self) -> str:
+        return self.replace("_", " ")
+
 
 @dataclass(frozen=True)
 class Example:

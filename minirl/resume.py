@@ -19,11 +19,11 @@ MAY_CHANGE = (
     *("devices.", "eval.", "checkpoint.", "log.", "sft.", "buffer.target_staleness"),
     *("rollout.max_num_seqs", "rollout.memory_fraction", "rollout.kv_cache_gib"),
     *("train.steps", "train.max_tokens", "train.gradient_checkpointing", "train.compile"),
-    *("train.shard_optimizer", "tasks.verifiers", "tasks.timeout_s"),
+    *("train.shard_optimizer", "tasks.verifiers", "tasks.timeout_s", "buffer.max_faults"),
 )
 
 
-NOTHING = CheckpointState(step=0, history=History(), consumed_below=0)
+NOTHING = CheckpointState(step=0, history=History(), consumed_below=0, evaluating=0)
 
 
 @dataclass(frozen=True)

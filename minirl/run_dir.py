@@ -22,7 +22,7 @@ from minirl.errors import RecipeError
 Line = dict[str, Any]
 RUNS = Path("runs")
 LOCK = "lock"
-# Stopped: by Ctrl-C, and saved. Failed: it ended without a result.
+# Stopped: by Ctrl-C. Failed: it ended without a result.
 RunState = Literal["running", "finished", "stopped", "failed"]
 
 
@@ -186,7 +186,8 @@ def new_run_dir(name: str) -> Path:
 def choose_run_dir(recipe: Path, run_dir: Path | None, resume: bool) -> Path:
     """Where `minirl train` writes: a new directory, or the one of the run to resume."""
     if run_dir is not None:
-        is_new = not resume and not any(run_dir.glob("*"))
+        there = {path.name for path in run_dir.glob("*")}
+        is_new = not resume and there <= {"logs", LOCK}  # a full disk may leave no more
         return run_dir if is_new else open_run(run_dir, "--run-dir").path
     if not resume:
         return new_run_dir(recipe.stem)

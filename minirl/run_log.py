@@ -21,7 +21,7 @@ from minirl.errors import MinirlError
 from minirl.evaluation import Evaluation
 from minirl.groups import GroupState
 from minirl.messages import Role, Trained
-from minirl.metrics import DROPPED, Breach, Guard, Values, metrics_line
+from minirl.metrics import DROPPED, Breach, Guard, RateLimit, Values, metrics_line
 from minirl.records import Batch, Group, StopReason
 from minirl.run_dir import JsonLines, Line, read_lines, write_text
 from minirl.shm.board import Total
@@ -55,7 +55,7 @@ class RunLog:
     ):
         self.config, self.run_dir, self.step, self._workers = config, run_dir, step, workers
         self.view, self.note, self._saver = view, view.note, saver
-        self._guard = Guard(config.train.num_minibatches)
+        self._guard, self._seldom = Guard(config.train.num_minibatches), RateLimit(view.note)
         (run_dir / "summary.json").unlink(missing_ok=True)  # it has no result yet
         names = ("metrics", "evals", "samples", "batches")
         self._files = {name: JsonLines(run_dir / f"{name}.jsonl", view.note) for name in names}
@@ -186,8 +186,7 @@ class RunLog:
         if fatal:
             raise MinirlError(f"step {batch.step}: {fatal[0]}{saved}; {self.last_checkpoint}")
         for breach in breaches:
-            if breach.is_shown:
-                self.note(f"warning: step {batch.step}: {breach.text}")
+            self._seldom.note(breach.limit, f"warning: step {batch.step}: {breach.text}")
 
     def save_bad(self, batch: Batch, version: int, why: str, must_save: bool = True) -> str:
         """With the weights of `version`. Gives the end of a sentence that says where it is."""
@@ -225,14 +224,16 @@ class RunLog:
             "finished": is_whole,
             "steps": len(lines),
             "seconds": lines[-1]["seconds"] if lines else 0.0,
+            "version": int(lines[-1]["version"]) if lines else 0,
             "accuracy_before": accuracies[0][1] if accuracies else None,
-            "accuracy_after": accuracies[-1][1] if accuracies else None,
-            "accuracies": accuracies,
+            "accuracy_after": accuracies[-1][1] if accuracies else None,  # at the last of:
+            "accuracies": accuracies,  # by version; the run may have ended later, at `version`
             "trained_tokens": int(sum(line.get("train/tokens", 0) for line in lines)),
             "staleness_max": max((line["buffer/staleness_max"] for line in lines), default=0),
             "max_staleness_allowed": self.config.buffer.max_staleness,
             "multi_version_trajectories": sum(head != tail for head, tail in spans),
             "logprob_gap_max": max(gaps, default=None),
+            "versions_measured": f"{len(gaps)} of {len(lines)}",
             **extra,
         }
         try:

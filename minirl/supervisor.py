@@ -30,6 +30,7 @@ from minirl.config import Config, get
 from minirl.errors import MinirlError, Stalled, WorkerDied
 from minirl.groups import Groups, Sends
 from minirl.messages import Died, Finished, Graded, Replied, Role, Started, TrainerSetup
+from minirl.metrics import RateLimit
 from minirl.resume import find_start
 from minirl.shm.board import IDLE_STATES, State, Total
 from minirl.workers import LISTEN_S, Worker, Workers
@@ -69,6 +70,7 @@ class Supervisor:
     ):
         self.config, self.workers, self.groups = config, workers, groups
         self.log, self.controller = log, controller
+        self._seldom = RateLimit(log.note)
         self.deaths: Counter[str] = Counter()  # in a row, since the worker last did its work
         self._ranks = workers.of(Role.TRAIN)
         # As the run began; a rollback changes the setups.
@@ -77,12 +79,15 @@ class Supervisor:
         self._furthest_step = 0  # that was ever trained
         self._num_oom_kills = num_oom_kills()
         self._checked = self._moved = self._heard = time.monotonic()
-        self._pulse: tuple[float, ...] = ()
+        self._pulse: tuple[float, ...] = ()  # the last message, and tokens
 
     def collect(self, handle: Callable[[Worker, object], Sends]) -> None:
-        """One turn of a controller: `handle` gets what workers say, but for starts and deaths."""
+        """One turn of a controller: `handle` gets what workers say, but for starts and deaths. Any
+        message is progress; one that shows work done resets its worker's back-off."""
         for worker, message in self.workers.receive(LISTEN_S):
-            self.received(worker, message)
+            self._heard = time.monotonic()
+            if isinstance(message, Finished | Graded | Replied):
+                self.deaths.pop(worker.name, None)
             if isinstance(message, Started):
                 worker.is_ready = True
             elif isinstance(message, Died):
@@ -90,12 +95,6 @@ class Supervisor:
             else:
                 self.workers.deliver(handle(worker, message))
         self.workers.deliver(self.check())
-
-    def received(self, worker: Worker, message: object) -> None:
-        """Any message is progress; one that shows work done resets its worker's back-off."""
-        self._heard = time.monotonic()
-        if isinstance(message, Finished | Graded | Replied):
-            self.deaths.pop(worker.name, None)
 
     def stepped(self, step: int) -> None:
         """A step was trained: the ranks start afresh when they are further than ever before."""
@@ -128,7 +127,11 @@ class Supervisor:
         """Raises where the worker is not restarted."""
         name = RANKS if worker.role is Role.TRAIN else worker.name
         self.deaths[name] += 1
-        hint = self._memory_hint(worker, death)
+        num_before, self._num_oom_kills = self._num_oom_kills, num_oom_kills()
+        words = f"{death.how}\n{self.workers.log_tail(worker)}"
+        if "SIGKILL" in death.how and self._num_oom_kills > num_before:
+            words += "\nended by the kernel's OOM killer"
+        hint = memory_hint(worker.role, words, self.config, worker.placement.kind)
         is_hopeless = bool(hint) and not worker.is_ready  # it would not fit the next time either
         if self.deaths[name] >= MAX_DEATHS or is_hopeless:
             self.log.note(self.workers.log_tail(worker))
@@ -139,16 +142,11 @@ class Supervisor:
                 f"{self.workers.log_dir}{remedy}"
             )
         why = f" ({hint})" if hint else ""
-        self.log.note(f"{worker.name} {death.how}: replaced{why}")
+        # One bad task may end verifiers without end; any other worker has a limit, MAX_DEATHS.
+        kind = worker.role if worker.role is Role.VERIFY else f"{worker.name}/{worker.num_starts}"
+        self._seldom.note(kind, f"{worker.name} {death.how}: replaced{why}")
         self.log.workers_replaced += len(self._ranks) if worker.role is Role.TRAIN else 1
         return FIRST_DELAY_S * 2 ** (self.deaths[name] - 1)
-
-    def _memory_hint(self, worker: Worker, death: Died) -> str:
-        num_before, self._num_oom_kills = self._num_oom_kills, num_oom_kills()
-        words = f"{death.how}\n{self.workers.log_tail(worker)}"
-        if "SIGKILL" in death.how and self._num_oom_kills > num_before:
-            words += "\nended by the kernel's OOM killer"
-        return memory_hint(worker.role, words, self.config, worker.placement.kind)
 
     def _roll_back(self, delay_s: float) -> Sends:
         """All ranks restart from the last checkpoint."""
@@ -186,8 +184,13 @@ class Supervisor:
                 sends += self.on_death(worker, death)
             except WorkerDied as error:
                 raise Stalled(str(error)) from None
-        seconds = self._seconds_without_progress()
-        if seconds > self.config.log.stall_s:
+        board, alive = self.workers.board, [w for w in self.workers.all if w.process is not None]
+        tokens = (board.total(w.row, Total.TOKENS) for w in self.workers.of(Role.ROLLOUT))
+        pulse = (self._heard, *tokens)
+        is_working = any(board.row(w.row).state not in WAITING_STATES for w in alive)
+        if pulse != self._pulse or is_working:
+            self._pulse, self._moved = pulse, now
+        if (seconds := now - self._moved) > self.config.log.stall_s:
             raise self._stall(f"nothing has moved for {seconds:.0f} s, and every worker waits")
         return sends
 
@@ -214,16 +217,6 @@ class Supervisor:
                 continue
             how = f"has been {row.state.words} without a heartbeat for {row.beat_s:.0f} s"
             yield worker, Died(how, is_final=False)
-
-    def _seconds_without_progress(self) -> float:
-        """For how long there was no message, no token, and no worker at work."""
-        board, alive = self.workers.board, [w for w in self.workers.all if w.process is not None]
-        tokens = (board.total(w.row, Total.TOKENS) for w in self.workers.of(Role.ROLLOUT))
-        pulse = (self._heard, *tokens)
-        is_working = any(board.row(w.row).state not in WAITING_STATES for w in alive)
-        if pulse != self._pulse or is_working:
-            self._pulse, self._moved = pulse, time.monotonic()
-        return time.monotonic() - self._moved
 
     def _stall(self, why: str) -> Stalled:
         return Stalled(f"{why}; what waited for what, and all stacks: {self._report(why)}")

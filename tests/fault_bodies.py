@@ -21,9 +21,12 @@ from minirl.messages import (
     CheckpointState,
     Finished,
     Gone,
+    Grade,
+    Graded,
     GroupRequest,
     Save,
     Saved,
+    Score,
     Started,
     Submit,
     Train,
@@ -51,7 +54,8 @@ class Script:
     bad: dict[str, int] = field(default_factory=dict)
     """What goes wrong, and when: "die_at_step", "die_in_save", "die_after_publishing", "unsaved"
     (a step), "dies" (at once), "deadly_prompt", "deaf" (an engine that never answers), "long_save"
-    (a step), "long_evaluation" (a version), "stale" (an engine that new weights do not reach)."""
+    (a step), "long_evaluation" (a version), "stale" (an engine that new weights do not reach),
+    "broken_from" (a version: no reward from then on)."""
 
 
 def engine(script: Script, board: BoardWriter, pipe: Connection) -> None:
@@ -139,8 +143,25 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
             seconds = LONG_S if step == script.bad.get("long_save") else script.save_s
             write_checkpoint(Path(request.folder), request.state, updates, seconds)
             pipe.send(Saved(request.folder))
-        else:
+        elif not isinstance(request, Score):
             return
+
+
+def verifier(script: Script, board: BoardWriter, pipe: Connection) -> None:
+    """Every second answer is right; from version "broken_from" on no reward can be had."""
+    broken_from = script.bad.get("broken_from", 10**9)
+    while True:
+        board.enter(State.WAITING_FOR_ANSWERS)
+        while not pipe.poll(BEAT_S):
+            board.enter(State.WAITING_FOR_ANSWERS)
+        request = pipe.recv()
+        if not isinstance(request, Grade):
+            return
+        count, rewards = len(request.trajectories), tuple[float, ...]()
+        if max(t.tail_version for t in request.trajectories) < broken_from:
+            rewards = tuple(float(i % 2) for i in range(count))
+        error = "" if rewards else "ValueError: no number (my_task.py, line 12, in reward)"
+        pipe.send(Graded(request.group_id, rewards, ("",) * len(rewards), error))
 
 
 def shown_tokens(group: Group, oldest: int) -> AnswerTokens:

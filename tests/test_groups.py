@@ -6,6 +6,7 @@ may touch it, the ledger adds up, and the staleness bound holds.
 
 import random
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from minirl.buffer import Buffer, OnStale, republished_as
 from minirl.config import Config
 from minirl.evaluation import Evaluation
-from minirl.groups import Groups, Phase, Sends
+from minirl.groups import MAX_SCORED, Groups, Phase, Sends
 from minirl.messages import (
     Abort,
     Ask,
@@ -27,6 +28,7 @@ from minirl.messages import (
     GroupRequest,
     Pinned,
     Replied,
+    Score,
     Submit,
     TurnEnded,
 )
@@ -60,10 +62,16 @@ def config_of(eta: int = 2, batch_size: int = 2, group_size: int = 2, **tasks: o
     )
 
 
-def groups_of(config: Config, engines: int, verifiers: int, rule: OnStale = OnStale.MASK) -> Groups:
+def groups_of(
+    config: Config,
+    engines: int,
+    verifiers: int,
+    rule: OnStale = OnStale.MASK,
+    note: Callable[[str], object] = bool,
+) -> Groups:
     stream = PromptStream(Numbers(), Numbers(), 0)  # type: ignore[arg-type]
     buffer = Buffer(config.train.batch_size, config.buffer.max_staleness, rule)
-    return Groups(config, stream, buffer, engines, verifiers, note=lambda text: None)
+    return Groups(config, stream, buffer, engines, verifiers, note)
 
 
 # By example ---------------------------------------------------------------------------------------
@@ -168,6 +176,42 @@ def test_a_reply_that_fails_aborts_its_group(is_late: bool) -> None:
     assert desk.groups.buffer.drops == {reason: 1}
 
 
+def test_faults_in_a_row_are_counted_and_said_at_powers_of_ten_without_inner_ids() -> None:
+    notes, example = list[str](), Example("", "")
+    groups = groups_of(config_of(batch_size=8), engines=1, verifiers=1, note=notes.append)
+    evaluation = Evaluation([Prompt(i, example, (1,)) for i in range(3)], range(90, 93), 0, 0)
+    groups.evaluate(evaluation)
+    while not groups.drops.fault:
+        groups.begin(24, [0], 0, 0.0)
+        for state in list(groups.states.values()):
+            groups.handle(0, Finished(tuple((state.id, i, TURN) for i in range(state.num_left))), 0)
+        while groups.at_verifier:
+            groups.handle(0, Graded(groups.at_verifier[0].group_id, (), (), "KeyError: 'a'"), 0.0)
+    drops, num_failed = groups.buffer.drops, groups.buffer.drops[Drop.REWARD_ERROR] + 3
+    assert num_failed + drops[Drop.TOO_LONG] >= 24 > 0 < drops[Drop.TOO_LONG]
+    assert groups.drops.fault.endswith("KeyError: 'a'; mend that, or raise buffer.max_faults = 3")
+    assert notes[0] == "no reward for held-out prompt 0 (reward_error): KeyError: 'a'"
+    assert len(notes) == 2 and notes[1].endswith("(10 times so far)")
+
+
+def test_two_answers_that_end_while_a_batch_trains_are_scored_under_its_version() -> None:
+    groups = groups_of(config_of(group_size=4), engines=1, verifiers=1)
+    groups.begin(6, [0], 0, 0.0)
+    answers = [
+        (i, place, TURN._replace(cell=4 * i + place)) for i in range(4) for place in range(4)
+    ]
+    assert not [
+        m for _, m in groups.handle(0, Finished(tuple(answers[:8])), 0.0) if type(m) is Score
+    ]
+    for group_id in (0, 1):
+        groups.handle(0, Graded(group_id, (1.0, 0.0, 1.0, 0.0), ("",) * 4), 0.0)
+    assert groups.next_batch(1, 0.0) is not None
+    newer = [(i, place, answer._replace(tail_version=1)) for i, place, answer in answers[8:9]]
+    sends = groups.handle(0, Finished((*newer, *answers[9:])), 0.0)
+    scores = [(name, message) for name, message in sends if isinstance(message, Score)]
+    assert scores == [("train-0", Score(0, ((9, 2),))), ("train-0", Score(0, ((10, 2),)))]
+
+
 # Under random histories ---------------------------------------------------------------------------
 
 
@@ -214,6 +258,7 @@ class House:
         self.batch: Batch | None = None
         self.evaluation: Evaluation | None = None
         self.seen: Counter[str] = Counter()
+        self.scored: Counter[int] = Counter()  # by version
 
     @property
     def buffer(self) -> Buffer:
@@ -231,12 +276,24 @@ class House:
     def deliver(self, sends: Sends) -> None:
         for name, message in sends:
             role, _, rank = name.partition("-")
-            if role == "verify":
+            if isinstance(message, Score):
+                self.score(message)
+            elif role == "verify":
                 assert int(rank) not in self.asked, "one request at a time"
                 assert isinstance(message, Grade | Ask)
                 self.asked[int(rank)] = message
             else:
                 self.tell(self.engines[int(rank)], message)
+
+    def score(self, message: Score) -> None:
+        """Of the weights that the batch in training started from, before the next are out."""
+        assert self.batch is not None and message.version == self.batch.version == self.latest
+        for cell, group_id in message.cells:
+            assert cell in self.groups.states[group_id].cells
+            assert self.groups.states[group_id].evaluation is None
+            self.scored[message.version] += 1
+        assert self.scored[message.version] <= MAX_SCORED
+        self.seen["scored"] += 1
 
     def tell(self, engine: Engine, message: object) -> None:
         match message:
@@ -451,6 +508,7 @@ def test_the_random_histories_go_through_what_they_claim() -> None:
         house.run(400)
         seen += house.seen
         drops += house.buffer.drops
-    assert {"turns", "engine lost", "verifier lost", "rollback", "void", "evaluated"} <= seen.keys()
+    expected = {"turns", "engine lost", "verifier lost", "rollback", "void", "evaluated", "scored"}
+    assert expected <= seen.keys()
     missing = set(Drop) - {Drop.TRUNCATED} - drops.keys()
     assert not missing and seen["steps"] > 150, (missing, seen)

@@ -149,6 +149,7 @@ def test_the_balance_names_the_bottleneck_and_what_would_help() -> None:
     assert sentence(config(), (0.6, 0.0), "process") == (
         "training-bound: engines idle 60%, one process more for training would give +100%"
     )
+    assert sentence(config(), (0.6, 0.0), "") == "training-bound: engines idle 60%"  # no room
     assert sentence(config(), (0.01, 0.02)) == "balanced: engines idle 1%, trainers 2%"
     synchronous = build({"buffer.max_staleness": 0})
     assert sentence(synchronous, (0.3, 0.7)).startswith("synchronous: engines idle 30%, trainers")

@@ -6,15 +6,20 @@ from typing import Any
 
 import pytest
 from fault_bodies import write_checkpoint
+from run_dirs import evaluate, log_of, make_config
 
+from minirl import launch
 from minirl.buffer import History
 from minirl.config import Config
-from minirl.errors import RecipeError
+from minirl.errors import Interrupted, MinirlError, RecipeError
 from minirl.messages import CheckpointState
-from minirl.recipe import to_toml
-from minirl.resume import check_changes, check_steps, find_start, is_finished
+from minirl.recipe import load, to_toml
+from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
+from minirl.run_dir import RunDir, choose_run_dir, holds_run, open_run
 from minirl.train import checkpoint
 from minirl.train.checkpoint import read_whole
+
+SMOKE = Path(__file__).parent.parent / "recipes" / "smoke.toml"
 
 
 def begun(run_dir: Path, **train: Any) -> Config:
@@ -34,9 +39,13 @@ def test_changes_that_cannot_change_what_is_learned_are_accepted_and_listed(tmp_
     assert check_changes(config, tmp_path) == []
     devices = replace(config.devices, train=2, rollout=3)
     train = replace(config.train, steps=80, shard_optimizer=True)
-    assert check_changes(replace(config, devices=devices, train=train), tmp_path) == [
+    buffer = replace(config.buffer, max_faults=9.0)  # as the run that it stopped advises
+    assert check_changes(
+        replace(config, devices=devices, train=train, buffer=buffer), tmp_path
+    ) == [
         "devices.rollout 1 → 3",
         "devices.train 1 → 2",
+        "buffer.max_faults 3.0 → 9.0",
         "train.steps 40 → 80",
         "train.shard_optimizer False → True",
     ]
@@ -54,6 +63,48 @@ def test_all_changes_that_are_refused_are_named_at_once(tmp_path: Path) -> None:
     config = begun(tmp_path, schedule="cosine")  # which ends with the steps
     with pytest.raises(RecipeError, match=r"another recipe: train\.steps 40 → 50"):
         check_changes(replace(config, train=replace(config.train, steps=50)), tmp_path)
+
+
+def test_what_another_recipe_evaluated_before_the_first_step_is_forgotten(tmp_path: Path) -> None:
+    log = log_of(tmp_path, make_config())
+    evaluate(log, version=0, right=1)
+    log.close()
+    again = log_of(tmp_path, make_config(), 0, Start().state.evaluating)
+    assert again.wants_evaluation and not again.evals and not RunDir(tmp_path).evals
+    again.close()
+
+
+def test_a_refused_start_leaves_no_directory_and_a_mended_one_takes_an_untrained_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin(run_dir: Path, error: BaseException, *overrides: str) -> int:
+        """`minirl train`, up to where workers start."""
+
+        def run(*_: object) -> int:
+            (run_dir / "logs" / "rollout-0.log").touch()
+            raise error
+
+        monkeypatch.setattr(launch, "_run", run)
+        loaded, resume = load(SMOKE, overrides), holds_run(run_dir)
+        return launch.train(loaded, SMOKE, choose_run_dir(SMOKE, run_dir, False), resume, True)
+
+    refused, died = RecipeError("tasks.kind", "a", "b", "c"), MinirlError("rollout-0 died")
+    (tmp_path / "empty").mkdir()
+    for run_dir in (tmp_path / "new" / "run", tmp_path / "empty"):
+        with pytest.raises(RecipeError):
+            begin(run_dir, refused)
+        assert not run_dir.exists()
+    run_dir = tmp_path / "run"
+    (run_dir / "logs").mkdir(parents=True)  # a full disk left no more
+    for error in (died, refused):
+        with pytest.raises(type(error)):
+            begin(run_dir, error)
+        assert open_run(run_dir).state == "failed", "it was there before"
+    assert begin(run_dir, Interrupted(), "train.lr=0.5", "seed=3") == launch.INTERRUPTED
+    assert open_run(run_dir).state == "stopped" and open_run(run_dir).recipe["seed"] == 3
+    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(RecipeError, match="begun with another recipe: seed 3 → 0"):
+        begin(run_dir, died)
 
 
 def test_a_run_does_not_end_before_where_it_is() -> None:

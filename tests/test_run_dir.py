@@ -70,6 +70,7 @@ def test_every_file_of_a_run(tmp_path: Path) -> None:
     assert plain["group"] == 3 and "tokens" not in plain
     expected = {"accuracies": [[0, 0.25], [2, 0.75], [4, 0.75]], "accuracy_after": 0.75}
     expected |= {"trained_tokens": 200, "multi_version_trajectories": 6, "accuracy_before": 0.25}
+    expected |= {"version": 4, "versions_measured": "4 of 4"}
     assert expected.items() <= run.summary.items()
 
 
@@ -126,7 +127,7 @@ def test_what_is_missing_at_the_end_is_named(tmp_path: Path) -> None:
 
 def test_a_limit_that_is_broken_warns_or_ends_the_run_in_one_line(tmp_path: Path) -> None:
     log, batch = log_of(tmp_path, CONFIG), Batch(7, 6, ())
-    log.check(batch, Trained(7), [Breach("low"), Breach("low again", is_shown=False)])
+    log.check(batch, Trained(7), [Breach("low", "limit"), Breach("low again", "limit")])
     log.check(batch, Trained(7, problem="the loss was not finite"), [])
     unchanged = "step 7: the loss was not finite: the weights stay as they were"
     assert log.view == ["warning: step 7: low", unchanged]

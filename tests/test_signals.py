@@ -55,6 +55,9 @@ def test_an_interrupted_run_finishes_its_step_and_saves_it(eta: int, tmp_path: P
         run.notes.at_step[3] = lambda: setattr(run.loop, "is_interrupted", True)
         run.loop.run()
         assert 3 <= run.loop.step == run.loop.saved_step < STEPS
+        run.loop.wait_for("nothing", lambda: True)
+        waits = [text for text in run.notes.texts if text.startswith("waiting for ")]
+        assert len(waits) == len(set(waits)) and "waiting for nothing" not in waits
         assert len(read_lines(tmp_path / "metrics.jsonl")) == run.loop.step
         _, state, _ = newest_whole(tmp_path)
         assert state is not None and state.step == run.loop.step

@@ -4,6 +4,7 @@ happens, steps come once each, every group is accounted for, and no version numb
 
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from worker_bodies import place
 
 from minirl import supervisor
 from minirl.config import Config, DevicesConfig, RolloutConfig, TrainConfig
-from minirl.errors import MinirlError, Stalled
+from minirl.errors import CannotTrain, MinirlError, Stalled
 from minirl.launch import make_buffer
 from minirl.loop import Loop
 from minirl.messages import Role, Stop
@@ -117,7 +118,7 @@ class Stage:
 BODIES = {
     Role.TRAIN: "fault_bodies:trainer",
     Role.ROLLOUT: "fault_bodies:engine",
-    Role.VERIFY: "tests.bench.scripted:verifier",
+    Role.VERIFY: "fault_bodies:verifier",
 }
 
 
@@ -241,6 +242,24 @@ def test_a_frozen_rank_or_a_run_in_which_nothing_moves_ends_with_a_report(
             assert "rollout-0    waiting for prompts for" in report
             assert "train-0      waiting for batch for" in report
             assert "evaluation   under way" in report
+
+
+@pytest.mark.parametrize("version", [0, 4])
+def test_a_run_that_gets_no_reward_saves_what_there_is_and_stops(
+    version: int, tmp_path: Path
+) -> None:
+    config = stage_config(every=0)
+    with stage(tmp_path, config, verify={"bad": {"broken_from": version}}) as run:
+        with pytest.raises(CannotTrain) as stopped:
+            run.loop.run()
+        said, step = str(stopped.value), run.loop.step
+        assert stopped.value.exit_code == 3 and "\n" not in said
+        assert re.match(r"no reward for \d+ groups in a row: reward error \d+ times", said)
+        assert "ValueError: no number (my_task.py, line 12, in reward); mend that" in said
+        assert step == run.loop.saved_step == find_start(tmp_path).state.step
+        assert bool(step) is bool(version) and step in (0, *range(version, STEPS))
+        told = [text for text in run.notes.texts if text.startswith("no reward for")]
+        assert 1 <= len(told) <= 3, "the 1st, 10th, 100th"
 
 
 def test_a_prompt_that_kills_every_engine_is_dropped_in_the_end(

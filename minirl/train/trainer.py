@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minirl import devices
 from minirl.errors import MinirlError, RecipeError, one_line
-from minirl.messages import AnswerTokens, Save, Saved, Started, Train, Trained, TrainerSetup
+from minirl.messages import AnswerTokens, Save, Saved, Score, Started, Train, Trained, TrainerSetup
 from minirl.records import Batch
 from minirl.shm.board import BEAT_S, BoardWriter, State
 from minirl.shm.weights import CANARY_TOKENS, canary_tokens
@@ -267,5 +267,5 @@ def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
             saved = trainer.save(request)
             if setup.rank == 0:
                 pipe.send(saved)
-        else:
+        elif not isinstance(request, Score):  # one that came too late
             return

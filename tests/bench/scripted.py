@@ -21,6 +21,7 @@ from minirl.messages import (
     Pinned,
     Save,
     Saved,
+    Score,
     Started,
     Submit,
     Train,
@@ -136,6 +137,8 @@ def serve_training(
             board.enter(State.TRAINING)
             time.sleep(script.step_s)
             publish()
+        elif isinstance(request, Score):
+            continue
         elif not isinstance(request, Save):
             return
         if script.is_first:
