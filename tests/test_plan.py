@@ -133,8 +133,8 @@ def test_one_set_of_changes_fits_with_no_more_of_them_than_it_takes() -> None:
     (lower,) = changes(max_tokens=16384)
     tokens = int(lower.removeprefix("--set train.max_tokens="))
     assert not changes(max_tokens=tokens) and changes(max_tokens=tokens + 1024)
-    two = changes(gib=10, split=(1, 2), max_tokens=16384)
-    assert two == [
+    two = changes(gib=13, split=(1, 2), max_tokens=16384)
+    assert two[1:] == [
         "--set train.gradient_checkpointing=true",
         "--set train.shard_optimizer=true",
     ]
@@ -194,13 +194,13 @@ def test_the_disk_that_checkpoints_take() -> None:
 def test_a_split_whose_optimizer_does_not_fit_is_not_taken() -> None:
     sharded = {"shard_optimizer": True, "gradient_checkpointing": True, "max_tokens": 32768}
     own = config("Qwen2.5-1.5B", batch_size=8, **sharded)
-    five = plan(own, mean=100).changed("devices", train=5).train_bill
-    gib = sum(five.items.values()) / GIB + 0.01
+    six = plan(own, mean=100).changed("devices", train=6).train_bill
+    gib = sum(six.items.values()) / GIB + 0.01
     found = splits(plan(own, "A100-40", gib, 100), 8)
     # Each holds more of the optimizer the fewer they are, and training that is quick wants few.
-    assert {s.config.devices.train for s in found if s.fits} == {5, 6, 7}
+    assert {s.config.devices.train for s in found if s.fits} == {6, 7}
     assert recommended(found).fits
-    assert recommended(splits(plan(own, "A100-40", 80, 100), 8)).config.devices.train < 5
+    assert recommended(splits(plan(own, "A100-40", 80, 100), 8)).config.devices.train < 6
 
 
 def test_auto_takes_the_planned_split() -> None:
