@@ -57,7 +57,9 @@ def test_a_name_is_found_by_its_family_and_a_folder_by_its_config(tmp_path: Path
 
 
 def test_gpus_by_name_and_as_drivers_call_them() -> None:
-    assert tool.gpu_named("h100") is GPUS["H100"]
+    assert tool.gpu_for("h100", None) is GPUS["H100"]
+    with pytest.raises(RecipeError, match="is not in the table"):
+        tool.gpu_for("H1", None)
     for called, gib, name in (
         ("NVIDIA A100-SXM4-40GB", 39.5, "A100-40"),
         ("NVIDIA GeForce RTX 4090", 23.6, "4090"),

@@ -102,12 +102,6 @@ GPUS = {name: GpuKind(*row) for name, row in TABLES["gpus"].items()}
 SHAPES = {name: Shape(*row) for name, row in TABLES["shapes"].items()}
 
 
-def gpu_named(name: str) -> GpuKind:
-    if gpu := GPUS.get(name.upper()):
-        return gpu
-    raise RecipeError("--gpu", name, "is not in the table", f"one of {', '.join(GPUS)}")
-
-
 def recognise(device_name: str, memory_bytes: float) -> GpuKind | None:
     """From what a driver calls it, such as "NVIDIA A100-SXM4-40GB"."""
     named = [gpu for name, gpu in GPUS.items() if all(n in device_name for n in name.split("-"))]
@@ -262,9 +256,10 @@ class Plan:
         longest, tried = self.config.max_tokens_per_trajectory, self
         if not tried.rollout_bill.fits:
             tried = tried.changed("rollout", memory_fraction=0.92)
-        while not tried.rollout_bill.fits and tried._can_widen:
-            width = 2 * tried.config.devices.tensor_parallel
+        width, num_engines = 2 * self.config.devices.tensor_parallel, self.config.devices.rollout
+        while not tried.rollout_bill.fits and num_engines % width == self.shape.heads % width == 0:
             tried = tried.changed("devices", tensor_parallel=width)
+            width *= 2
         for key, value in REMEDIES.items():
             is_useless = key == "shard_optimizer" and self.config.devices.train == 1
             is_set = getattr(tried.config.train, key)
@@ -272,11 +267,6 @@ class Plan:
                 tried = tried.changed("train", **{key: value})
         fit = max(longest, tried.max_tokens_that_fit // 256 * 256)
         return tried.changed("train", max_tokens=min(fit, tried.config.train.max_tokens))
-
-    @property
-    def _can_widen(self) -> bool:
-        width = 2 * self.config.devices.tensor_parallel
-        return self.config.devices.rollout % width == self.shape.kv_heads % width == 0
 
     def changes_from(self, other: Config) -> list[str]:
         """As options of the command line."""
@@ -405,7 +395,9 @@ def gpu_for(name: str, file: Path | None) -> GpuKind:
     """By its name in the table; else as `minirl doctor --gpu` measured it; else an H100."""
     path = file or MEASURED
     if name or (file is None and not path.exists()):
-        return gpu_named(name or "H100")
+        if (gpu := GPUS.get((name or "H100").upper())) is None:
+            raise RecipeError("--gpu", name, "is not in the table", f"one of {', '.join(GPUS)}")
+        return gpu
     try:
         found = json.loads(path.read_text())["plan"]
         return GpuKind(**{key: float(value) for key, value in found.items()})
