@@ -252,8 +252,8 @@ def plan(
     price: Annotated[float, Option(min=0, help="Of one GPU for one hour.")] = 0.0,
     mean: Annotated[float, Option(min=0, help="Tokens of an answer; 0: 0.4 of the limit.")] = 0.0,
 ) -> None:
-    """Say whether a recipe fits on GPUs, how fast, at what cost. No GPU is needed: memory is computed,
-    every split is simulated. Exit code 2: it does not fit, and what to change is shown.
+    """Say whether a recipe fits on GPUs, how fast, at what cost. No GPU is needed: memory is
+    computed, every split is simulated. Exit code 2: it does not fit, and what to change is shown.
     docs/planning.md says how far to trust it.
 
     minirl plan recipes/gsm8k.toml --gpu 4090 --gpus 4 --price 0.4 --mean 300
