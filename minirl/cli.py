@@ -246,23 +246,28 @@ def data(
 def plan(
     recipe: Recipe,
     overrides: Overrides = None,
-    gpu: Annotated[str, Option(help="H100, H800, A100-80, A100-40, L40S, 4090, 3090.")] = "H100",
+    gpu: Annotated[str, Option(help="H100, 4090, …; default: gpu.json, if here.")] = "",
+    gpu_json: Annotated[Path | None, Option(help="By doctor --gpu on another box.")] = None,
     gpus: Annotated[int, Option(help="Of them. Default: the recipe's rollout + train.")] = 0,
+    price: Annotated[float, Option(min=0, help="Of one GPU for one hour.")] = 0.0,
     mean: Annotated[float, Option(min=0, help="Tokens of an answer; 0: 0.4 of the limit.")] = 0.0,
 ) -> None:
-    """Say whether a recipe fits on GPUs, how fast, and which split. No GPU is needed: memory is
-    computed, every split is simulated. docs/planning.md says how far to trust it.
+    """Say whether a recipe fits on GPUs, how fast, at what cost. No GPU is needed: memory is
+    computed, every split is simulated. Exit code 2: it does not fit, and what to change is shown.
+    docs/planning.md says how far to trust it.
 
-    minirl plan recipes/gsm8k.toml --gpu 4090 --gpus 4 --mean 300
+    minirl plan recipes/gsm8k.toml --gpu 4090 --gpus 4 --price 0.4 --mean 300
     """
     from minirl.recipe import load
-    from minirl.tools.plan import Plan, gpu_named, tables, usual_lengths
+    from minirl.tools.plan import Plan, gpu_for, tables, usual_lengths
 
     config = load(recipe, overrides or []).config
     total = gpus or config.devices.rollout + config.devices.train
-    planned = Plan(config, gpu_named(gpu), usual_lengths(config, mean or None))
-    for table in tables(planned, total):
+    planned = Plan(config, gpu_for(gpu, gpu_json), usual_lengths(config, mean or None))
+    fits, shown = tables(planned, total, price)
+    for table in shown:
         _show(table)
+    raise typer.Exit(0 if fits else 2)
 
 
 @app.command()
@@ -300,14 +305,28 @@ def config(recipe: Recipe, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def doctor() -> None:
-    """Check this machine: packages, devices, memory, disk. Each is ok or comes with its remedy."""
+def doctor(
+    recipe: Annotated[Path | None, Argument(metavar="[RECIPE]")] = None,
+    gpu: Annotated[
+        bool, Option("--gpu", help="Measure the GPUs too, with RECIPE's model.")
+    ] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Check this machine: packages, devices, memory, disk. Each is ok or comes with its remedy.
+    --gpu measures speeds and memory too, and writes gpu.json, which minirl plan then uses.
+
+    minirl doctor --gpu recipes/gsm8k.toml
+    """
     from minirl.tools.doctor import diagnose
 
     findings = diagnose()
+    if gpu:
+        from minirl.tools.measure import examine
+
+        findings += examine("cuda", recipe, overrides or [])
     for found in findings:
         remedy = "" if found.ok else f"; remedy: {found.remedy}"
-        typer.echo(f"{'ok' if found.ok else 'NOT OK':<8}{found.name:<14}{found.detail}{remedy}")
+        typer.echo(f"{'ok' if found.ok else 'NOT OK':<8}{found.name:<16}{found.detail}{remedy}")
     raise typer.Exit(0 if all(found.ok for found in findings) else 1)
 
 

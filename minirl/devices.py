@@ -74,6 +74,16 @@ def gpus() -> list[Gpu]:
     return found
 
 
+def driver() -> tuple[str, tuple[int, int]]:
+    """Its version, and the least compute capability of its GPUs; "" where there is none."""
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        every = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        capabilities = map(pynvml.nvmlDeviceGetCudaComputeCapability, every)
+        return pynvml.nvmlSystemGetDriverVersion(), min(capabilities, default=(0, 0))
+    return "", (0, 0)
+
+
 def _visible(available: int) -> list[str]:
     every = ",".join(map(str, range(available)))
     return os.environ.get("CUDA_VISIBLE_DEVICES", every).replace(",", " ").split()

@@ -100,7 +100,7 @@ def _wrong(section: str, given: Mapping[str, Any], error: Mapping[str, Any]) -> 
     rule = re.sub(r"^\w+ should", "must", error["msg"])
     rule = rule.replace("valid tuple", "list").replace("valid dictionary", "table")
     remedy = f"{toml_value(get(Config(), key))} is the default"
-    if key == "tasks.options" and len(error["loc"]) > 1:
+    if key in ("tasks.options", "tasks.template") and len(error["loc"]) > 1:
         rule = f"{error['loc'][1]!r} must be a name with text, a number, true, false or a list"
     elif error["type"] == "string_pattern_mismatch":
         rule = "must be one line of text"

@@ -172,6 +172,6 @@ def test_doctor_names_a_remedy_for_whatever_fails(monkeypatch: pytest.MonkeyPatc
 def test_plan_needs_no_gpu_and_names_the_split_to_take() -> None:
     options = ["--gpu", "4090", "--gpus", "3", "--set", "train.max_tokens=16384"]
     done = minirl("plan", "recipes/gsm8k-2gpu.toml", *options)
-    assert done.returncode == 0, done.stderr
-    assert "TOO BIG: lower train.max_tokens to" in done.stdout
+    assert done.returncode == 2 and done.stderr == ""
+    assert "TOO BIG" in done.stdout and "--set train.max_tokens=" in done.stdout
     assert "1 + 2" in done.stdout and done.stdout.count("take this") == 1

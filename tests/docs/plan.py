@@ -1,11 +1,15 @@
-"""The planner's simulator against the AReaL paper (arXiv 2505.24298), table 7.
+"""The planner against two published tables.
 
     python -m tests.docs.plan
 
-The paper gives tokens per second; what it does not give is taken as follows, the same for all rows:
-R1-Distill-Qwen-1.5B on H800, three GPUs in four for rollout, 4 minibatches, answers lognormal with
-a mean of 4,000 tokens in a context of 8k. Two constants of the roofline (TRAIN, STEP_S) were fitted
-on the first two rows.
+The AReaL paper (arXiv 2505.24298), table 7, gives tokens per second of whole runs; what it does not
+give is taken as follows, the same for all rows: R1-Distill-Qwen-1.5B on H800, three GPUs in four
+for rollout, 4 minibatches, answers lognormal with a mean of 4,000 tokens in a context of 8k.
+prime-rl's benchmarks/results/BENCHMARKS.md ("RL Full", activations recomputed, of 2026-02-01) gives
+tokens per second of a trainer alone, two micro-batches of one sequence per step.
+
+plan.MATMUL and plan.ELEMENTWISE lie between the two trainers, and plan.STEP_S was fitted on the
+paper's first two rows: the paper's trainer is faster than planned, prime-rl's slower.
 """
 
 from collections.abc import Sequence
@@ -14,9 +18,19 @@ from typing import NamedTuple
 
 from minirl.recipe import build
 from minirl.tools.plan import GPUS, Plan
-from minirl.tools.simulate import long_tailed
+from minirl.tools.simulate import Lengths, long_tailed
 
 PAPER = {0: 27_100, 1: 47_800, 4: 49_000, 16: 52_000}  # tokens/s by η
+PRIME_RL = {  # tokens/s by model, GPU, their number and the tokens of a sequence
+    ("Qwen3-0.6B", "H100", 1, 16_384): 11_900,
+    ("Qwen3-0.6B", "H100", 1, 65_536): 10_150,
+    ("Qwen3-0.6B", "A6000", 1, 16_384): 3_690,
+    ("Qwen3-0.6B", "A6000", 1, 65_536): 2_040,
+    ("Qwen3-4B", "H100", 8, 16_384): 26_030,
+    ("Qwen3-4B", "H100", 8, 65_536): 28_970,
+    ("Qwen3-4B", "H200", 8, 16_384): 27_440,
+    ("Qwen3-4B", "H200", 8, 65_536): 29_540,
+}
 
 
 def tokens_per_s(eta: int) -> float:
@@ -47,5 +61,39 @@ def table_7(etas: Sequence[int] = tuple(PAPER)) -> list[Row]:
     return rows
 
 
+class TrainerRow(NamedTuple):
+    case: tuple[str, str, int, int]
+    published: float  # tokens/s
+    planned: float
+
+    @property
+    def error(self) -> float:
+        return self.planned / self.published - 1
+
+
+def prime_rl() -> list[TrainerRow]:
+    rows = []
+    for case, published in PRIME_RL.items():
+        model, gpu, num_gpus, num_tokens = case
+        values = {"model.path": model, "model.dtype": "bfloat16", "devices.train": num_gpus}
+        config = build(values | {"train.gradient_checkpointing": True})
+        costs = Plan(config, GPUS[gpu], Lengths((num_tokens - 1,), 1)).costs
+        total = 2 * num_tokens * num_gpus
+        rows.append(
+            TrainerRow(case, published, total / (costs.train + total * costs.train_per_token))
+        )
+    return rows
+
+
 if __name__ == "__main__":
-    print(*table_7(), sep="\n")
+    for row in table_7():
+        print(
+            f"η = {row.eta:<2} paper {row.paper:,.0f}, planned {row.simulated:,.0f} tokens/s",
+            end=" ",
+        )
+        print(f"({row.simulated / row.paper - 1:+.0%}); ratio to η = 0 {row.error:+.1%}")
+    for own in prime_rl():
+        print(
+            *own.case,
+            f"published {own.published:,.0f}, planned {own.planned:,.0f} ({own.error:+.0%})",
+        )

@@ -1,0 +1,155 @@
+"""What this box's GPUs really do: `minirl doctor --gpu [RECIPE]`.
+
+Takes a recipe; gives one finding per figure, with what was expected of it, and gpu.json, from which
+`minirl plan` then takes this GPU instead of its table. Each function of MEASURES runs in a child
+process with a deadline. With the kind "cpu" they measure a CPU: so they are tested.
+
+Leaves out NCCL, and what `minirl train recipes/smoke-gpu.toml` shows: that reloads are exact, how
+far the engine's logprobs are from the trainer's, and the speed of decoding.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from minirl import devices, recipe
+from minirl.config import Config
+from minirl.tools import plan as planning
+from minirl.tools.doctor import GIB, Finding, run_child
+from minirl.train import attention as packed
+from minirl.train.optimizer import build_optimizer
+from minirl.train.policy import build_policy
+
+DEADLINE_S = 600
+REMEDY = f"send {planning.MEASURED} and the output of `minirl doctor` with an issue"
+Figures = dict[str, float]
+
+
+def seconds(kind: str, work: Callable[[], Any]) -> float:
+    """Of one call, after one that warms up."""
+    finish = torch.cuda.synchronize if kind == "cuda" else int
+    for _ in range(2):
+        finish()
+        began = time.perf_counter()
+        work()
+        finish()
+    return time.perf_counter() - began
+
+
+def attention(kind: str, config: Config) -> Figures:
+    """Packed attention in bfloat16 against SDPA under a block mask: outputs and gradients."""
+    bounds = packed.boundaries([70, 33, 150], kind)
+    sequence_T = bounds.positions_T.eq(0).cumsum(0)
+    mask_TT = (sequence_T[:, None] == sequence_T).tril()
+    shape = (1, 4, len(mask_TT), 64)
+    q, k, v = (torch.randn(shape, device=kind, requires_grad=True) for _ in range(3))
+    at: dict[str, Any] = {"cu_seqlens": bounds.cu_seqlens_S1, "max_seqlen": bounds.max_seqlen}
+    half = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    ours, _ = packed.packed_attention(torch.nn.Module(), *half, None, **at)
+    outs = ours.transpose(1, 2).float(), F.scaled_dot_product_attention(q, k, v, mask_TT)
+    both = [[out, *torch.autograd.grad(out.square().sum(), (q, k, v))] for out in outs]
+    gaps = [(a - b).norm() / b.norm() for a, b in zip(*both, strict=True)]
+    return {"attention error": max(gap.item() for gap in gaps)}
+
+
+def rates(kind: str, config: Config) -> Figures:
+    """Memory that a process can have, products in bfloat16, and copies of 1 GiB: on the device, and
+    to and from page-locked memory."""
+    size = 16384 if kind == "cuda" else 256
+    a, b = (torch.randn(size, size, device=kind, dtype=torch.bfloat16) for _ in range(2))
+    here, there = (torch.empty(size, size, device=kind) for _ in range(2))
+    host = torch.empty(size, size, pin_memory=kind == "cuda")
+    copies = [seconds(kind, lambda: here.copy_(host)), seconds(kind, lambda: host.copy_(here))]
+    total = torch.cuda.mem_get_info()[1] if kind == "cuda" else devices.free_memory_bytes()
+    return {
+        "memory": total / GIB,
+        "matmul": 2e-12 * size**3 / seconds(kind, lambda: a @ b),
+        "device copy": 2e-9 * here.nbytes / seconds(kind, lambda: there.copy_(here)),
+        "host copy": 1e-9 * here.nbytes / max(copies),
+    }
+
+
+def training(kind: str, config: Config) -> Figures:
+    """A whole micro-batch of the recipe's model, if that is here, with an update."""
+    if (folder := recipe.find_model(config)) is None:
+        return {}
+    policy = build_policy(config, str(folder)).to(kind)
+    optimizer = build_optimizer(policy, lr=1e-9, weight_decay=0.0)
+    length = round(planning.usual_lengths(config).mean_tokens)
+    lengths = [length] * (config.train.max_tokens // length)
+    tokens_T = torch.randint(0, 100, (sum(lengths),), device=kind)
+
+    def step() -> None:
+        policy(tokens_T, *packed.boundaries(lengths, kind))[0].sum().backward()
+        optimizer.step()
+
+    speed = len(tokens_T) / seconds(kind, step)
+    peak = {"training memory": torch.cuda.max_memory_allocated() / GIB} if kind == "cuda" else {}
+    return {"training": speed, **peak}
+
+
+MEASURES = {function.__name__: function for function in (attention, rates, training)}
+
+
+def main(name: str, kind: str, file: str, overrides: list[str]) -> None:
+    """In the child process; `file` is the recipe."""
+    config = recipe.load(Path(file) if file else None, overrides).config
+    print(json.dumps(MEASURES[name](kind, config)))
+
+
+def examine(kind: str, file: Path | None, overrides: list[str]) -> list[Finding]:
+    """Measures, and writes gpu.json."""
+    gpus = devices.gpus() if kind == "cuda" else [devices.Gpu("CPU", 1)]
+    if not gpus:
+        return [Finding("GPU", False, "there is none here", "run this on the GPU box")]
+    figures: Figures = {}
+    failed = []
+    for name in MEASURES:
+        code = (
+            f"from minirl.tools.measure import main; main{(name, kind, str(file or ''), overrides)}"
+        )
+        output, error = run_child(code, DEADLINE_S)
+        if error:
+            failed.append(Finding(name, False, f"could not be measured: {error}", REMEDY))
+        else:
+            figures |= json.loads(output.splitlines()[-1])
+    findings, own = judge(recipe.load(file, overrides).config, gpus[0], figures)
+    about = {"gpu": str(gpus[0]), "measured": figures, "plan": own._asdict()}
+    planning.MEASURED.write_text(json.dumps(about, indent=1) + "\n")
+    return failed + findings
+
+
+def judge(
+    config: Config, found: devices.Gpu, figures: Figures
+) -> tuple[list[Finding], planning.GpuKind]:
+    """Each figure against the plan for this GPU in the table, and the GPU as it was measured. One
+    that is not in the table is planned with what it reached."""
+    matmul, moved = (figures.get(name, 1.0) for name in ("matmul", "device copy"))
+    reached = planning.GpuKind(1.0, matmul / planning.MATMUL, matmul / 4, moved, moved)
+    gpu = planning.recognise(found.name, found.memory_bytes) or reached
+    plan = planning.Plan(config, gpu, planning.usual_lengths(config))
+    items, speed = plan.train_bill.items, plan.train_tokens_per_s
+    counted = sum(items[name] for name in items if name not in planning.LIBRARIES) / GIB
+    findings = []
+    for name, least, most, unit in (
+        ("attention error", 0.0, 0.03, ""),
+        ("memory", 0.95 * gpu.memory_gib, inf, "GiB"),
+        ("matmul", planning.MATMUL * gpu.bf16_tflops, inf, "TFLOPS"),
+        ("device copy", 0.75 * gpu.bandwidth_gb_s, inf, "GB/s"),
+        ("host copy", 15.0, inf, "GB/s"),
+        ("training", speed / planning.TRUST[1], inf, "tokens/s"),
+        ("training memory", 0.95 * counted, 1.05 * counted, "GiB"),
+    ):
+        if (value := figures.get(name)) is not None:
+            wanted = f"at least {least:,.3g}" if most == inf else f"{least:,.3g} to {most:,.3g}"
+            detail = f"{value:,.3g} {unit}; expected {wanted}"
+            findings.append(Finding(name, least <= value <= most, detail, REMEDY))
+    own = gpu._replace(train_speed=figures.get("training", speed) / speed)
+    fields = {"memory_gib": "memory", "host_gb_s": "host copy"}
+    return findings, own._replace(**{f: figures[n] for f, n in fields.items() if n in figures})
