@@ -48,16 +48,6 @@ def test_a_name_is_found_by_its_family_and_a_folder_by_its_config(tmp_path: Path
         shape_of(config(str(tmp_path)))
 
 
-def test_gpus_by_name_and_as_drivers_call_them() -> None:
-    assert tool.gpu_named("h100") is GPUS["H100"]
-    for called, gib, name in (
-        ("NVIDIA A100-SXM4-40GB", 39.5, "A100-40"),
-        ("NVIDIA GeForce RTX 4090", 23.6, "4090"),
-        ("NVIDIA T4", 15, ""),
-    ):
-        assert tool.recognise(called, gib * GIB) is GPUS.get(name)
-
-
 def test_a_rollout_gpu_has_what_is_left_for_kv() -> None:
     own = plan(config("Qwen2.5-1.5B"), mean=100)
     bill = own.rollout_bill
@@ -109,27 +99,14 @@ def test_splits_cover_the_box_and_the_recommended_is_the_fastest_or_as_good() ->
     found = splits(own, 3)
     best = recommended(found)
     assert best.outcome.tokens_per_s >= 0.98 * max(s.outcome.tokens_per_s for s in found)
-    memory, rows = tool.tables(own, 3)
-    assert [row[0] for row in memory] == ["model", "rollout GPU", "", "training GPU"]
+    _, rows = tool.tables(own, 3)
     assert [row[0] for row in rows] == ["split", "1 + 2", "2 + 1"]
-    (advice,) = [row[-1] for row in rows if row[-1].startswith("<-")]
-    assert advice.startswith("<- take this; ") and "-bound: " in advice
-
-
-def test_a_split_whose_optimizer_does_not_fit_is_not_taken() -> None:
-    sharded = {"shard_optimizer": True, "gradient_checkpointing": True, "max_tokens": 32768}
-    own = config("Qwen2.5-1.5B", batch_size=8, **sharded)
-    found = splits(plan(own, "A100-40", mean=100), 8)
-    # Each holds more of the optimizer the fewer they are, and training that is quick wants few.
-    assert {s.config.devices.train for s in found if s.fits} == {5, 6, 7}
-    assert recommended(found).fits
-    assert recommended(splits(plan(own, "A100-40", 80, 100), 8)).config.devices.train < 5
 
 
 def test_auto_takes_the_planned_split() -> None:
     own = config(split=(7, 1), batch_size=8, num_minibatches=1)
     assert tool.with_auto_split(own, None) == own, "a device that is not in the table"
-    planned = tool.with_auto_split(own, GPUS["H100"])
+    planned = tool.with_auto_split(own, tool.recognise("NVIDIA H100 80GB HBM3", 79.6 * GIB))
     assert planned == recommended(splits(plan(own), 8)).config != own
     assert tool.with_auto_split(planned, GPUS["H100"]) == planned, "a resumed run keeps its split"
 
@@ -150,8 +127,6 @@ def test_the_balance_names_the_bottleneck_and_what_would_help() -> None:
         "training-bound: engines idle 60%, one process more for training would give +100%"
     )
     assert sentence(config(), (0.01, 0.02)) == "balanced: engines idle 1%, trainers 2%"
-    synchronous = build({"buffer.max_staleness": 0})
-    assert sentence(synchronous, (0.3, 0.7)).startswith("synchronous: engines idle 30%, trainers")
 
 
 def test_the_balance_of_a_run_weighs_steps_by_their_time_and_leaves_the_first_out() -> None:

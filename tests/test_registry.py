@@ -16,16 +16,6 @@ from minirl.tasks import Task
 from minirl.tasks.arithmetic import Arithmetic
 from minirl.tasks.registry import BUILT_IN, make_task, self_check
 
-TASK = """
-from __future__ import annotations
-from dataclasses import dataclass
-
-@dataclass
-class Mine:
-    config: object
-    seed: int
-"""
-
 
 def task_of(kind: str) -> Task:
     config = Config(seed=7)
@@ -37,12 +27,6 @@ def test_a_task_is_found_by_its_name_and_proves_itself(kind: str) -> None:
     assert isinstance(task_of(kind), Arithmetic)
     assert self_check(task_of(kind), kind) == "32 references score 1, 30 shuffled ones less"
     assert BUILT_IN.keys() == {*recipe.BUILT_IN["tasks.kind"]}
-
-
-def test_a_task_in_a_file_gets_the_section_and_the_seed(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(TASK)
-    task = task_of(f"{tmp_path / 'mine.py'}:Mine")
-    assert (task.config.kind[-7:], task.seed) == ("py:Mine", 7)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 from minirl.config import ALGORITHMS
 from minirl.errors import toml_value
-from tests.docs import lines, results
+from tests.docs import results
 from tests.docs.results import BLOCK, PAGE, draw, render
 
 ROOT = PAGE.parents[1]
@@ -82,10 +82,3 @@ def test_links_lead_somewhere_and_the_readme_to_every_page() -> None:
 
 def test_the_pages_are_short() -> None:
     assert sum(len(page.read_text().split()) for page in PAGES) <= MAX_WORDS
-
-
-def test_lines_are_counted_by_room() -> None:
-    rooms = lines.by_room()
-    assert {"minirl/*.py", "minirl/train/", "minirl/view/", "tests/"} <= rooms.keys()
-    counts = {name: lines.count(paths) for name, paths in rooms.items()}
-    assert sum(counts.values()) == 2 * counts["minirl/"] + counts["tests/"]

@@ -12,7 +12,7 @@ from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.messages import CheckpointState
 from minirl.recipe import to_toml
-from minirl.resume import check_changes, check_steps, find_start, is_finished
+from minirl.resume import check_changes, check_steps, is_finished
 from minirl.train import checkpoint
 from minirl.train.checkpoint import read_whole
 
@@ -60,16 +60,6 @@ def test_a_run_does_not_end_before_where_it_is() -> None:
     check_steps(Config(), 40)
     with pytest.raises(RecipeError, match=r"train\.steps = 40: the run is at step 41 already"):
         check_steps(Config(), 41)
-
-
-def test_a_run_resumes_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    assert find_start(tmp_path).folder is None
-    save(tmp_path, 9)
-    newest = save(tmp_path, 10)
-    start = find_start(tmp_path)
-    assert (start.folder, start.state.step, start.state.history.version) == (newest, 10, 10)
-    assert (start.state.consumed_below, start.state.consumed_above) == (4, (6,))
-    assert start.notes == (f"going on from {newest}",)
 
 
 def test_what_a_killed_save_left_is_swept_and_a_replaced_one_comes_back(tmp_path: Path) -> None:

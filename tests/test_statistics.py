@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from minirl.statistics import estimate, interval_of, mcnemar, pass_at, usual_ks, wilson
+from minirl.statistics import interval_of, pass_at, usual_ks, wilson
 
 
 def test_wilson_s_interval_has_known_values() -> None:
@@ -46,14 +46,3 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k() -> None:
             chosen = list(itertools.combinations(answers, k))
             assert pass_at(k, n, c) == pytest.approx(fmean(any(part) for part in chosen))
     assert [usual_ks(k) for k in (0, 1, 2, 6, 8)] == [[], [1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
-
-
-def test_mcnemar_is_the_exact_coin() -> None:
-    assert mcnemar(0, 0) == mcnemar(5, 5) == 1.0
-    assert mcnemar(5, 0) == mcnemar(0, 5) == pytest.approx(2 / 32)
-    assert mcnemar(8, 2) == pytest.approx(2 * (1 + 10 + 45) / 1024)
-
-
-def test_seeds_are_summed_up_by_students_interval() -> None:
-    assert estimate([1.0, 2.0, 3.0])["half"] == pytest.approx(4.303 / 3**0.5, rel=1e-3)
-    assert estimate([5.0]) == {"mean": 5.0, "half": None, "count": 1}

@@ -11,7 +11,7 @@ import pytest
 from minirl.errors import MinirlError, RecipeError
 from minirl.run_dir import read_lines
 from minirl.tools import sweep
-from minirl.tools.sweep import Sweep, first_at, folder_name, parse_vary
+from minirl.tools.sweep import Sweep, folder_name, parse_vary
 from tests.bench import variants
 from tests.bench.sweep import VariantSweep
 
@@ -103,12 +103,6 @@ def test_the_table_has_means_and_intervals(here: Sweep) -> None:
     )
     assert [point["version"] for point in whole["rows"][0]["curve"]] == [0, 3]
     assert whole["rows"][0]["tokens_per_s"] == {"mean": 500.0, "half": 0.0, "count": 2}
-
-
-def test_when_a_curve_first_reaches_a_target() -> None:
-    curve = [(0, 0.2), (10, 0.6), (20, 1.0), (30, 0.7)]
-    assert first_at(curve, 0.8) == pytest.approx(15) and first_at(curve, 0.1) == 0
-    assert first_at(curve[:2], 0.8) is None and first_at([], 0.8) is None
 
 
 def test_a_run_is_a_process_with_a_log_and_its_failure_is_one_line(tmp_path: Path) -> None:

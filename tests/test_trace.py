@@ -5,11 +5,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from run_dirs import write_trace
-
 from minirl.shm.board import Board, State
 from minirl.shm.tracer import LANES, STATES, Tracer, open_trace
-from minirl.view.charts import STATE_COLOURS, colour_of, read_rows
 
 
 def events_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -50,19 +47,3 @@ def test_states_phases_and_sequences_become_slices_on_a_track_each(tmp_path: Pat
         ("X", 1000, LANES + 1): 2 * ["group 8"],
         ("X", 2000, STATES): 2 * [*training, "publishing", "publishing"],
     }
-
-
-def test_the_report_reads_the_steps_before_the_last(tmp_path: Path) -> None:
-    assert read_rows(tmp_path) == {}
-    write_trace(tmp_path / "trace.json", steps=8)
-    with (tmp_path / "trace.json").open("a") as out:
-        out.write('not json "tid":0,\n["tid":0,]\n')
-    rows = read_rows(tmp_path)
-    steps = [name for name, *_ in rows["train-0"] if "pack" in name]
-    assert steps == [f"training: pack step {n}" for n in range(3, 8)]
-    assert list(rows) == ["rollout-0", "train-0"]
-    assert {name for name, *_ in rows["rollout-0"]} == {"generating", "waiting for prompts"}
-    phases = {"prefill": "prefill after a reload", "backward": "forward and backward"}
-    for word, phase in {**phases, "optimizer": "optimizer step", "forward": "prox forward"}.items():
-        assert colour_of(f"training: {phase}") == STATE_COLOURS[word]
-    assert colour_of("waiting for batch") == ""
