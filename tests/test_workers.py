@@ -3,7 +3,6 @@ with a killed controller is in test_killed_controller.py."""
 
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,33 +66,37 @@ def test_messages_go_both_ways_and_placement_reaches_the_worker(workers: Workers
     assert list(workers.receive(0.05)) == [], "silence is no message"
 
 
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+HALF_A_MESSAGE = "os.write(pipe.fileno(), struct.pack('!i', 100_000) + b'x' * 1000)"
+GIVE_UP = "raise MinirlError('the recipe cannot work')"
+
+
 @pytest.mark.parametrize(
-    ("body", "setup", "before", "how", "words"),
+    ("code", "how"),
     [
-        ("die_by_signal", 200, [*range(200)], "was killed by SIGKILL", ""),
-        ("die_in_a_message", None, ["before"], "was killed by SIGKILL", ""),
-        ("leave", 3, ["leaving"], "ended with exit code 3", ""),
-        ("divide_by_zero", None, ["before"], "ZeroDivisionError: nothing goes", "line 29\n"),
-        ("give_up", "the recipe cannot work", [], "the recipe cannot work", ""),
-        ("missing", None, [], "AttributeError: module 'worker_bodies' has no attribute", ""),
+        (KILL, "was killed by SIGKILL"),
+        (f"{HALF_A_MESSAGE}; {KILL}", "was killed by SIGKILL"),
+        ("sys.exit(3)", "ended with exit code 3"),
+        ("print('line\\n' * 30); 1 / 0", "ZeroDivisionError: division by zero"),
+        (GIVE_UP, "the recipe cannot work"),
     ],
 )
 def test_a_death_is_reported_after_all_messages_with_its_reason(
-    body: str, setup: Any, before: list[Any], how: str, words: str, workers: Workers
+    code: str, how: str, workers: Workers
 ) -> None:
-    worker = start(workers, body, setup)
-    *received, died = messages(workers, len(before) + 1)
-    assert received == before and died.how.startswith(how)
-    assert died.is_final == (body == "give_up"), "only our own error is final"
+    worker = start(workers, "end", ([*range(200)], code))
+    *received, died = messages(workers, 201)
+    assert received == [*range(200)]
+    assert died == Died(how, is_final=code == GIVE_UP), "only our own error is final"
     log = workers.log_tail(worker)
-    assert words in log and ("Traceback" in log) == (body in ("divide_by_zero", "missing"))
+    assert ("line" in log and "Traceback" in log) == ("Zero" in how)
     assert len(log.splitlines()) <= LOG_TAIL_LINES
     worker.send("to a dead one")  # not an error: `receive` says so
 
 
 def test_a_replaced_worker_is_new_and_nothing_is_left_of_the_old_one(workers: Workers) -> None:
-    worker = start(workers, "give_up", "no")
-    assert messages(workers, 1) == [Died("no", is_final=True)]
+    worker = start(workers, "end", ([], KILL))
+    assert messages(workers, 1) == [Died("was killed by SIGKILL", is_final=False)]
     gone = [worker.pid]
     worker.body = "worker_bodies:with_children"
     workers.replace(worker)  # it is dead
@@ -102,8 +105,6 @@ def test_a_replaced_worker_is_new_and_nothing_is_left_of_the_old_one(workers: Wo
     workers.replace(worker)  # it lives
     assert messages(workers, 1) == [("mine", worker.pid, None)]
     assert worker.num_starts == 3 and worker.pid not in gone
-    os.kill(worker.pid, signal.SIGKILL)
-    assert messages(workers, 1) == [Died("was killed by SIGKILL", is_final=False)]
     workers.retire(worker)
     assert list(workers.receive(0.05)) == []
     wait_gone([*gone, worker.pid])
@@ -144,8 +145,8 @@ def test_a_signal_that_comes_while_a_worker_starts_waits_until_it_has(workers: W
 
 def test_stacks_name_the_function_that_a_worker_is_stuck_in(workers: Workers) -> None:
     start(workers, "deaf")
-    gone = start(workers, "leave", 3)
-    messages(workers, 3)
+    gone = start(workers, "end", ([], "sys.exit(3)"))
+    messages(workers, 2)
     parts = dict(part.split("\n", 1) for part in workers.stacks().split("--- ") if part)
     assert "in deaf" in parts["verify-0"] and "in deaf_in_a_thread" in parts["verify-0"]
     assert "no answer" in parts[gone.name]

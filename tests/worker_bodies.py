@@ -2,7 +2,7 @@
 
 import os
 import signal
-import struct
+import struct  # noqa: F401 (for `end`)
 import subprocess
 import sys
 import threading
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from minirl.devices import Placement
-from minirl.errors import MinirlError
+from minirl.errors import MinirlError  # noqa: F401 (for `end`)
 from minirl.shm.board import BoardWriter, State
 
 HERE = Path(__file__).parent
@@ -41,33 +41,12 @@ def echo(setup: Any, board: BoardWriter, pipe: Connection) -> None:
         pipe.send(message)
 
 
-def die_by_signal(setup: int, board: BoardWriter, pipe: Connection) -> None:
-    for number in range(setup):
-        pipe.send(number)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_in_a_message(setup: Any, board: BoardWriter, pipe: Connection) -> None:
-    """Killed when a part of a long message is out: its length, and less than that of its bytes."""
-    pipe.send("before")
-    os.write(pipe.fileno(), struct.pack("!i", 100_000) + b"x" * 1000)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def leave(setup: int, board: BoardWriter, pipe: Connection) -> None:
-    pipe.send("leaving")
-    sys.exit(setup)
-
-
-def divide_by_zero(setup: Any, board: BoardWriter, pipe: Connection) -> None:
-    pipe.send("before")
-    for number in range(30):
-        print(f"line {number}", flush=True)
-    raise ZeroDivisionError("nothing goes into this")
-
-
-def give_up(setup: str, board: BoardWriter, pipe: Connection) -> None:
-    raise MinirlError(setup)
+def end(setup: tuple[list[Any], str], board: BoardWriter, pipe: Connection) -> None:
+    """Sends messages, then runs the code that is its end."""
+    messages, code = setup
+    for message in messages:
+        pipe.send(message)
+    exec(code)
 
 
 def with_children(setup: Any, board: BoardWriter, pipe: Connection) -> None:
