@@ -46,9 +46,13 @@ ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 def test_equals_sdpa_with_a_block_mask(lengths: list[int], device: str) -> None:
     dtype, tolerance = (torch.float32, 1e-5) if device == "cpu" else (torch.bfloat16, 3e-2)
     qkv = random_qkv(sum(lengths), device, dtype)
+    assert_equals_block_mask(qkv, lengths, tolerance)
+
+
+def assert_equals_block_mask(qkv: list[Tensor], lengths: list[int], tolerance: float) -> None:
     mask_TT = torch.block_diag(*(torch.ones(n, n).tril() for n in lengths)).bool()
     expected_1HTD = F.scaled_dot_product_attention(
-        *qkv, attn_mask=mask_TT.to(device), scale=0.3, enable_gqa=True
+        *qkv, attn_mask=mask_TT.to(qkv[0].device), scale=0.3, enable_gqa=True
     )
     outs = (packed(qkv, lengths), expected_1HTD.transpose(1, 2))
     weight_1THD = torch.randn_like(outs[0])

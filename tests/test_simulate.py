@@ -37,23 +37,6 @@ def test_a_step_gives_every_running_sequence_a_token(
     assert engine.idle_s == pytest.approx(1.0 + 2.0)
 
 
-def test_new_weights_stop_the_engine_and_are_seen_in_the_versions() -> None:
-    engine = SimulatedEngine(Costs(step=1.0, reload=3.0, reload_per_seq=2.0), max_running=8)
-    engine.submit([(0, 10)], now=0.0)
-    engine.reload(version=1, now=4.0)
-    assert engine.next_end_s == pytest.approx(10 + 3 + 2)
-    ((_, done),) = engine.take_done(engine.next_end_s)
-    assert (done.head_version, done.tail_version) == (0, 1)
-
-
-def test_long_tailed_lengths_have_their_mean_and_their_limit() -> None:
-    lengths = long_tailed(400, 1024, prompt=50)
-    assert lengths.mean_tokens == pytest.approx(450, rel=0.01)
-    assert max(lengths.answers) == 1024 and min(lengths.answers) < 60
-    assert 450 / 2 < lengths.mean_context < 450, "the longer ones run longer"
-    assert long_tailed(2000, 1000, 1).mean_tokens == 1001
-
-
 def simulated(train_s: float, eta: int, target: float, lengths: Lengths = ALIKE) -> Throughput:
     values = {"buffer.max_staleness": eta, "buffer.target_staleness": target}
     values |= {"devices.rollout": 2, "rollout.group_size": 2, "train.batch_size": 8}

@@ -31,14 +31,6 @@ def test_the_bootstrap_covers_as_often_as_it_says() -> None:
     assert 180 <= num_held <= 199
 
 
-def test_no_spread_does_not_mean_no_doubt() -> None:
-    sure = interval_of([(1.0, 1.0)] * 20)
-    assert sure is not None and sure.high == 1.0 and sure.low == wilson(1.0, 20).low < 0.9
-    half, off_scale = interval_of([(0.5,)]), interval_of([(-2.0,)])
-    assert half is not None and half.low < 0.5 < half.high
-    assert off_scale is not None and off_scale.low == off_scale.high == -2.0
-
-
 def test_pass_at_k_is_the_mean_over_all_choices_of_k() -> None:
     for n, c in [(1, 0), (1, 1), (4, 1), (8, 3), (8, 0), (8, 8)]:
         answers = [True] * c + [False] * (n - c)

@@ -17,7 +17,7 @@ from processes import assert_accounted
 from worker_bodies import place
 
 from minirl import supervisor
-from minirl.config import Config, DevicesConfig, RolloutConfig, TrainConfig
+from minirl.config import Config
 from minirl.errors import MinirlError, Stalled
 from minirl.launch import make_buffer
 from minirl.loop import Loop
@@ -306,19 +306,3 @@ def test_each_shortage_names_a_key_and_its_value(
     assert f"change {change}" in said
     key, after = said.partition("change ")[2].split(" from ")[0], said.rpartition(" to ")[2]
     load(SMOKE, [f"{key}={after}"])  # what it says can be said: a recipe takes it
-
-
-def test_the_next_change_is_named_when_the_first_is_used_up() -> None:
-    train = TrainConfig(max_tokens=600)
-    rollout = RolloutConfig(max_new_tokens=256, memory_fraction=0.95)
-    config = Config(rollout=rollout, train=train, devices=DevicesConfig(train=2))
-    for change, after in (
-        ({"max_tokens": 600}, "train.max_tokens from 600 to 512"),  # one trajectory must fit
-        ({"max_tokens": 512}, "train.gradient_checkpointing from false to true"),
-        ({"gradient_checkpointing": True}, "train.shard_optimizer from false to true"),
-        ({"shard_optimizer": True}, "rollout.max_new_tokens from 256 to 128"),
-    ):
-        config = replace(config, train=replace(config.train, **change))  # type: ignore[arg-type]
-        assert memory_hint("train", CUDA_OOM, config, "cuda").endswith(after)
-    said = memory_hint("rollout", NO_BLOCKS, config, "cuda")
-    assert said.endswith("devices.tensor_parallel from 1 to 2")
