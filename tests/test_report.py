@@ -94,9 +94,8 @@ def test_what_it_cannot_do_is_one_line(
     runs: dict[str, RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    for path in (tmp_path / "nowhere", tmp_path, tmp_path / "file"):
-        with pytest.raises(RecipeError, match=r"RUN = .*; name another directory"):
-            CliRunner().invoke(app, ["report", str(path)], catch_exceptions=False)
+    with pytest.raises(RecipeError, match=r"RUN = .*; name another directory"):
+        CliRunner().invoke(app, ["report", str(tmp_path / "file")], catch_exceptions=False)
     with pytest.raises(RecipeError, match=r"--out .*cannot be written"):
         report.write([runs["sync"]], tmp_path / "file" / "in")
     monkeypatch.setattr(report, "find_spec", lambda name: None)

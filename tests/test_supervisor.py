@@ -27,7 +27,6 @@ from minirl.records import Drop, Example, Prompt
 from minirl.resume import Start, find_start
 from minirl.run_dir import read_lines
 from minirl.run_log import RunLog
-from minirl.shm.board import Total
 from minirl.shm.weights import TensorSpec, WeightStore
 from minirl.supervisor import memory_hint
 from minirl.tasks.prompts import Consumed, PromptStream
@@ -244,22 +243,6 @@ def test_a_prompt_that_kills_every_engine_is_dropped_in_the_end(
     with stage(tmp_path, rollout={"bad": {"deadly_prompt": 4}}) as run:
         run.run_and_check()
         assert run.buffer.drops[Drop.REFUSED] >= 1
-
-
-def test_generation_continues_while_a_checkpoint_is_saved(tmp_path: Path) -> None:
-    with stage(tmp_path, train={"save_s": 0.6}) as run:
-        engine, loop, written = run.workers.of(Role.ROLLOUT)[0].row, run.loop, list[float]()
-
-        def counted(method: Callable[..., None]) -> Callable[..., None]:
-            def counts(*saved: object) -> None:
-                written.append(run.workers.board.total(engine, Total.TOKENS))
-                method(*saved)
-
-            return counts
-
-        loop.save, loop.on_saved = counted(loop.save), counted(loop.on_saved)  # type: ignore
-        run.run_and_check()
-        assert written[0] < written[1], "between the first save and its end"
 
 
 @pytest.mark.parametrize("step", [3, STEPS])

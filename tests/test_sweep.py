@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 
 from minirl.errors import MinirlError, RecipeError
-from minirl.run_dir import read_lines
 from minirl.tools import sweep
 from minirl.tools.sweep import Sweep, folder_name, parse_vary
-from tests.bench import variants
-from tests.bench.sweep import VariantSweep
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "smoke.toml"
 VARIED = parse_vary(["buffer.max_staleness=0,4", "train.objective=decoupled,naive"])
@@ -49,14 +46,13 @@ def test_values_are_split_at_commas_but_lists_are_values() -> None:
         ("train.lr", "is not KEY=A,B,C"),
         ("seed=1,2", "use --seeds N"),
         ("train.batch_size=32,-1", "batch_size"),
-        ("variant=none,nothing", "one of none, waiting"),
     ],
 )
 def test_a_wrong_vary_is_refused_before_the_first_run(
     text: str, words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(RecipeError, match=words):
-        VariantSweep(RECIPE, tmp_path, parse_vary([text]), 1).go(print)
+        Sweep(RECIPE, tmp_path, parse_vary([text]), 1).go(print)
     assert not list(tmp_path.iterdir())
 
 
@@ -111,20 +107,3 @@ def test_a_run_is_a_process_with_a_log_and_its_failure_is_one_line(tmp_path: Pat
         run_dir.mkdir(exist_ok=True)
         (run_dir / "recipe.toml").touch()
     assert run_dir.with_suffix(".log").read_text().count("before") == 2
-
-
-@pytest.mark.slow
-@pytest.mark.vllm
-def test_a_sweep_over_variants_trains(tmp_path: Path) -> None:
-    """With an evaluation at every step, which pins weights while others wait for them."""
-    varied = parse_vary(["variant=waiting,fixed,keeping,behind"])
-    overrides = ["train.steps=6", "train.batch_size=8", "eval.every=1", "eval.num_prompts=16"]
-    overrides += ["buffer.target_staleness=2", "rollout.max_new_tokens=48"]
-    here = VariantSweep(RECIPE, tmp_path, varied, 1, overrides)
-    here.go(print)
-    assert [row["runs"] for row in here.rows()] == [1, 1, 1, 1]
-    *_, keeping, behind = (here.run_dir(cell, 0) for cell in here.cells)
-    kept = sorted((keeping / variants.KEPT).iterdir())
-    assert [path.stem for path in kept] == [f"{v:06d}" for v in range(7)]
-    ages = [line["buffer/staleness_mean"] for line in read_lines(behind / "metrics.jsonl")]
-    assert ages == [0, 1, 2, 2, 2, 2], "every batch is as old as it may be"

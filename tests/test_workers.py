@@ -2,7 +2,6 @@
 with a killed controller is in test_killed_controller.py."""
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +15,7 @@ from worker_bodies import place
 
 from minirl import workers as workers_module
 from minirl.messages import Died, Role
-from minirl.shm.board import State
-from minirl.workers import LOG_TAIL_LINES, SIGNALS, Worker, Workers, signals
+from minirl.workers import LOG_TAIL_LINES, Worker, Workers, signals
 
 
 @pytest.fixture
@@ -27,9 +25,9 @@ def workers(tmp_path: Path) -> Iterator[Workers]:
     workers.kill()
 
 
-def start(workers: Workers, body: str, setup: Any = None, **env: str) -> Worker:
+def start(workers: Workers, body: str, setup: Any = None) -> Worker:
     rank = len(workers.all)
-    return workers.spawn(Role.VERIFY, rank, f"worker_bodies:{body}", setup, place(**env))
+    return workers.spawn(Role.VERIFY, rank, f"worker_bodies:{body}", setup, place())
 
 
 def messages(workers: Workers, count: int) -> list[Any]:
@@ -51,19 +49,6 @@ def wait_gone(pids: list[int]) -> None:
         return False
 
     wait_until(lambda: not any(map(is_there, pids)))
-
-
-def test_messages_go_both_ways_and_placement_reaches_the_worker(workers: Workers) -> None:
-    worker, other = start(workers, "echo", {"a": 1}, WORKER_TEST="yes"), start(workers, "echo", "b")
-    mine, others = ({"a": 1}, worker.pid, "yes"), ("b", other.pid, None)
-    assert sorted(messages(workers, 2), key=str) == sorted([mine, others], key=str)
-    assert "WORKER_TEST" not in os.environ
-    assert workers.of(Role.VERIFY) == [worker, other] and workers.of(Role.TRAIN) == []
-    assert workers.board.row(worker.row).state is State.GENERATING
-    worker.send([1, "two"])
-    worker.send(3)
-    assert messages(workers, 2) == [[1, "two"], 3]
-    assert list(workers.receive(0.05)) == [], "silence is no message"
 
 
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
@@ -103,7 +88,7 @@ def test_a_replaced_worker_is_new_and_nothing_is_left_of_the_old_one(workers: Wo
     gone += [*messages(workers, 1)[0], worker.pid]
     worker.body, worker.setup = "worker_bodies:echo", "mine"
     workers.replace(worker)  # it lives
-    assert messages(workers, 1) == [("mine", worker.pid, None)]
+    assert messages(workers, 1) == [("mine", worker.pid)]
     assert worker.num_starts == 3 and worker.pid not in gone
     workers.retire(worker)
     assert list(workers.receive(0.05)) == []
@@ -124,16 +109,6 @@ def test_stop_and_kill_leave_no_process_and_stop_lets_them_end_by_themselves(
         workers.kill()
     wait_gone([polite.pid, deaf.pid])
     workers.kill()  # once more is no error
-
-
-def test_ctrl_c_and_sigterm_are_the_controllers_business(workers: Workers) -> None:
-    """From a worker's first moment on: a signal to the whole group may come at any."""
-    worker = start(workers, "echo")
-    for expected in ((None, worker.pid, None), "still there?"):
-        for number in SIGNALS:
-            os.kill(worker.pid, number)
-        assert messages(workers, 1) == [expected]
-        worker.send("still there?")
 
 
 def test_a_signal_that_comes_while_a_worker_starts_waits_until_it_has(workers: Workers) -> None:

@@ -18,10 +18,9 @@ from minirl.shm.board import BoardWriter, State
 HERE = Path(__file__).parent
 
 
-def place(**env: str) -> Placement:
+def place() -> Placement:
     """The worker finds this module and minirl, however the tests were started."""
-    path = os.pathsep.join([str(HERE), str(HERE.parent)])
-    return Placement("cpu", env={"PYTHONPATH": path, **env})
+    return Placement("cpu", env={"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])})
 
 
 class Late:
@@ -36,7 +35,7 @@ class Late:
 def echo(setup: Any, board: BoardWriter, pipe: Connection) -> None:
     """Says its set-up and its process, then repeats what it hears until it hears None."""
     board.enter(State.GENERATING)
-    pipe.send((setup, os.getpid(), os.environ.get("WORKER_TEST")))
+    pipe.send((setup, os.getpid()))
     while (message := pipe.recv()) is not None:
         pipe.send(message)
 
