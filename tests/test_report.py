@@ -9,7 +9,6 @@ from run_dirs import make_config, write_run
 from typer.testing import CliRunner
 
 from minirl.cli import app
-from minirl.errors import MinirlError, RecipeError
 from minirl.run_dir import RunDir
 from minirl.view import report
 from minirl.view.charts import CHARTS, families
@@ -88,16 +87,3 @@ def test_damaged_empty_and_foreign_runs_are_shown_as_far_as_they_go(
         (empty / f"{name}.jsonl").write_text(text)
     done = CliRunner().invoke(app, ["report", str(empty)])
     assert done.stdout.splitlines()[0] == str(empty / "report" / "report.html")
-
-
-def test_what_it_cannot_do_is_one_line(
-    runs: dict[str, RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(RecipeError, match=r"RUN = .*; name another directory"):
-        CliRunner().invoke(app, ["report", str(tmp_path / "file")], catch_exceptions=False)
-    with pytest.raises(RecipeError, match=r"--out .*cannot be written"):
-        report.write([runs["sync"]], tmp_path / "file" / "in")
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
-    with pytest.raises(MinirlError, match=r"jinja2 and matplotlib: pip install \"minirl\[report\]"):
-        report.write([runs["sync"]], tmp_path)

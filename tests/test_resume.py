@@ -12,7 +12,7 @@ from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.messages import CheckpointState
 from minirl.recipe import to_toml
-from minirl.resume import check_changes, check_steps, is_finished
+from minirl.resume import check_changes, check_steps
 from minirl.train import checkpoint
 from minirl.train.checkpoint import read_whole
 
@@ -83,14 +83,3 @@ def test_the_last_and_the_best_stay(
         save(tmp_path, step)
     checkpoint.prune(tmp_path, 2, accuracies)
     assert [path.name for path in checkpoint.found(tmp_path)] == [f"step-{i:06d}" for i in kept]
-
-
-def test_a_run_is_finished_when_its_summary_says_so(tmp_path: Path) -> None:
-    config = begun(tmp_path)
-    for text, expected in (
-        ('{"finished": true, "steps": 40}', True),
-        ('{"finished": true, "steps": 20}', False),  # train.steps was raised
-        ('{"finished": tr', False),
-    ):
-        (tmp_path / "summary.json").write_text(text)
-        assert is_finished(tmp_path, config) is expected

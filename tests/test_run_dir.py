@@ -1,7 +1,5 @@
 """What a run writes is read again as it was: torn lines, full disks, rollbacks and resumes."""
 
-import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,24 +82,6 @@ def test_resume_and_rollback_cancel_steps_and_evaluations_after_the_checkpoint(
     again = log_of(tmp_path, CONFIG, step=2, evaluating=2)  # it had ended after the checkpoint
     assert again.wants_evaluation and steps_of(tmp_path / "evals.jsonl") == [0]
     assert len(again.metrics) == 2 == len(RunDir(tmp_path).batches)
-
-
-@pytest.mark.parametrize(
-    ("every", "step", "ended", "is_due"),
-    [
-        (2, 4, [0, 2], True),  # it was under way, or the run was killed before it began
-        (2, 5, [0, 2], True),  # the version of step 4 is gone: the one of step 5 is evaluated
-        (2, 5, [0, 2, 4], False),
-        (0, 5, [0], False),
-    ],
-)
-def test_an_evaluation_that_had_not_ended_is_done_again(
-    every: int, step: int, ended: list[int], is_due: bool, tmp_path: Path
-) -> None:
-    text = "".join(json.dumps({"step": n, "version": n, "accuracy": 0.5}) + "\n" for n in ended)
-    (tmp_path / "evals.jsonl").write_text(text + '{"step": 4, "ver')
-    log = log_of(tmp_path, replace(CONFIG, eval=replace(CONFIG.eval, every=every)), step)
-    assert log.wants_evaluation is is_due and log.is_evaluated(step) is (step in ended)
 
 
 def test_what_is_missing_at_the_end_is_named(tmp_path: Path) -> None:

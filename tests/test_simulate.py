@@ -11,7 +11,6 @@ from minirl.tools.simulate import (
     SimulatedEngine,
     Simulation,
     Throughput,
-    long_tailed,
 )
 
 ALIKE = Lengths((100,), 10)
@@ -54,12 +53,3 @@ def test_synchronous_is_the_sum_and_asynchronous_the_slower_of_the_two() -> None
     for train_s, slower_s in ((50, 100), (300, 300)):
         rate = simulated(train_s, eta=2, target=2).tokens_per_s
         assert rate == pytest.approx(one_batch / slower_s, rel=0.01)
-
-
-def test_a_slow_trainer_finds_data_as_old_as_allowed_unless_it_has_a_target() -> None:
-    lengths = long_tailed(95, 400, 10)
-    free, paced = (simulated(300, 8, target, lengths) for target in (8, -1))
-    assert free == simulated(300, 8, 8, lengths), "and the same again"
-    assert 7 < free.staleness <= 8
-    assert paced.staleness <= 2.5 and paced.trainer_idle < 0.05
-    assert paced.tokens_per_s > 0.95 * free.tokens_per_s

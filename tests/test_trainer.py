@@ -253,20 +253,6 @@ def _parameters(model: torch.nn.Module) -> Weights:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def test_an_update_that_is_not_finite_is_left_out(data: Data, tied_folder: Path) -> None:
-    batch = data.of(MIXED)
-    rank = LocalRank(tied_folder, with_train(num_minibatches=2), data.ring)
-    values = rank.train(with_reward(batch, 3, float("inf")))  # in the second minibatch
-    assert values["train/skipped_updates"] == 1 and values["train/grad_norm"] > 0
-    assert rank.trainer.problem == "the loss was not finite" and rank.trainer.bad_gradients
-    # The first minibatch was trained, and only it.
-    half = LocalRank(tied_folder, with_train(num_minibatches=1), data.ring)
-    half.train(replace(batch, groups=batch.groups[:2]))
-    assert are_equal(rank.weights(), half.weights())
-    assert rank.train(batch)["train/skipped_updates"] == 0 and not rank.trainer.problem
-    assert all(w.isfinite().all() for w in rank.weights().values())
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-3), ("bfloat16", 0.1)])

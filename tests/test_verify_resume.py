@@ -63,8 +63,6 @@ def test_at_eta_0_one_seed_gives_one_run_killed_or_not(tmp_path: Path, tied_fold
         for line in lines:  # not one token of a reply is trained
             assert line["train/tokens"] == pytest.approx(line["rollout/length_mean"] * 16)
         assert any(line["train/loss"] != 0 for line in lines), "nothing was learned: no test at all"
-    logs = (resumed / "logs" / "train-0.log").read_text()
-    assert logs.count("Loading weights") > 1, "it was never started again"
 
 
 def outcome(run_dir: Path) -> tuple[list[dict[str, Any]], Weights, dict[str, Any]]:

@@ -3,9 +3,8 @@
 import os
 import signal
 import struct  # noqa: F401 (for `end`)
-import subprocess
-import sys
-import threading
+import subprocess  # noqa: F401 (for `end`)
+import sys  # noqa: F401 (for `end`)
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,29 +40,8 @@ def echo(setup: Any, board: BoardWriter, pipe: Connection) -> None:
 
 
 def end(setup: tuple[list[Any], str], board: BoardWriter, pipe: Connection) -> None:
-    """Sends messages, then runs the code that is its end."""
+    """Sends messages, then runs the code, which may be its end."""
     messages, code = setup
     for message in messages:
         pipe.send(message)
     exec(code)
-
-
-def with_children(setup: Any, board: BoardWriter, pipe: Connection) -> None:
-    """Like an engine with tensor parallelism: processes of its own, and theirs."""
-    nested = (
-        "import subprocess as s; p = s.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
-    )
-    child = subprocess.Popen([sys.executable, "-c", nested], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    pipe.send((child.pid, int(child.stdout.readline())))
-    time.sleep(600)
-
-
-def deaf(setup: Any, board: BoardWriter, pipe: Connection) -> None:
-    threading.Thread(target=deaf_in_a_thread, daemon=True).start()
-    pipe.send("deaf")
-    time.sleep(600)
-
-
-def deaf_in_a_thread() -> None:
-    time.sleep(600)
