@@ -196,9 +196,6 @@ def idle(station: Station) -> None:
     station.serve_next(is_idle=True)
 
 
-# One turn -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("state", ["waits", "runs", "is parked"])
 def test_an_aborted_group_is_gone_and_its_seats_are_free(state: str, station: Station) -> None:
     station.serve_next(OFTEN if state == "is parked" else SELDOM)
@@ -257,9 +254,6 @@ def test_an_evaluation_pins_its_version_while_training_groups_run_beside_it(
     assert set(stamps) == {pinned, newer}
     # What ran beside the evaluation stayed under its version, to the end of it.
     assert (stamps == pinned).sum() > 2 * MAX_NEW
-
-
-# Several turns --------------------------------------------------------------------------------
 
 
 def test_turns_are_one_flat_record_and_every_logprob_is_exact_across_updates(

@@ -5,15 +5,7 @@ import math
 import pytest
 
 from minirl.recipe import build
-from minirl.tools.simulate import (
-    Costs,
-    Lengths,
-    SimulatedEngine,
-    Simulation,
-    Throughput,
-)
-
-ALIKE = Lengths((100,), 10)
+from minirl.tools.simulate import Costs, Lengths, SimulatedEngine, Simulation, Throughput
 
 
 @pytest.mark.parametrize(
@@ -36,20 +28,20 @@ def test_a_step_gives_every_running_sequence_a_token(
     assert engine.idle_s == pytest.approx(1.0 + 2.0)
 
 
-def simulated(train_s: float, eta: int, target: float, lengths: Lengths = ALIKE) -> Throughput:
-    values = {"buffer.max_staleness": eta, "buffer.target_staleness": target}
+def simulated(train_s: float, eta: int) -> Throughput:
+    values = {"buffer.max_staleness": eta, "buffer.target_staleness": eta}
     values |= {"devices.rollout": 2, "rollout.group_size": 2, "train.batch_size": 8}
     costs = Costs(step=1.0, train=train_s)
-    return Simulation(build(values), costs, lengths, max_running=8).run(60, num_warm=8)
+    return Simulation(build(values), costs, Lengths((100,), 10), max_running=8).run(60, num_warm=8)
 
 
 def test_synchronous_is_the_sum_and_asynchronous_the_slower_of_the_two() -> None:
     one_batch = 8 * 2 * 100  # tokens; 16 sequences at once: 100 s, then 50 s of training
-    outcome = simulated(50, eta=0, target=0)
+    outcome = simulated(50, eta=0)
     assert outcome.tokens_per_s == pytest.approx(one_batch / 150)
     assert outcome.trainer_idle == pytest.approx(100 / 150, abs=0.01)
     assert outcome.engines_idle == pytest.approx(50 / 150, abs=0.01)
     assert outcome.staleness == 0
     for train_s, slower_s in ((50, 100), (300, 300)):
-        rate = simulated(train_s, eta=2, target=2).tokens_per_s
+        rate = simulated(train_s, eta=2).tokens_per_s
         assert rate == pytest.approx(one_batch / slower_s, rel=0.01)

@@ -26,6 +26,7 @@ from minirl.train import attention, checkpoint
 from minirl.train.batch import Item, example_item
 from minirl.train.policy import Policy
 from minirl.train.sft import SftRank
+from tests.tiny_models import COMMON, EOS, PAD, POSITIONS
 
 from transformers import (  # isort: skip (attention hides torchvision first)
     GenerationConfig,
@@ -34,24 +35,9 @@ from transformers import (  # isort: skip (attention hides torchvision first)
     Qwen3ForCausalLM,
 )
 
-PAD, EOS = 0, 1
-POSITIONS = 512
 # One digit to a token, with its space: " 5" then follows its verb at once, in the prompt and in
 # the working, and a plain induction head finds it.
 PIECES = r" ?\d| ?[A-Za-z]+| ?#+|\s+|[^\sA-Za-z\d#]"
-MODEL: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,  # vLLM on CPU refuses 16
-    "max_position_embeddings": POSITIONS,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    "initializer_range": 0.07,  # 0.02, the usual, learns several times more slowly at this size
-    "tie_word_embeddings": True,
-}
-
 STEPS = (400, 300, 100)  # at the full learning rate, at a falling one, and of the sloppy phase
 LR, SLOPPY_LR = 3e-3, 6e-4
 RAMP_STEPS = 50
@@ -120,11 +106,10 @@ def _warm_up(rank: SftRank, tokenizer: Tokenizer, seed: int) -> None:
 
 def _new_rank(tokenizer: Tokenizer) -> SftRank:
     shape = Qwen3Config(
-        **MODEL,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
+        **{**COMMON, "vocab_size": tokenizer.get_vocab_size()},
         bos_token_id=None,
-        vocab_size=tokenizer.get_vocab_size(),
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        tie_word_embeddings=True,
         attn_implementation=attention.NAME,
     )
     train = TrainConfig(weight_decay=0.0, grad_clip=1.0, max_tokens=16384)  # one micro-batch
