@@ -45,7 +45,6 @@ def test_the_page_is_whole_without_network_and_figures_lie_beside_it(page: Path)
     assert "as version 6 says: &lt;4&gt;" in text, "answers by version; what a model writes is text"
     assert "Is &lt;b&gt;2 &amp; 2" in text and "<b>2" not in text
     assert 'class="tok a3 out"' in text, "three versions behind, above η"
-    assert 'class="tok a1"' in text and 'class="tok a0" title="version 5, logprob gap 0.02"' in text
     names = {path.name for path in page.parent.iterdir()}
     assert {"reward.png", "accuracy.png", "timeline.svg"} <= names
 
