@@ -253,6 +253,17 @@ def _parameters(model: torch.nn.Module) -> Weights:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
+def test_a_compiled_model_learns_the_same(data: Data, tied_folder: Path) -> None:
+    found = []
+    for is_compiled in (False, True):
+        rank = LocalRank(tied_folder, with_train(compile=is_compiled), data.ring)
+        for step, recipe in enumerate((FRESH, MIXED), start=1):
+            rank.train(data.of(recipe, step))
+        found.append(rank.momentum())
+    assert relative_error(*found) < 1e-4
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-3), ("bfloat16", 0.1)])
