@@ -40,13 +40,18 @@ def test_the_page_is_whole_without_network_and_figures_lie_beside_it(page: Path)
         assert len(re.findall(f"<{tag}[ >]", text)) == text.count(f"</{tag}>"), tag
     links = set(re.findall(r'(?:href|src|action)="([^#]*?)"', text))
     assert links == {"data:,"} and "@import" not in text and "<script" not in text
-    for words in ("Held-out accuracy", "Timeline", "rollout-0", "3 seeds", "a CPU", "75.0% (30.1%"):
+    for words in (
+        *("Held-out accuracy", "Timeline", "rollout-0", "seed-0, 3 seeds", "25.0% → 75.0%"),
+        "95 % interval 4.6% to 69.9% at version 0, then 30.1% to 95.4% at version 6",
+        "Never changed, so not drawn: length of answers 3.5; cut 50.0%; entropy 1; clipped",
+    ):
         assert words in text, words
     assert "as version 6 says: &lt;4&gt;" in text, "answers by version; what a model writes is text"
     assert "Is &lt;b&gt;2 &amp; 2" in text and "<b>2" not in text
     assert 'class="tok a3 out"' in text, "three versions behind, above η"
     names = {path.name for path in page.parent.iterdir()}
     assert {"reward.png", "accuracy.png", "timeline.svg"} <= names
+    assert "gap.png" not in names, "it is flat"
 
 
 def test_seeds_are_one_curve_with_a_band_and_one_run_has_its_interval(
@@ -75,7 +80,8 @@ def test_damaged_empty_and_foreign_runs_are_shown_as_far_as_they_go(
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "recipe.toml").write_text("seed = 0\n[train]\nste")
-    assert "No step was trained yet." in report.write([RunDir(empty)], empty)[0].read_text()
+    text = report.write([RunDir(empty)], empty)[0].read_text()
+    assert "No step was trained yet." in text and f"minirl train {empty}/recipe.toml" in text
     foreign = {
         "metrics": '{"step": 1, "reward/mean": 0.5, "seconds": "?"}',
         "evals": '{"step": 1, "version": 1, "answers": []}',
