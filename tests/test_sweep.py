@@ -37,7 +37,6 @@ def test_values_are_split_at_commas_but_lists_are_values() -> None:
     assert parse_vary(['rollout.stop=["a,b", "c"], []']) == {"rollout.stop": ['["a,b", "c"]', "[]"]}
     assert parse_vary(["train.lr=1", "train.lr=2"]) == {"train.lr": ["1", "2"]}
     assert folder_name({"train.lr": "1e-4", "model.path": "a/b"}) == "lr=1e-4,path=a_b"
-    assert folder_name({}) == "as-is"
 
 
 @pytest.mark.parametrize(
