@@ -50,7 +50,6 @@ class Script:
     eta: int = 0
     seconds: float = 0.03  # an answer, a step
     start_s: float = 0.0
-    save_s: float = 0.0
     bad: dict[str, int] = field(default_factory=dict)
     """What goes wrong, and when: "die_at_step", "die_in_save", "die_after_publishing", "unsaved"
     (a step), "dies" (at once), "deadly_prompt", "deaf" (an engine that never answers), "long_save"
@@ -140,7 +139,7 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
             if step == script.bad.get("unsaved"):
                 pipe.send(Saved(request.folder, "No space left on device"))
                 continue
-            seconds = LONG_S if step == script.bad.get("long_save") else script.save_s
+            seconds = LONG_S if step == script.bad.get("long_save") else 0.0
             write_checkpoint(Path(request.folder), request.state, updates, seconds)
             pipe.send(Saved(request.folder))
         elif not isinstance(request, Score):

@@ -78,28 +78,20 @@ def test_naive_by_hand() -> None:
 
 
 def test_gspo_by_hand() -> None:
-    # s of the first: √(1.21 · 1) = 1.1, free: 1.1 · 2 at both tokens. Of the second: √(4 · 1) = 2,
-    # clipped to 1.3, A = 1. The third has one trained token: s = 0.5, A = -1: clipped to 0.8.
-    # w of the first: √(1 · 0.25) = 0.5.
+    # s of the first: √(1.21 · 1) = 1.1, free, and w = √(2 · 8) = 4, though one token is above 5:
+    # 4.4 at both tokens. Of the second: s = √(4 · 1) = 2, clipped to 1.3. The third has one trained
+    # token: s = 0.5, A = -1: clipped to 0.8. Of the fourth: w = √(30 · 1) = 5.48: left out.
     tokens = tokens_of(
-        u=[1.21, 1.0, 4.0, 1.0, 0.5, 9.0],
-        w=[1.0, 0.25, 1.0, 1.0, 1.0, 1.0],
-        advantages=[2.0, 2.0, 1.0, 1.0, -1.0, -1.0],
-        mask=[True] * 5 + [False],
-        sequences=[0, 0, 1, 1, 2, 2],
+        u=[1.21, 1.0, 4.0, 1.0, 0.5, 9.0, 1.0, 1.0],
+        w=[2.0, 8.0, 1.0, 1.0, 1.0, 100.0, 30.0, 1.0],
+        advantages=[1.0, 1.0, 1.0, 1.0, -1.0, -1.0, 1.0, 1.0],
+        mask=[True] * 5 + [False, True, True],
+        sequences=[0, 0, 1, 1, 2, 2, 3, 3],
     )
-    sums = check("gspo", tokens, 1.1 + 1.1 + 1.3 + 1.3 - 0.8, [1.1, 1.1, 0.0, 0.0, 0.0, 0.0])
-    assert sums["clipped"] == 3
-
-
-def test_gspos_w_is_the_geometric_mean_of_a_sequences_trained_tokens() -> None:
-    # First sequence: √(2 · 8) = 4, though one token alone is above 5; the third is masked out.
-    # Second: √(30 · 1) = 5.48 is above 5, and all of it is left out.
-    w, mask = [2.0, 8.0, 100.0, 30.0, 1.0], [True, True, False, True, True]
-    tokens = tokens_of([1.0] * 5, w, [1.0] * 5, mask, sequences=[0, 0, 0, 1, 1])
-    sums = check("gspo", tokens, 8.0, [4.0, 4.0, 0.0, 0.0, 0.0])
-    assert sums["capped"] == 2
-    assert sums["behav_ratio"].item() == pytest.approx(8 + 2 * sqrt(30), abs=1e-3)
+    gradient = [4.4, 4.4, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    sums = check("gspo", tokens, 4.4 + 4.4 + 1.3 + 1.3 - 0.8, gradient)
+    assert (sums["clipped"], sums["capped"]) == (3, 2)
+    assert sums["behav_ratio"].item() == pytest.approx(8 + 2 + 1 + 2 * sqrt(30), abs=1e-3)
 
 
 def test_cispo_by_hand() -> None:

@@ -13,14 +13,6 @@ from minirl.train.attention import boundaries
 from minirl.train.optimizer import build_optimizer, learning_rate
 from minirl.train.policy import load_policy
 
-from transformers import (  # isort: skip  (after minirl, which hides a broken torchvision)
-    CohereConfig,
-    LlamaConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
-
 LENGTHS = [9, 5, 5, 1, 12, 1]
 TEMPERATURE = 0.7
 
@@ -47,12 +39,12 @@ def one_by_one(model: plain_script.PreTrainedModel, tokens_T: Tensor) -> tuple[T
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("config", [Qwen3Config, Qwen2Config, LlamaConfig])
+@pytest.mark.parametrize("kind", ["Qwen3Config", "Qwen2Config", "LlamaConfig"])
 def test_packed_equals_one_by_one(
-    config: type[PreTrainedConfig], tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("minirl.train.policy.CHUNK", 7 if tied else 64)  # several chunks, or one
-    folder = tiny_models.write(tmp_path, tied, kind=config)
+    folder = tiny_models.write(tmp_path, tied, kind=kind)
     policy = load_policy(str(folder), gradient_checkpointing=tied)
     plain = plain_script.load(folder)
     tokens_T = random_tokens()
@@ -75,7 +67,7 @@ def test_packed_equals_one_by_one(
 
 
 def test_a_head_that_scales_its_logits_is_refused(tmp_path: Path) -> None:
-    folder = tiny_models.write(tmp_path, kind=CohereConfig, logit_scale=0.5)
+    folder = tiny_models.write(tmp_path, kind="CohereConfig", logit_scale=0.5)
     with pytest.raises(MinirlError, match="more to its logits"):
         load_policy(str(folder))
 
@@ -97,20 +89,3 @@ def test_the_learning_rate_warms_up_and_then_stays_or_falls_to_zero() -> None:
     assert of("linear", 1) == [2.0, 4.0, 3.0, 2.0, 1.0]
     assert of("cosine", 0) == pytest.approx([4.0, 2 + 2 * 0.5**0.5, 2.0, 2 - 2 * 0.5**0.5])
     assert learning_rate(9, 4.0, 1, "linear", 5) == 0.0  # a run that was made longer: no negative
-
-
-def test_bfloat16_autocast_is_near_float32_and_gradients_stay_float32(
-    tied_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exact, rough = load_policy(str(tied_folder)), load_policy(str(tied_folder), "bfloat16")
-    tokens_T = random_tokens()
-    assert torch.equal(run(exact, tokens_T)[0], run(rough, tokens_T)[0])  # on a CPU: float32
-    monkeypatch.setattr("minirl.train.policy.AUTOCAST_ON", {"cpu"})
-    exact_T, rough_T = run(exact, tokens_T)[0], run(rough, tokens_T)[0]
-    assert not torch.equal(exact_T, rough_T) and rough_T.dtype == torch.float32
-    torch.testing.assert_close(rough_T, exact_T, atol=0.15, rtol=0.05)
-    exact_T.sum().backward()
-    rough_T.sum().backward()
-    ours, theirs = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (rough, exact))
-    assert ours.dtype == torch.float32
-    assert torch.cosine_similarity(ours, theirs, 0) > 0.99

@@ -29,8 +29,9 @@ def stream(num_train: int = 10, seed: int = 0, consumed: Consumed | None = None)
     return PromptStream(task, Letters(), seed, consumed)
 
 
-def take(prompts: PromptStream, count: int) -> list[tuple[int, int]]:
-    return [(p.index, int(p.example.reference)) for p in (prompts.next() for _ in range(count))]
+def take(prompts: PromptStream, count: int) -> list[int]:
+    """The next examples."""
+    return [int(prompts.next().example.reference) for _ in range(count)]
 
 
 def test_text_is_encoded_as_it_is_and_chat_by_the_models_template() -> None:
@@ -40,16 +41,13 @@ def test_text_is_encoded_as_it_is_and_chat_by_the_models_template() -> None:
 
 
 def test_every_epoch_is_another_permutation_by_the_seed() -> None:
-    def examples(prompts: PromptStream, count: int) -> list[int]:
-        return [example for _, example in take(prompts, count)]
-
     prompts = stream(50, seed=3)
-    epochs = [examples(prompts, 50) for _ in range(3)]
+    epochs = [take(prompts, 50) for _ in range(3)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in [*epochs, list(range(50))]}) == 4
-    assert examples(stream(50, seed=3), 100) == epochs[0] + epochs[1]
-    assert examples(stream(50, seed=4), 50) != epochs[0]
-    assert examples(stream(SHUFFLED_UP_TO + 1), 5) == [0, 1, 2, 3, 4]  # an endless task
+    assert take(stream(50, seed=3), 100) == epochs[0] + epochs[1]
+    assert take(stream(50, seed=4), 50) != epochs[0]
+    assert take(stream(SHUFFLED_UP_TO + 1), 5) == [0, 1, 2, 3, 4]  # an endless task
 
 
 @given(st.integers(1, 9), st.integers(0, 40), st.randoms(use_true_random=False))
@@ -79,18 +77,3 @@ def test_a_run_broken_anywhere_consumes_each_index_once(
     assert prompts.consumed.below == min(missing, default=len(consumed)), "the dense part is a mark"
     resumed = stream(num_train, consumed=prompts.consumed)
     assert {resumed.next().index for _ in missing} == missing
-
-
-def test_a_prompt_that_was_put_back_comes_next_consumed_or_not() -> None:
-    prompts = stream()
-    taken = take(prompts, 5)
-    for index in (0, 1, 2, 4):
-        prompts.consumed.add(index)
-    prompts.put_back(3)
-    prompts.put_back(1)  # trained, but by weights that were lost
-    assert (prompts.consumed.below, prompts.consumed.above) == (1, {2, 4})
-    assert prompts.waiting == [1, 3]
-    assert take(prompts, 3) == [taken[1], taken[3], take(stream(), 6)[5]]  # lowest index first
-    prompts.consumed.add(1)
-    prompts.put_back(4)
-    assert (prompts.consumed.below, prompts.consumed.above) == (3, set())

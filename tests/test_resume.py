@@ -14,7 +14,7 @@ from minirl.config import Config
 from minirl.errors import Interrupted, MinirlError, RecipeError
 from minirl.messages import CheckpointState
 from minirl.recipe import load, to_toml
-from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
+from minirl.resume import Start, check_changes, check_steps, find_start
 from minirl.run_dir import RunDir, choose_run_dir, holds_run, open_run
 from minirl.train import checkpoint
 from minirl.train.checkpoint import read_whole
@@ -60,6 +60,8 @@ def test_all_changes_that_are_refused_are_named_at_once(tmp_path: Path) -> None:
         f'--resume = "{tmp_path}": the run was begun with another recipe: seed 0 → 3, '
         "train.objective decoupled → /a/my_loss.py:my_loss; set these back, or start a new run"
     )
+    with pytest.raises(RecipeError, match=r"train\.steps = 40: the run is at step 41 already"):
+        check_steps(config, 41)
     config = begun(tmp_path, schedule="cosine")  # which ends with the steps
     with pytest.raises(RecipeError, match=r"another recipe: train\.steps 40 → 50"):
         check_changes(replace(config, train=replace(config.train, steps=50)), tmp_path)
@@ -137,7 +139,6 @@ def test_what_a_killed_save_left_is_swept_and_a_replaced_one_comes_back(tmp_path
     ("accuracies", "kept"),
     [
         ([], [5, 6]),
-        ([(2, 0.5), (6, 0.4)], [2, 5, 6]),  # the best stays besides
         ([(2, 0.5), (3, 0.5)], [3, 5, 6]),  # of equals the later
         ([(99, 1.0), (1, 0.1)], [1, 5, 6]),  # 99 was evaluated but not saved
     ],
@@ -149,16 +150,3 @@ def test_the_last_and_the_best_stay(
         save(tmp_path, step)
     checkpoint.prune(tmp_path, 2, accuracies)
     assert [path.name for path in checkpoint.found(tmp_path)] == [f"step-{i:06d}" for i in kept]
-
-
-def test_a_run_is_finished_when_its_summary_says_so(tmp_path: Path) -> None:
-    config = begun(tmp_path)
-    assert not is_finished(tmp_path, config)
-    for text, expected in (
-        ('{"finished": true, "steps": 40}', True),
-        ('{"finished": true, "steps": 20}', False),  # train.steps was raised
-        ('{"finished": false, "steps": 40}', False),
-        ('{"finished": tr', False),
-    ):
-        (tmp_path / "summary.json").write_text(text)
-        assert is_finished(tmp_path, config) is expected

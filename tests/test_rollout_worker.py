@@ -34,7 +34,6 @@ CONFIG = Config(
     eval=EvalConfig(temperature=0.0),
 )
 PROMPT = tuple((5 + 37 * i) % 380 + 2 for i in range(70))
-TOO_LONG = PROMPT * 4
 REPLY = (300, 301, 302, 20, 303)
 STOP_TEXTS = ("Q", "Z")
 ENDS = {EOS, *tokenizer(POSITIONS).encode("QZ")}
@@ -68,10 +67,6 @@ class Station:
 
     def submit(self, *groups: GroupRequest) -> None:
         self.worker.send(messages.Submit(groups))
-
-    def run(self, *groups: GroupRequest) -> None:
-        self.submit(*groups)
-        self.wait_done(*groups)
 
     def reply(self, group: GroupRequest, tokens: tuple[int, ...], *places: int) -> None:
         """No tokens: the turn was the last."""
@@ -201,30 +196,6 @@ def idle(station: Station) -> None:
     station.serve_next(is_idle=True)
 
 
-# One turn -------------------------------------------------------------------------------------
-
-
-def test_answers_run_through_new_versions_until_the_model_ends_them_or_the_limit(
-    station: Station,
-) -> None:
-    reasons = []
-    for end_scale in (OFTEN, SELDOM):
-        first = station.serve_next(end_scale)
-        groups = [station.request(), station.request(PROMPT[:33])]
-        station.submit(*groups, station.request())  # more than there are seats
-        for _ in range(3 * (end_scale == SELDOM)):
-            station.wait_tokens(60)  # of at most 8 · 160
-            station.versions.publish_next(end_scale)
-        station.wait_done(*groups)
-        views = [view for group in groups for view in station.views(group)]
-        assert {int(view.versions[view.mask == 1][0]) for view in views} == {first}
-        assert len({tuple(view.tokens) for view in views}) == len(views)
-        reasons.append({t.stop for g in groups for t in station.done[g.group_id].values()})
-        station.wait_version()
-    assert max(len(np.unique(view.versions[view.mask == 1])) for view in views) >= 3
-    assert StopReason.STOP in reasons[0] and StopReason.LENGTH in reasons[1]
-
-
 @pytest.mark.parametrize("state", ["waits", "runs", "is parked"])
 def test_an_aborted_group_is_gone_and_its_seats_are_free(state: str, station: Station) -> None:
     station.serve_next(OFTEN if state == "is parked" else SELDOM)
@@ -239,7 +210,8 @@ def test_an_aborted_group_is_gone_and_its_seats_are_free(state: str, station: St
     assert station.gone[aborted.group_id] == ""
     done = {**turns, **station.done[aborted.group_id], **station.waiting[aborted.group_id]}
     assert bool(turns) == (state == "is parked")
-    station.run(other)
+    station.submit(other)
+    station.wait_done(other)
     station.views(other)
     station.wait_version()
     for place, cell in enumerate(aborted.cells):
@@ -251,14 +223,10 @@ def test_an_aborted_group_is_gone_and_its_seats_are_free(state: str, station: St
     station.abort(other)  # the worker no longer has it, and answers too
 
 
-@pytest.mark.parametrize("is_eval", [False, True])
-def test_a_refused_prompt_is_gone_with_a_reason_and_the_worker_lives_on(
-    is_eval: bool, station: Station
-) -> None:
-    size = 1 if is_eval else GROUP_SIZE
-    refused, other = station.request(TOO_LONG, size, is_eval), station.request()
-    station.submit(refused)
-    station.run(other)
+def test_a_refused_prompt_is_gone_with_a_reason_and_the_worker_lives_on(station: Station) -> None:
+    refused, other = station.request(PROMPT * 4, size=1, is_eval=True), station.request()
+    station.submit(refused, other)
+    station.wait_done(other)
     assert re.search(r"280.*longer than the maximum", station.gone[refused.group_id])
     station.views(other)
     station.serve_next(is_idle=True)  # nothing pins the old one
@@ -286,9 +254,6 @@ def test_an_evaluation_pins_its_version_while_training_groups_run_beside_it(
     assert set(stamps) == {pinned, newer}
     # What ran beside the evaluation stayed under its version, to the end of it.
     assert (stamps == pinned).sum() > 2 * MAX_NEW
-
-
-# Several turns --------------------------------------------------------------------------------
 
 
 def test_turns_are_one_flat_record_and_every_logprob_is_exact_across_updates(
@@ -334,10 +299,3 @@ def test_an_evaluation_that_waits_for_a_reply_keeps_its_version(station: Station
     ended = station.done[group.group_id].values()
     assert {v for said in ended for v in (said.head_version, said.tail_version)} == {pinned}
     station.wait_version()  # the new one
-
-
-def test_stop_ends_it(station: Station) -> None:
-    station.submit(station.request())
-    station.wait_tokens(4)
-    station.worker.send(messages.Stop())
-    assert station.inbox.take(station.worker, Died).how == "ended with exit code 0"

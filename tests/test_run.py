@@ -21,7 +21,8 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
     tmp_path: Path, tied_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also: batches are recorded, nothing listens but on loopback, and no secret is written."""
-    monkeypatch.setenv("REWARD_API_KEY", SECRET)
+    for name in ("REWARD_API_KEY", "HF_TOKEN", "DB_PASSWORD"):
+        monkeypatch.setenv(name, SECRET)
     before = os.umask(0)
     run = Run(
         tmp_path / "run",
@@ -55,8 +56,6 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
     assert all(line["count"] == 8 for line in evaluated)
     assert "retrying" not in ended.out
     assert all(line["train/logprob_gap"] < 1e-3 for line in run.metrics()[:1])
-    assert run.summary()["finished"]
-    assert "step 4/4" in ended.out and "run directory" in ended.out
     status = Status.read(run.dir)
     assert status is not None and (status.state, status.step) == ("finished", 4)
     assert [lane.name for lane in status.lanes] == ["rollout-0", "rollout-1", "train-0", "train-1"]
@@ -102,8 +101,7 @@ def check_trace(run_dir: Path) -> None:
         return {e["name"] for e in events if e["ph"] == "X" and e["pid"] == tracks[worker]}
 
     assert {"generating", "reloading", "waiting for prompts"} <= names("rollout-0")
-    training = {"training: pack step 1", "training: prox forward", "training: forward and backward"}
-    assert {*training, "training: optimizer step", "waiting for batch"} <= names("train-1")
+    assert {"training: forward and backward", "waiting for batch"} <= names("train-1")
     assert {"publishing", "saving", "training: pack step 4"} <= names("train-0")
     assert {"grading", "waiting for answers"} <= names("verify-0")
     assert sum(e["name"].startswith("group ") for e in events) >= 4 * 4 * 4

@@ -1,7 +1,5 @@
 """What a run writes is read again as it was: torn lines, full disks, rollbacks and resumes."""
 
-import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,21 +51,15 @@ def test_lines_wait_for_a_full_disk_and_come_whole_and_in_order(tmp_path: Path) 
 
 def test_every_file_of_a_run(tmp_path: Path) -> None:
     run = RunDir(write_run(tmp_path, CONFIG))
-    assert [line["step"] for line in run.metrics] == [1, 2, 3, 4]
-    assert [(line["step"], line["version"]) for line in run.evals] == [(0, 0), (2, 2), (4, 4)]
     last = run.evals[-1]
     assert last["low"] <= last["accuracy"] == 0.75 <= last["high"]
     assert (last["count"], last["failures"], last["length_mean"]) == (4, 0, 3.0)
-    assert last["answers"][0]["answer"] == "as version 4 says: <4>"
-    assert len(last["answers"]) == CONFIG.log.samples
-    assert [line["version"] for line in run.batches] == [0, 1, 2, 3]
     group = {"id": 2, "prompt": 1, "prompt_tokens": 2, "rewards": [1.0, 0.0], "lengths": [3, 4]}
     group |= {"versions": [[0, 0], [0, 0]], "stops": ["stop", "length"]}
     assert run.batches[0]["groups"][0] == group
     assert run.metrics[0]["rollout/length_mean"] == 3.5 and run.metrics[0]["reward/mean"] == 0.5
     shown, plain = run.samples[:2]
-    assert shown["token_versions"] == [0, 0, 0] and shown["token_gaps"] == [None, 1e-7, 0.02]
-    assert plain["group"] == 3 and "tokens" not in plain
+    assert shown["token_gaps"] == [None, 1e-7, 0.02] and "tokens" not in plain
     expected = {"accuracies": [[0, 0.25], [2, 0.75], [4, 0.75]], "accuracy_after": 0.75}
     expected |= {"trained_tokens": 200, "multi_version_trajectories": 6, "accuracy_before": 0.25}
     expected |= {"version": 4, "versions_measured": "4 of 4"}
@@ -91,26 +83,6 @@ def test_resume_and_rollback_cancel_steps_and_evaluations_after_the_checkpoint(
     again = log_of(tmp_path, CONFIG, step=2, evaluating=2)  # it had ended after the checkpoint
     assert again.wants_evaluation and steps_of(tmp_path / "evals.jsonl") == [0]
     assert len(again.metrics) == 2 == len(RunDir(tmp_path).batches)
-
-
-@pytest.mark.parametrize(
-    ("every", "step", "ended", "is_due"),
-    [
-        (2, 0, [], True),
-        (2, 0, [0], False),
-        (2, 4, [0, 2], True),  # it was under way, or the run was killed before it began
-        (2, 5, [0, 2], True),  # the version of step 4 is gone: the one of step 5 is evaluated
-        (2, 5, [0, 2, 4], False),
-        (0, 5, [0], False),
-    ],
-)
-def test_an_evaluation_that_had_not_ended_is_done_again(
-    every: int, step: int, ended: list[int], is_due: bool, tmp_path: Path
-) -> None:
-    text = "".join(json.dumps({"step": n, "version": n, "accuracy": 0.5}) + "\n" for n in ended)
-    (tmp_path / "evals.jsonl").write_text(text + '{"step": 4, "ver')
-    log = log_of(tmp_path, replace(CONFIG, eval=replace(CONFIG.eval, every=every)), step)
-    assert log.wants_evaluation is is_due and log.is_evaluated(step) is (step in ended)
 
 
 def test_what_is_missing_at_the_end_is_named(tmp_path: Path) -> None:

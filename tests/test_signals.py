@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -30,23 +28,6 @@ def test_once_asks_and_twice_ends(number: signal.Signals) -> None:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(number) == before
-
-
-def test_before_there_is_a_loop_sigterm_ends_a_run_with_our_exit_code() -> None:
-    """A plain KeyboardInterrupt out of an exec, as of a module being imported, would end Python
-    3.11 by SIGINT."""
-    program = """
-import os, signal, sys
-from minirl.launch import INTERRUPTED
-from minirl.workers import signals
-try:
-    with signals():
-        exec("os.kill(os.getpid(), signal.SIGTERM)")
-except KeyboardInterrupt:
-    sys.exit(INTERRUPTED)
-"""
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    assert subprocess.run([sys.executable, "-c", program], env=env).returncode == 130
 
 
 @pytest.mark.parametrize("eta", [0, 2])

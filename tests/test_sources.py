@@ -79,18 +79,15 @@ FOLDER = "FileNotFoundError: a folder needs train.jsonl, train.csv or train.parq
 BAD = [
     ("train.jsonl", b'{"q": 1', "cannot be read at row 1 (Expecting"),
     ("train.jsonl", b'{"q": "a", "a": "b"}\n[1]', "cannot be read at row 2 (it is no JSON object"),
-    ("train.jsonl", b"\xff\xfe", "cannot be read at row 1 ('utf-8'"),
     ("train.jsonl", b'{"q": "a", "b": "c"}', 'row 1": nothing in the column "a", it has q, b'),
-    ("train.jsonl", b'{"q": "a", "a": null}', 'row 1": nothing in the column "a"'),
     ("train.jsonl", b'\n{"q": " ", "a": "b"}', 'row 1": no prompt in its column "q"'),
     ("train.jsonl", b'{"q": [{"role": "user"}], "a": "b"}', 'no prompt in its column "q": ['),
     ("train.jsonl", b"", "has no rows to train on"),
     ("train.csv", b"q,a\n1,2,3\n", "row 1 (it is no JSON object, or has more cells"),
-    ("train.csv", b"q,a\n1\n", 'nothing in the column "a"'),
     ("train.parquet", b"no", "cannot be read at row 1 ("),
     ("x.txt", b"no", "of another kind than .jsonl, .csv and .parquet"),
     ("dev.jsonl", b"{}", FOLDER),
-    *((name, None, FOLDER) for name in ("", "./gone", "gone.jsonl")),
+    ("gone.jsonl", None, FOLDER),
 ]
 
 
@@ -116,9 +113,6 @@ def test_built_in_tasks_take_ones_own_rows_and_columns(tmp_path: Path) -> None:
     bare = Gsm8k(config(tmp_path, options={"instruction": ""}))
     message = {"role": "user", "content": "1?"}
     assert bare.train(1) == Example((message,), "1500", "A lot: \n#### 1,500")
-    write(tmp_path / "dev.jsonl", [{"q": "x", "a": "none"}])
-    with pytest.raises(RecipeError, match='no number in its column "a"'):
-        Gsm8k(config(tmp_path, train_split="dev")).train(0)
     write(tmp_path / "dev.jsonl", [{"q": "?", "a": r"It is \boxed{\frac{1}{2}}."}, ROWS[1]])
     math = Mathematics(config(tmp_path, train_split="dev", test_split="dev"))
     assert [math.train(i).reference for i in range(2)] == [r"\frac{1}{2}", "2"]
@@ -131,7 +125,6 @@ def test_built_in_tasks_take_ones_own_rows_and_columns(tmp_path: Path) -> None:
     ("kind", "options", "line"),
     [
         ("gsm8k", {"instrution": ""}, "is no option of this task; the defaults are {'instruction'"),
-        ("gsm8k", {"instruction": 3}, "must be of type str"),
         ("countdown", {"max_numbers": 11}, "must be at most 10"),
         ("countdown", {"min_numbers": 5}, "must be between 2 and max_numbers"),
         ("arithmetic", {"step_weights": [0, 0]}, "must be the weights of 1, 2, … up to 7 steps"),

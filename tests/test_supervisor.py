@@ -18,7 +18,7 @@ from processes import assert_accounted
 from worker_bodies import place
 
 from minirl import supervisor
-from minirl.config import Config, DevicesConfig, RolloutConfig, TrainConfig
+from minirl.config import Config
 from minirl.errors import CannotTrain, MinirlError, Stalled
 from minirl.launch import make_buffer
 from minirl.loop import Loop
@@ -28,9 +28,8 @@ from minirl.records import Drop, Example, Prompt
 from minirl.resume import Start, find_start
 from minirl.run_dir import read_lines
 from minirl.run_log import RunLog
-from minirl.shm.board import Total
 from minirl.shm.weights import TensorSpec, WeightStore
-from minirl.supervisor import memory_hint, num_oom_kills
+from minirl.supervisor import memory_hint
 from minirl.tasks.prompts import Consumed, PromptStream
 from minirl.tasks.registry import make_task
 from minirl.workers import Workers
@@ -197,14 +196,8 @@ def test_a_worker_that_always_dies_ends_the_run_with_a_reason(
 ) -> None:
     scripts = {role: {"bad": bad} for role, bad in script.items()}
     with stage(tmp_path, **scripts) as run:
-        delays, restart = [], run.workers.replace
-        run.workers.replace = lambda worker, delay_s: (
-            delays.append(delay_s),
-            restart(worker, delay_s),
-        )
         with pytest.raises(MinirlError, match=said):
             run.loop.run()
-        assert delays == ([0.02, 0.04, 0.08] if "start 4" in said else [])
         steps = [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")]
         assert steps == [*range(1, num_steps + 1)] or script.keys() == {"rollout"}
         is_quiet = "dies" not in script.get("train", {})
@@ -271,22 +264,6 @@ def test_a_prompt_that_kills_every_engine_is_dropped_in_the_end(
         assert run.buffer.drops[Drop.REFUSED] >= 1
 
 
-def test_generation_continues_while_a_checkpoint_is_saved(tmp_path: Path) -> None:
-    with stage(tmp_path, train={"save_s": 0.6}) as run:
-        engine, loop, written = run.workers.of(Role.ROLLOUT)[0].row, run.loop, list[float]()
-
-        def counted(method: Callable[..., None]) -> Callable[..., None]:
-            def counts(*saved: object) -> None:
-                written.append(run.workers.board.total(engine, Total.TOKENS))
-                method(*saved)
-
-            return counts
-
-        loop.save, loop.on_saved = counted(loop.save), counted(loop.on_saved)  # type: ignore
-        run.run_and_check()
-        assert written[0] < written[1], "between the first save and its end"
-
-
 @pytest.mark.parametrize("step", [3, STEPS])
 def test_a_disk_that_is_full_costs_a_checkpoint_and_not_the_run(step: int, tmp_path: Path) -> None:
     with stage(tmp_path, train={"bad": {"unsaved": step}}) as run:
@@ -305,10 +282,7 @@ CUDA_OOM = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GP
 CPU_OOM = "RuntimeError: DefaultCPUAllocator: can't allocate memory"
 NO_BLOCKS = "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_…"
 TOO_SMALL = "ValueError: To serve at least one request (1.75 GiB KV cache is needed, which …"
-NO_ROOM = (
-    "ValueError: Free memory on device cuda:0 (31.02/79.10 GiB) on startup is less than desired "
-    "GPU memory utilization (0.85, 67.24 GiB). Decrease GPU memory utilization or reduce …"
-)
+NO_ROOM = "Free memory on device cuda:0 (31.02/79.10 GiB) on startup is less than desired GPU …"
 SAMPLER = "RuntimeError: CUDA out of memory occurred when warming up sampler with 512 dummy …"
 
 
@@ -316,7 +290,6 @@ SAMPLER = "RuntimeError: CUDA out of memory occurred when warming up sampler wit
     ("role", "words", "kind", "change"),
     [
         ("train", CUDA_OOM, "cuda", "train.max_tokens from 16384 to 8192"),
-        ("train", "RuntimeError: CUBLAS_STATUS_ALLOC_FAILED", "cuda", "train.max_tokens from"),
         ("train", CPU_OOM, "cpu", "train.max_tokens from 16384 to 8192"),
         ("train", CPU_OOM, "cuda", "train.batch_size from 32 to 16"),
         ("rollout", NO_BLOCKS, "cuda", "rollout.memory_fraction from 0.85 to 0.9"),
@@ -325,7 +298,6 @@ SAMPLER = "RuntimeError: CUDA out of memory occurred when warming up sampler wit
         ("rollout", SAMPLER, "cuda", "rollout.max_num_seqs from 256 to 128"),
         ("rollout", CUDA_OOM, "cuda", "rollout.memory_fraction from 0.85 to 0.75"),
         ("rollout", CPU_OOM, "cpu", "rollout.kv_cache_gib from 0.5 to 0.25"),
-        ("verify", CPU_OOM, "cpu", "train.batch_size from 32 to 16"),
         ("verify", "SIGKILL\nended by the kernel's OOM killer", "cpu", "train.batch_size from 32"),
     ],
 )
@@ -336,26 +308,3 @@ def test_each_shortage_names_a_key_and_its_value(
     assert f"change {change}" in said
     key, after = said.partition("change ")[2].split(" from ")[0], said.rpartition(" to ")[2]
     load(SMOKE, [f"{key}={after}"])  # what it says can be said: a recipe takes it
-
-
-def test_the_next_change_is_named_when_the_first_is_used_up() -> None:
-    train = TrainConfig(max_tokens=600)
-    rollout = RolloutConfig(max_new_tokens=256, memory_fraction=0.95)
-    config = Config(rollout=rollout, train=train, devices=DevicesConfig(train=2))
-    for change, after in (
-        ({"max_tokens": 600}, "train.max_tokens from 600 to 512"),  # one trajectory must fit
-        ({"max_tokens": 512}, "train.gradient_checkpointing from false to true"),
-        ({"gradient_checkpointing": True}, "train.shard_optimizer from false to true"),
-        ({"shard_optimizer": True}, "rollout.max_new_tokens from 256 to 128"),
-    ):
-        config = replace(config, train=replace(config.train, **change))  # type: ignore[arg-type]
-        assert memory_hint("train", CUDA_OOM, config, "cuda").endswith(after)
-    said = memory_hint("rollout", NO_BLOCKS, config, "cuda")
-    assert said.endswith("devices.tensor_parallel from 1 to 2")
-
-
-def test_what_is_not_about_memory_has_no_hint() -> None:
-    assert num_oom_kills() >= 0
-    for words in ("ZeroDivisionError: division by zero", "was killed by SIGKILL", ""):
-        for role in ("train", "rollout", "verify"):
-            assert memory_hint(role, words, Config(), "cuda") == ""

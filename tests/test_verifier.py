@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 from crew import Inbox, crew
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
+from tiny_models import tokenizer
 
 from minirl.config import Config, TasksConfig
 from minirl.devices import Placement
@@ -20,7 +18,7 @@ from minirl.shm.ring import TrajectoryRing
 from minirl.tasks.turns import Dialogue
 from minirl.tasks.verifier import VerifierSetup
 
-WORDS = ["<end>", "q", "right", "wrong", "raise", "nan", "inf", "hang", "exit", "text", "huge"]
+TOKENIZER = tokenizer(512)
 EXAMPLE = Example("q", "right")
 TASK = """
 import os, time
@@ -65,10 +63,7 @@ class Moody:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("verifier")
-    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<end>"))
-    tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.add_special_tokens(["<end>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    TOKENIZER.save_pretrained(folder)
     (folder / "moody.py").write_text(TASK)
     return folder
 
@@ -77,7 +72,7 @@ class Bench:
     """One verifier and a ring to put answers into."""
 
     def __init__(self, folder: Path, inbox: Inbox, task: str = "Moody"):
-        self.ring, self.inbox, self.workers = TrajectoryRing(8, 16), inbox, inbox.workers
+        self.ring, self.inbox, self.workers = TrajectoryRing(8, 64), inbox, inbox.workers
         tasks = TasksConfig(kind=f"{folder / 'moody.py'}:{task}", memory_gib=0.75)
         setup = VerifierSetup(Config(tasks=tasks), str(folder), self.ring, Dialogue())
         body, place = "minirl.tasks.verifier:run", Placement("cpu")
@@ -85,8 +80,8 @@ class Bench:
 
     def write(self, cell: int, group_id: int, turns: tuple[str, ...]) -> Trajectory:
         """The model's texts and the replies, in turn."""
-        said = [(word, number % 2) for number, text in enumerate(turns) for word in text.split()]
-        tokens = [WORDS.index(word) for word, _ in said]
+        said = [(t, i % 2) for i, text in enumerate(turns) for t in TOKENIZER.encode(text)]
+        tokens = [token for token, _ in said]
         versions = [-1 if is_reply else 3 for _, is_reply in said]
         self.ring.write(cell, group_id, [1, 1], tokens, [-1.0] * len(tokens), versions)
         return Trajectory(cell, 2 + len(tokens), versions.count(3), StopReason.STOP, 3, 3)
@@ -115,7 +110,7 @@ def bench(folder: Path, tmp_path: Path) -> Iterator[Bench]:
 
 def test_rewards_and_texts_come_in_order_and_a_failure_is_never_a_0(bench: Bench) -> None:
     texts = ("right", "wrong", "right", "wrong right")  # no prompt, no special token
-    request = bench.grade(4, "right <end>", *texts[1:])
+    request = bench.grade(4, "right<eos>", *texts[1:])
     assert bench.ask(request) == Graded(4, (1.0, 0.0, 1.0, 0.0), texts)
     failures = {
         "raise": "ValueError: no idea",
@@ -147,11 +142,11 @@ def test_a_task_that_cannot_be_loaded_is_final(folder: Path, tmp_path: Path) -> 
 
 
 def test_a_reply_is_given_as_its_own_tokens_and_none_ends_the_conversation(bench: Bench) -> None:
-    reply = (WORDS.index("text"), WORDS.index("right"))
+    reply = tuple(TOKENIZER.encode("text right"))
     assert bench.ask(bench.turn(1, "wrong")) == Replied(1, 0, reply)
-    turns = ("wrong <end>", "text right", "right wrong", "text right", "wrong")
+    turns = ("wrong<eos>", "text right", "right wrong", "text right", "wrong")
     assert bench.ask(bench.turn(1, *turns)) == Replied(1, 0, reply)  # it saw its own replies
-    ended = bench.turn(1, "wrong", "text right", "right <end>")
+    ended = bench.turn(1, "wrong", "text right", "right<eos>")
     assert bench.ask(ended) == Replied(1, 0, ())
     graded = bench.ask(Grade(1, EXAMPLE, (ended.trajectory,)))  # by the last turn; people see all
     assert graded == Graded(1, (1.0,), ("wrong⟦text right⟧right",))

@@ -2,26 +2,24 @@
 
 import os
 import signal
-import struct
-import subprocess
-import sys
-import threading
+import struct  # noqa: F401 (for `end`)
+import subprocess  # noqa: F401 (for `end`)
+import sys  # noqa: F401 (for `end`)
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from minirl.devices import Placement
-from minirl.errors import MinirlError
+from minirl.errors import MinirlError  # noqa: F401 (for `end`)
 from minirl.shm.board import BoardWriter, State
 
 HERE = Path(__file__).parent
 
 
-def place(**env: str) -> Placement:
+def place() -> Placement:
     """The worker finds this module and minirl, however the tests were started."""
-    path = os.pathsep.join([str(HERE), str(HERE.parent)])
-    return Placement("cpu", env={"PYTHONPATH": path, **env})
+    return Placement("cpu", env={"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])})
 
 
 class Late:
@@ -36,56 +34,14 @@ class Late:
 def echo(setup: Any, board: BoardWriter, pipe: Connection) -> None:
     """Says its set-up and its process, then repeats what it hears until it hears None."""
     board.enter(State.GENERATING)
-    pipe.send((setup, os.getpid(), os.environ.get("WORKER_TEST")))
+    pipe.send((setup, os.getpid()))
     while (message := pipe.recv()) is not None:
         pipe.send(message)
 
 
-def die_by_signal(setup: int, board: BoardWriter, pipe: Connection) -> None:
-    for number in range(setup):
-        pipe.send(number)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_in_a_message(setup: Any, board: BoardWriter, pipe: Connection) -> None:
-    """Killed when a part of a long message is out: its length, and less than that of its bytes."""
-    pipe.send("before")
-    os.write(pipe.fileno(), struct.pack("!i", 100_000) + b"x" * 1000)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def leave(setup: int, board: BoardWriter, pipe: Connection) -> None:
-    pipe.send("leaving")
-    sys.exit(setup)
-
-
-def divide_by_zero(setup: Any, board: BoardWriter, pipe: Connection) -> None:
-    pipe.send("before")
-    for number in range(30):
-        print(f"line {number}", flush=True)
-    raise ZeroDivisionError("nothing goes into this")
-
-
-def give_up(setup: str, board: BoardWriter, pipe: Connection) -> None:
-    raise MinirlError(setup)
-
-
-def with_children(setup: Any, board: BoardWriter, pipe: Connection) -> None:
-    """Like an engine with tensor parallelism: processes of its own, and theirs."""
-    nested = (
-        "import subprocess as s; p = s.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
-    )
-    child = subprocess.Popen([sys.executable, "-c", nested], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    pipe.send((child.pid, int(child.stdout.readline())))
-    time.sleep(600)
-
-
-def deaf(setup: Any, board: BoardWriter, pipe: Connection) -> None:
-    threading.Thread(target=deaf_in_a_thread, daemon=True).start()
-    pipe.send("deaf")
-    time.sleep(600)
-
-
-def deaf_in_a_thread() -> None:
-    time.sleep(600)
+def end(setup: tuple[list[Any], str], board: BoardWriter, pipe: Connection) -> None:
+    """Sends messages, then runs the code, which may be its end."""
+    messages, code = setup
+    for message in messages:
+        pipe.send(message)
+    exec(code)

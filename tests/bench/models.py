@@ -15,7 +15,7 @@ import torch
 
 from minirl import devices
 from minirl.shm.weights import TensorSpec, WeightStore, canary_tokens
-from tests.warm_up import MODEL
+from tests.tiny_models import COMMON as MODEL
 
 POSITIONS = 2048
 

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench import Figure, Options, Report, at_least, at_most, run
+from minirl.run_dir import read_lines
+from minirl.tools.sweep import parse_vary
+from tests.bench import Figure, Options, Report, at_least, at_most, run, variants
+from tests.bench.sweep import VariantSweep
 
 ROOT = Path(__file__).parent.parent.parent
 GOALS = {
@@ -50,3 +53,20 @@ def test_wrong_input_is_one_line(module: str, args: list[str], words: str) -> No
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and done.stdout == ""
     assert len(done.stderr.splitlines()) == 1 and words in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_sweep_over_variants_trains(tmp_path: Path) -> None:
+    """With an evaluation at every step, which pins weights while others wait for them."""
+    varied = parse_vary(["variant=waiting,fixed,keeping,behind"])
+    overrides = ["train.steps=6", "train.batch_size=8", "eval.every=1", "eval.num_prompts=16"]
+    overrides += ["buffer.target_staleness=2", "rollout.max_new_tokens=48"]
+    here = VariantSweep(ROOT / "recipes" / "smoke.toml", tmp_path, varied, 1, overrides)
+    here.go(print)
+    assert [row["runs"] for row in here.rows()] == [1, 1, 1, 1]
+    *_, keeping, behind = (here.run_dir(cell, 0) for cell in here.cells)
+    kept = sorted((keeping / variants.KEPT).iterdir())
+    assert [path.stem for path in kept] == [f"{v:06d}" for v in range(7)]
+    ages = [line["buffer/staleness_mean"] for line in read_lines(behind / "metrics.jsonl")]
+    assert ages == [0, 1, 2, 2, 2, 2], "every batch is as old as it may be"
