@@ -1,7 +1,7 @@
 """The buffer by example: what is trained, held back or abandoned, and admission control.
 
 The rules that hold at every moment (staleness, ledger, slots, no deadlock, rollback and resume) are
-proved over random histories in test_buffer_histories.py.
+proved over random histories in test_groups.py.
 """
 
 import random
