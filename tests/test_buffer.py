@@ -33,16 +33,6 @@ def train(buffer: Buffer) -> list[int]:
     return [group.id for group in batch.groups]
 
 
-def test_a_group_cannot_end_twice() -> None:
-    buffer = Buffer(1, 1)
-    ticket = buffer.admit(0, 0)
-    buffer.drop(ticket.group_id, Drop.STALE)
-    with pytest.raises(KeyError):
-        buffer.drop(ticket.group_id, Drop.STALE)
-    with pytest.raises(KeyError):
-        buffer.finish(done(ticket))
-
-
 def test_wait_looks_ahead_further_than_the_next_step() -> None:
     # B = 1, η = 2: all three began under version 0 and are due by version 2. Two were left by the
     # first step; if both were still running at the second, one of them would be too late.
@@ -78,25 +68,6 @@ def test_admission_control_holds_groups_back_and_slots_stay_what_they_are() -> N
     assert buffer.num_to_admit(99, 0) == 1 and buffer.num_to_admit(3, 0) == 0
 
 
-def test_admission_control_measures_turn_arounds_steps_and_starvation() -> None:
-    seen: list[float] = []
-
-    class Recorder(Admission):
-        def group_took(self, seconds: float, num_left: int = 0) -> None:
-            seen.append(seconds)
-
-        step_took = batch_taken = group_took
-
-    buffer = Buffer(1, 1)
-    buffer.admission = Recorder(1, 2)
-    ticket = buffer.admit(0, 0, now=1.0)
-    assert buffer.next_batch(1, now=2.0) is None and buffer.next_batch(1, now=3.0) is None
-    buffer.finish(done(ticket), now=5.0)
-    assert buffer.next_batch(1, now=6.0) is not None
-    buffer.published(now=9.0)
-    assert seen == [4.0, 4.0, 3.0]  # a group took, the trainer starved, a step took
-
-
 def test_groups_in_flight_are_a_fixed_number_of_batches_or_cover_the_turn_around() -> None:
     assert [Admission(8, 72, target).limit for target in (0.0, 1.5, 100.0)] == [8, 20, 72]
     admission = Admission(8, 72, AUTO)
@@ -107,17 +78,6 @@ def test_groups_in_flight_are_a_fixed_number_of_batches_or_cover_the_turn_around
         admission.group_took(3.0)
     admission.step_took(1.0)
     assert admission.limit == 8 + 3 * 8  # Little's law
-
-
-def test_a_trainer_that_starves_gets_more_and_unused_stock_is_given_up() -> None:
-    admission = Admission(8, 72)
-    admission.step_took(1.0)
-    before = admission.limit
-    admission.batch_taken(starved_s=0.5, num_left=0)
-    assert admission.limit == before + 5
-    for _ in range(60):
-        admission.batch_taken(starved_s=0.0, num_left=max(0, admission.limit - 16))
-    assert before <= admission.limit <= before + 1
 
 
 def test_where_generation_is_the_bottleneck_nothing_is_held_back() -> None:

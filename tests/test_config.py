@@ -51,10 +51,6 @@ def test_bad_override_gives_its_line(override: str, line: str) -> None:
     assert line_of(None, override) == line
 
 
-def test_a_directory_is_no_recipe(folder: Path) -> None:
-    assert "cannot be read (Is a directory)" in line_of(folder)
-
-
 def limits_of(key: str) -> list[Any]:
     return [m for m in KEYS[key].metadata if isinstance(m, (Ge, Gt, Le, Lt))]
 
@@ -86,13 +82,6 @@ def test_a_config_is_frozen_pickles_and_is_checked_when_it_is_made() -> None:
     for wrong in ({"steps": 0}, {"step": 1}):
         with pytest.raises(ValueError):
             dataclasses.replace(config.train, **wrong)  # type: ignore[arg-type]
-
-
-def test_a_key_that_was_removed_says_what_to_do() -> None:
-    for key, remedy in recipe.REMOVED.items():
-        written = key if "." in key else f"{key}.anything"
-        line = f"{written} = 1: is no longer a key; {remedy} (--set)"
-        assert key not in KEYS and line_of(None, f"{written}=1") == line
 
 
 def test_extends_and_set_override_in_order_and_say_so(folder: Path) -> None:

@@ -13,7 +13,6 @@ from test_cli import minirl
 
 from minirl.run_dir import hold
 from minirl.shm.board import Row, State
-from minirl.view import dashboard
 from minirl.view.dashboard import KEYS, SPEED, Lane, Sample, Status, lane_state, look, picture
 
 NOW = 1_700_000_000.0
@@ -99,15 +98,6 @@ def test_another_sample_silence_and_the_end() -> None:
     assert ended in lines_of(failed, 80, 24, now=NOW + 90)[1]
     assert lane_state(Row(State.GENERATING, 95.0, 95.0, 3, 8)) == "generating, silent 1:35"
     assert lane_state(Row(State.STARTING, 95.0, 95.0, 3, 8)) == "starting"
-
-
-def test_plots() -> None:
-    rows, low, high = dashboard.braille(tuple(i / 19 for i in range(20)), 3)
-    assert (low, high, len(rows[0])) == (0.0, 1.0, 10)
-    assert rows[0][0] == "⠀" != rows[0][-1] and rows[2][-1] == "⠀" != rows[2][0]
-    assert dashboard.resample(((0.0, 0.0), (10.0, 1.0)), 5) == (0.0, 0.25, 0.5, 0.75, 1.0)
-    assert dashboard.resample(((0.0, 0.0), (1.0, 2.0), (2.0, 4.0), (3.0, 6.0)), 2) == (1.0, 5.0)
-    assert [dashboard.bar(n, 4) for n in (0.0, 1e-6, 9.0)] == ["    ", "▏   ", "████"]
 
 
 def test_a_status_comes_back_from_its_file_whatever_else_is_in_it(tmp_path: Path) -> None:

@@ -6,12 +6,9 @@ from pathlib import Path
 import pytest
 from test_cli import ROOT, python
 
-from minirl.config import TINY_FOLDER, Config
 from minirl.model import load_tokenizer
 from minirl.records import Example
 from minirl.tasks.prompts import encode, render
-from minirl.tasks.registry import make_task
-from minirl.tools.data import data_rows
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
 ROWS = [
@@ -88,10 +85,3 @@ def test_a_model_without_a_template_gets_plain_text(tied_folder: Path) -> None:
     assert render(Example(one, ""), tokenizer) == "2?\n"
     several = ({"role": "system", "content": "Brief."}, *one)
     assert render(Example(several, ""), tokenizer) == "system: Brief.\nuser: 2?\nassistant:"
-
-
-def test_a_generated_task_is_looked_at_up_to_a_limit() -> None:
-    config = Config()
-    rows = dict(data_rows(config, make_task(config), load_tokenizer(TINY_FOLDER, False), most=300))
-    assert rows["train"].endswith("examples, of which 300 are looked at")
-    assert rows["in both"] == "0 of 256 held-out prompts are trained on"

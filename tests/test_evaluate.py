@@ -30,15 +30,6 @@ def test_a_failed_reward_counts_nowhere_and_is_counted() -> None:
     assert summarise([result(0, None)])["accuracy"] is None
 
 
-def test_results_come_back_from_their_file(tmp_path: Path) -> None:
-    results = [result(1, 0.0, None), result(0, 1.0, 0.25)]
-    (tmp_path / "results.jsonl").write_text("".join(found.line for found in results))
-    assert read(tmp_path) == read(tmp_path / "results.jsonl") == results
-    (tmp_path / "bad.jsonl").write_text('{"problem": 1}\n')
-    with pytest.raises(RecipeError, match="no results"):
-        read(tmp_path / "bad.jsonl")
-
-
 def test_one_answer_each_is_compared_by_mcnemar() -> None:
     a = [result(i, float(i < 2)) for i in range(10)]
     b = [result(i, float(i >= 1)) for i in range(11)]

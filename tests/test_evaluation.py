@@ -47,14 +47,6 @@ def test_accuracy_is_the_mean_of_what_was_graded() -> None:
     assert ungraded.is_done and ungraded.result["accuracy"] is None
 
 
-def test_another_version_makes_it_void() -> None:
-    run = evaluation(2, version=7, pinning={0, 1})
-    run.pinned(0, 7)
-    assert run.pinning == {1} and not run.is_void
-    run.pinned(1, 8)
-    assert run.is_void
-
-
 def test_where_there_is_one_version_lost_prompts_are_requeued_and_cells_reused() -> None:
     run = evaluation(3, num_cells=2)
     assert list(run.next_to_ask()) == [(0, 0), (1, 1)]

@@ -2,9 +2,7 @@
 honest rewards. What a model writes is computed and never run as code."""
 
 import json
-import random
 import re
-from collections import Counter
 from fractions import Fraction
 from typing import Any
 
@@ -19,7 +17,6 @@ from minirl.tasks.arithmetic import Arithmetic, Calculator, Difficulty, Stream, 
 from minirl.tasks.countdown import Countdown, evaluate
 from minirl.tasks.registry import self_check
 from minirl.tasks.turns import has_turns
-from tests.warm_up import sloppy
 
 TASK, TOOL = Arithmetic(TasksConfig(), seed=3), Calculator(TasksConfig(), seed=3)
 TWO, SIX = ({"min_numbers": number, "max_numbers": number} for number in (2, 6))
@@ -62,15 +59,8 @@ def grade(result: int, text: str, stop: StopReason = StopReason.STOP) -> float:
     return score(TASK, Example("", str(result)), text, stop)
 
 
-def test_the_warm_up_and_its_probe_keep_their_sides_too() -> None:
-    heldout = {problem.prompt for problem in drawn(3, Stream.PROBE, 1000, num_steps=1)}
-    for stream in (Stream.TRAIN, Stream.WARMUP):
-        assert heldout.isdisjoint(problem.prompt for problem in drawn(4, stream, 1500, 1))
-
-
 @pytest.mark.parametrize("num_steps", range(1, 8))
 def test_clean_demonstrations_score_1_and_damaged_ones_0(num_steps: int) -> None:
-    rng = random.Random(0)
     for problem in drawn(3, Stream.TRAIN, 100, num_steps):
         answer, total = demonstration(problem), problem.start
         assert len(problem.steps) == num_steps and grade(problem.result, answer) == 1.0
@@ -83,8 +73,6 @@ def test_clean_demonstrations_score_1_and_damaged_ones_0(num_steps: int) -> None
             assert 1 <= total <= Difficulty().max_total
         verbs = [clause.split()[1] for clause, added in problem.steps if added]
         assert total == problem.result and len(set(verbs)) == len(verbs), "no verb comes twice"
-        guess, clean, slips = (sloppy(problem, rng, *p) for p in ((1, 0), (0, 0), (0, 1)))
-        assert (guess, clean) == (f" #### {total}", answer) and (slips != answer or total == 1)
 
 
 def test_the_number_after_the_last_mark_counts() -> None:
@@ -93,14 +81,7 @@ def test_the_number_after_the_last_mark_counts() -> None:
     assert all(grade(9, text) == (text in right) for text in right + wrong)
 
 
-def test_step_counts_follow_their_weights_and_few_problems_are_held_out_as_far_as_they_go() -> None:
-    for weights in (Difficulty().step_weights, (0, 0, 0, 0, 0, 0.25, 0.75)):
-        task = Arithmetic(TasksConfig(options={"step_weights": list(weights)}), seed=3)
-        for is_test in (False, True):
-            prompts = [str(task.draw(index, is_test).prompt) for index in range(2000)]
-            counts = Counter(prompt.count(" on ") for prompt in prompts)
-            shares = [counts[num_steps] / 2000 for num_steps in range(1, 8)]
-            assert shares == pytest.approx(weights, abs=0.04)
+def test_few_problems_are_held_out_as_far_as_they_go() -> None:
     few = Arithmetic(TasksConfig())
     few.difficulty = Difficulty([1], max_start=2, max_amount=1, max_total=3)
     assert 0 < len(few.heldout(500)) < 500

@@ -127,19 +127,6 @@ def test_a_reply_continues_an_answer_unless_there_is_no_room_for_more(
     assert desk.groups.states[1].done == ended[continues]
 
 
-def test_turns_are_graded_before_groups_and_those_of_a_lost_engine_not_at_all() -> None:
-    desk = Desk()
-    desk.finish(0)
-    assert desk.turn(1, 0) == desk.turn(1, 1) == []
-    graded = Graded(0, (1.0, 0.0), ("a", "b"))
-    ((_, asked),) = desk.groups.handle(0, graded, 0.0)
-    assert isinstance(asked, Ask) and desk.groups.buffer.num_ready == 1
-    desk.groups.engine_lost(1)
-    assert desk.reply(1, 0, 7) == [] and not desk.groups.at_verifier and not desk.groups._turns
-    assert desk.groups.buffer.drops == {Drop.WORKER_DIED: 1} and desk.groups.stream is not None
-    assert desk.groups.stream.waiting == [1]
-
-
 def test_a_verifier_killed_from_outside_is_retried_once_and_then_the_reward_is_blamed() -> None:
     desk = Desk()
     request = desk.finish(0)
