@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 
 from minirl.config import TasksConfig
 from minirl.records import Answer, Example, StopReason
-from minirl.tasks import Generated, arithmetic
-from minirl.tasks.arithmetic import Arithmetic, Calculator, Difficulty, Stream, demonstration
+from minirl.tasks import Generated
+from minirl.tasks.arithmetic import (
+    Arithmetic,
+    Calculator,
+    Difficulty,
+    Stream,
+    demonstration,
+    draw_problem,
+)
 from minirl.tasks.countdown import Countdown, evaluate
 from minirl.tasks.registry import self_check
 from minirl.tasks.turns import has_turns
@@ -50,18 +57,15 @@ def test_problems_are_the_same_again_and_solvable_and_none_is_on_both_sides(
         assert heldout.isdisjoint({identity(trained), identity(other.train(index))})
 
 
-def drawn(seed: int, stream: Stream, count: int, num_steps: int = 0) -> list[arithmetic.Problem]:
-    hard = Difficulty([i == num_steps for i in range(1, 8)]) if num_steps else Difficulty()
-    return [arithmetic.draw_problem(seed, stream, index, hard) for index in range(count)]
-
-
 def grade(result: int, text: str, stop: StopReason = StopReason.STOP) -> float:
     return score(TASK, Example("", str(result)), text, stop)
 
 
 @pytest.mark.parametrize("num_steps", range(1, 8))
 def test_clean_demonstrations_score_1_and_damaged_ones_0(num_steps: int) -> None:
-    for problem in drawn(3, Stream.TRAIN, 100, num_steps):
+    hard = Difficulty([i == num_steps for i in range(1, 8)])
+    for index in range(100):
+        problem = draw_problem(3, Stream.TRAIN, index, hard)
         answer, total = demonstration(problem), problem.start
         assert len(problem.steps) == num_steps and grade(problem.result, answer) == 1.0
         assert grade(problem.result, answer, StopReason.LENGTH) == 0.0
