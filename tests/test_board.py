@@ -40,26 +40,6 @@ def test_a_spawned_worker_writes_its_own_row_and_a_reset_keeps_its_totals() -> N
         assert [board.total(worker, column) for column in Total] == totals
 
 
-def test_the_same_state_again_is_a_heartbeat_and_keeps_since(clock: SimpleNamespace) -> None:
-    board = Board(1)
-    writer = board.writer(0)
-
-    def check(since_s: float, beat_s: float) -> None:
-        assert (board.row(0).since_s, board.row(0).beat_s) == (since_s, beat_s)
-
-    writer.enter(State.GENERATING)
-    clock.now += 3
-    check(3, 3)
-    writer.enter(State.GENERATING)
-    check(3, 0)
-    writer.enter(State.GENERATING, anew=True)
-    check(0, 0)
-    for renew in (lambda: writer.enter(State.TRAINING), lambda: board.reset(0)):
-        clock.now += 3
-        renew()
-        check(0, 0)
-
-
 @pytest.mark.parametrize("state", State)
 def test_idle_time_counts_while_a_worker_waits_and_only_then(
     state: State, clock: SimpleNamespace

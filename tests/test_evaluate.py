@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from test_cli import minirl
 
-from minirl.cli import main
 from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.recipe import build, to_toml
@@ -84,28 +83,6 @@ def test_problems_are_asked_in_turns_where_memory_is_short() -> None:
     assert num_at_once(Config(), 1000, 4) == 1000
     long = build({"rollout.max_new_tokens": 10**6})
     assert num_at_once(long, 1000, 4) == 2 * 256 // 4 + 1
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ("eval", "MODEL_OR_RUN"),
-        ("eval no/such/folder --task gsm8k", "no such folder"),
-        ("eval tiny --task gsm9k", 'did you mean "gsm8k"'),
-        ("eval tiny --task arithmetic --k 0", "value for '--k'"),
-        ("eval tiny --task arithmetic --set devices.rollout=99", "rollout = 99"),
-        ("eval --compare pyproject.toml Makefile", "no results of an eval"),
-        ("sample tiny hello -n 0", "value for '-n'"),
-    ],
-)
-def test_wrong_input_is_one_line(
-    args: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["minirl", *args.split()])
-    with pytest.raises(SystemExit) as end:
-        main()
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and words in said and said.count("\n") == 1
 
 
 @pytest.mark.vllm

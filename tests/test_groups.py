@@ -1,12 +1,12 @@
-"""A group's life without processes. By example: turns, retries, blame. And under random histories:
-engines, verifiers and ranks that die, several turns, filters, aborts, rollbacks and evaluations.
-Every group ends exactly once, nothing of it is left in any table, no cell is reused while a worker
-may touch it, the ledger adds up, and the staleness bound holds.
+"""A group's life without processes, under random histories: engines, verifiers and ranks that die,
+several turns, filters, aborts, rollbacks, resumes and evaluations. Every group ends exactly once,
+nothing of it is left in any table, no cell is reused while a worker may touch it, the ledger adds
+up, and the staleness bound holds.
 """
 
 import random
 from collections import Counter, deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import pytest
@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minirl.buffer import AUTO, Buffer, History, OnStale, republished_as
-from minirl.config import Config
 from minirl.evaluation import Evaluation
 from minirl.groups import Groups, Phase, Sends
 from minirl.messages import (
@@ -31,11 +30,13 @@ from minirl.messages import (
     Submit,
     TurnEnded,
 )
+from minirl.recipe import build
 from minirl.records import Batch, Drop, Example, Group, Prompt, StopReason, Trajectory
 from minirl.tasks.prompts import Consumed, PromptStream
 
-TURN = Trajectory(0, 14, 4, StopReason.STOP, 0, 0)  # of a prompt of ten tokens
 TOO_LONG = 17  # every so manieth prompt
+FIXED = {"tasks.max_prompt_tokens": 8, "rollout.max_new_tokens": 20, "rollout.max_turns": 3}
+FIXED |= {"buffer.drop_equal_rewards": True, "buffer.mask_truncated": True}
 
 
 class Numbers:
@@ -50,103 +51,6 @@ class Numbers:
         return [int(text)] * (9 if int(text) % TOO_LONG == TOO_LONG - 1 else 1)
 
 
-def config_of(eta: int = 2, batch_size: int = 2, group_size: int = 2, **tasks: object) -> Config:
-    base = Config()
-    return replace(
-        base,
-        tasks=replace(base.tasks, max_prompt_tokens=8, **tasks),
-        rollout=replace(base.rollout, max_new_tokens=20, max_turns=3, group_size=group_size),
-        buffer=replace(
-            base.buffer, max_staleness=eta, drop_equal_rewards=True, mask_truncated=True
-        ),
-        train=replace(base.train, batch_size=batch_size, steps=10**6),
-    )
-
-
-def groups_of(
-    config: Config,
-    engines: int,
-    verifiers: int,
-    rule: OnStale = OnStale.MASK,
-    history: History | None = None,
-    target: float | None = None,
-    consumed: Consumed | None = None,
-) -> Groups:
-    stream = PromptStream(Numbers(), Numbers(), 0, consumed)  # type: ignore[arg-type]
-    size, eta = config.train.batch_size, config.buffer.max_staleness
-    buffer = Buffer(size, eta, rule, history, target)
-    return Groups(config, stream, buffer, engines, verifiers, note=lambda text: None)
-
-
-# By example ---------------------------------------------------------------------------------------
-
-
-class Desk:
-    """Two groups of two, at two engines, and one verifier."""
-
-    def __init__(self, eta: int = 2, **tasks: object):
-        self.groups = groups_of(config_of(eta, **tasks), engines=2, verifiers=1)
-        sends = self.groups.begin(2, [0, 0], 0, 0.0)
-        assert [name for name, _ in sends] == ["rollout-0", "rollout-1"]
-
-    def turn(self, group_id: int, place: int = 0, turn: Trajectory = TURN) -> Sends:
-        return self.groups.handle(group_id, TurnEnded(((group_id, place, turn),)), 0.0)
-
-    def reply(self, group_id: int, place: int, *tokens: int) -> Sends:
-        return self.groups.handle(0, Replied(group_id, place, tokens), 0.0)
-
-    def finish(self, group_id: int) -> Grade:
-        both = tuple((group_id, place, TURN) for place in (0, 1))
-        ((name, request),) = self.groups.handle(group_id, Finished(both), 0.0)
-        assert name == "verify-0" and isinstance(request, Grade)
-        return request
-
-
-@pytest.mark.parametrize(
-    ("turn", "reply", "continues"),
-    [
-        (TURN, (), None),
-        (TURN, (7,) * 15, True),  # one written token fits after it
-        (TURN, (7,) * 16, False),
-        (TURN._replace(num_replied=11), (7,) * 4, True),
-        (TURN._replace(num_replied=11), (7,) * 5, False),
-        (TURN._replace(num_turns=2), (7,), True),
-        (TURN._replace(num_turns=3), (7,), False),
-        (TURN._replace(num_turns=3), (), None),  # it ends by itself
-    ],
-)
-def test_a_reply_continues_an_answer_unless_there_is_no_room_for_more(
-    turn: Trajectory, reply: tuple[int, ...], continues: bool | None
-) -> None:
-    desk = Desk()
-    ((name, ask),) = desk.turn(1, 0, turn)
-    assert name == "verify-0" and isinstance(ask, Ask) and ask.trajectory == turn
-    sends = desk.reply(1, 0, *reply)
-    assert sends == [("rollout-1", Continue(((1, 0, reply if continues else ()),)))]
-    ended = {True: {}, False: {0: turn._replace(stop=StopReason.LENGTH)}, None: {0: turn}}
-    assert desk.groups.states[1].done == ended[continues]
-
-
-def test_a_verifier_killed_from_outside_is_retried_once_and_then_the_reward_is_blamed() -> None:
-    desk = Desk()
-    request = desk.finish(0)
-    assert desk.groups.verifier_lost(0, 0, "SIGKILL", is_outside=True) == [("verify-0", request)]
-    assert desk.groups.verifier_lost(0, 0, "SIGKILL", is_outside=True) == []
-    assert desk.groups.buffer.drops == {Drop.REWARD_ERROR: 1} and 0 not in desk.groups.states
-
-
-def test_one_bad_reward_costs_one_answer_where_one_may_fail() -> None:
-    desk = Desk(max_failures=1)
-    desk.finish(0)
-    ((_, again),) = desk.groups.verifier_lost(0, 1, "too slow", is_late=True)
-    assert isinstance(again, Grade) and again.skip == (1,)
-    desk.groups.verifier_lost(0, 0, "too slow", is_late=True)
-    assert desk.groups.buffer.drops == {Drop.REWARD_TIMEOUT: 1}
-
-
-# Under random histories ---------------------------------------------------------------------------
-
-
 @dataclass
 class Answer:
     """A trajectory that an engine writes."""
@@ -154,6 +58,7 @@ class Answer:
     cell: int
     versions: list[int] = field(default_factory=list)  # of its tokens
     turns: int = 0
+    replied: int = 0
     is_parked: bool = False
 
 
@@ -188,9 +93,10 @@ class House:
     def __init__(self, rule: OnStale, seed: int):
         self.dice, self.rule, self.now = random.Random(seed), rule, 0.0
         dice = self.dice
-        eta, batch = dice.choice([0, 1, 1, 2, 3, 5]), dice.choice([1, 1, 2, 3, 4, 8])
-        size = dice.randint(2, 3)
-        self.config = config_of(eta, batch, size, max_failures=dice.choice([0, 0, 1]))
+        eta, size = dice.choice([0, 1, 1, 2, 3, 5]), dice.randint(3, 4)
+        drawn = {"buffer.max_staleness": eta, "rollout.group_size": size}
+        drawn |= {"train.batch_size": dice.choice([1, 1, 2, 3, 4, 8])}
+        self.config = build(FIXED | drawn | {"tasks.max_failures": dice.choice([0, 0, 1])})
         self.target = dice.choice([None, AUTO, AUTO, 0.0, 0.5, float(eta)])
         self.equal_share = dice.choice([0.0, 0.3, 0.8])  # of the groups: all rewards are alike
         self.slow_share = dice.choice([0.0, 0.5, 0.9])  # of the verifiers, at any time
@@ -204,8 +110,11 @@ class House:
     def begin(self, saved: Checkpoint) -> None:
         """A new process: nothing is in flight."""
         self.saved, self.step, history = saved, saved.step, saved.history
-        parts = self.num_engines, self.num_verifiers, self.rule, history, self.target
-        self.groups = groups_of(self.config, *parts, Consumed(*saved.consumed))
+        stream = PromptStream(Numbers(), Numbers(), 0, Consumed(*saved.consumed))  # type: ignore
+        size, eta = self.config.train.batch_size, self.config.buffer.max_staleness
+        buffer = Buffer(size, eta, self.rule, history, self.target)
+        parts = self.num_engines, self.num_verifiers, lambda text: None
+        self.groups = Groups(self.config, stream, buffer, *parts)
         self.engines = [Engine(history.version) for _ in range(self.num_engines)]
         self.asked: dict[int, Grade | Ask] = {}  # what each verifier has
         self.latest = self.base = history.version
@@ -261,6 +170,7 @@ class House:
                 for *at, tokens in message.replies:
                     if tokens and tuple(at) in engine.answers:
                         engine.answers[*at].is_parked = False
+                        engine.answers[*at].replied += len(tokens)
                     else:
                         engine.answers.pop(tuple(at), None)
 
@@ -315,10 +225,10 @@ class House:
             if self.happens(0.9 if at[0] in engine.is_eval else 0.3):
                 continue
             self.tokens[answer.cell] = answer.versions
-            turns, replied = answer.turns + 1, 2 * answer.turns
+            turns = answer.turns + 1
             stop = StopReason.LENGTH if self.happens(0.2) else StopReason.STOP
             versions = answer.versions[0], answer.versions[-1]
-            done = Trajectory(answer.cell, 30, 4, stop, *versions, replied, turns)
+            done = Trajectory(answer.cell, 30, 4, stop, *versions, answer.replied, turns)
             if stop is StopReason.STOP and self.happens(0.3):
                 answer.turns, answer.is_parked = turns, True
                 engine.said.append(TurnEnded(((*at, done),)))
@@ -339,9 +249,7 @@ class House:
         for rank in [rank for rank in self.asked if not self.happens(self.slow_share)]:
             request = self.asked.pop(rank)
             if isinstance(request, Ask):
-                error = "!" if self.happens(0.05) else ""
-                tokens = () if error or self.happens(0.4) else (7, 7)
-                message: object = Replied(request.group_id, request.place, tokens, error)
+                self.reply(rank, request)
             else:
                 count, is_equal = len(request.trajectories), self.happens(self.equal_share)
                 right = [1.0 if is_equal else float(i % 2) for i in range(count)]
@@ -349,7 +257,23 @@ class House:
                 is_bad = rewards.count(None) > request.max_failures
                 answer = ((), ()) if is_bad else (tuple(rewards), ("text",) * count)
                 message = Graded(request.group_id, *answer, error="!" if is_bad else "")
-            self.deliver(self.groups.handle(rank, message, self.now))
+                self.deliver(self.groups.handle(rank, message, self.now))
+
+    def reply(self, rank: int, ask: Ask) -> None:
+        """It continues an answer, unless there is no room for a written token after it."""
+        error = "!" if self.happens(0.05) else ""
+        tokens = () if error or self.happens(0.4) else (7,) * self.dice.choice([1, 15, 16])
+        state, turn = self.groups.states.get(ask.group_id), ask.trajectory
+        is_awaited = state is not None and state.asked.get(ask.place) is ask
+        replied = Replied(ask.group_id, ask.place, tokens, error)
+        self.deliver(self.groups.handle(rank, replied, self.now))
+        if state is None or not is_awaited or error:
+            return
+        num_new, rollout = turn.num_new + len(tokens), self.config.rollout
+        has_room = num_new < rollout.max_new_tokens and turn.num_turns < rollout.max_turns
+        ended = None if has_room else turn._replace(stop=StopReason.LENGTH)
+        assert state.done.get(ask.place) == (ended if tokens else turn)
+        self.seen["no room"] += bool(tokens) and not has_room
 
     def learn(self) -> None:
         expired = self.buffer.expired()
@@ -418,12 +342,23 @@ class House:
         self.seen["engine lost"] += 1
 
     def kill_verifier(self) -> None:
-        if self.asked:
-            rank = self.dice.choice(list(self.asked))
-            del self.asked[rank]
-            how = self.dice.choice([{}, {"is_late": True}, {"is_outside": True}])
-            self.deliver(self.groups.verifier_lost(rank, 0, "it died", **how))
-            self.seen["verifier lost"] += 1
+        """Killed from outside: one retry. Else the reward is blamed, if no more may fail."""
+        if not self.asked:
+            return
+        rank = self.dice.choice(list(self.asked))
+        request = self.asked.pop(rank)
+        state = self.groups.states.get(request.group_id)
+        was_retried = state is not None and state.was_retried
+        is_outside, is_late = self.dice.choice([(False, False), (False, True), (True, False)])
+        before = Counter(self.buffer.drops)
+        self.deliver(self.groups.verifier_lost(rank, 0, "it died", is_late, is_outside))
+        if state is not None and state.evaluation is None and isinstance(request, Grade):
+            is_spared = (is_outside and not was_retried) or len(request.skip) < request.max_failures
+            reason = Drop.REWARD_TIMEOUT if is_late else Drop.REWARD_ERROR
+            blamed = Drop.WORKER_DIED if state.is_abandoned else reason
+            assert self.buffer.drops - before == ({} if is_spared else {blamed: 1})
+            self.seen["spared"] += is_spared
+        self.seen["verifier lost"] += 1
 
     def kill_ranks(self) -> None:
         """Perhaps when their version is out, and the controller does not know it yet."""
@@ -595,7 +530,7 @@ def test_the_random_histories_go_through_what_they_claim(rule: OnStale) -> None:
         drops += house.buffer.drops
     losses = "engine lost, verifier lost, trained in vain, outlived its trainer, resumed"
     expected = {*losses.split(", "), "turns", "void", "evaluated", "several versions"}
-    expected |= {"masked", "held back", "old head bound"}
+    expected |= {"masked", "held back", "old head bound", "no room", "spared"}
     expected |= {"aborted"} if rule is OnStale.DROP else set()
     expected |= set() if rule is OnStale.WAIT else {"untrainable"}
     assert expected <= seen.keys() and drops.keys() == set(Drop), (seen, drops)
