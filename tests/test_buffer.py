@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minirl.buffer import AUTO, Admission, Buffer, OnStale, Ticket, republished_as
-from minirl.records import Drop, Group, StopReason, Trajectory
+from minirl.records import Group, StopReason, Trajectory
 
 
 def done(ticket: Ticket, head: int | None = None, tail: int | None = None) -> Group:
@@ -57,15 +57,6 @@ def test_republished_weights_seem_no_nearer_than_they_are(base: int, since: int)
 
 
 # Admission control --------------------------------------------------------------------------------
-
-
-def test_admission_control_holds_groups_back_and_slots_stay_what_they_are() -> None:
-    buffer = Buffer(2, 8, target_staleness=1)
-    assert (buffer.num_free, buffer.num_to_admit(99, 0), buffer.num_to_admit(3, 0)) == (18, 4, 3)
-    tickets = fill(buffer, 4)
-    assert (buffer.num_free, buffer.num_to_admit(99, 0)) == (14, 0)
-    buffer.drop(tickets[0].group_id, Drop.EQUAL_REWARDS)
-    assert buffer.num_to_admit(99, 0) == 1 and buffer.num_to_admit(3, 0) == 0
 
 
 def test_groups_in_flight_are_a_fixed_number_of_batches_or_cover_the_turn_around() -> None:

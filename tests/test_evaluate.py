@@ -10,9 +10,9 @@ from test_cli import minirl
 
 from minirl.config import Config
 from minirl.errors import RecipeError
-from minirl.recipe import build, to_toml
+from minirl.recipe import to_toml
 from minirl.tools.collect import Attempt, as_overrides, resolve
-from minirl.tools.evaluate import Result, compare, num_at_once, read, summarise
+from minirl.tools.evaluate import Result, compare, read, summarise
 
 
 def result(problem: int, *rewards: float | None) -> Result:
@@ -77,12 +77,6 @@ def test_a_run_gives_its_recipe_and_a_checkpoint_and_a_model_needs_a_task(
         resolve(str(tied_folder))
     config = resolve(str(tied_folder), None, ["tasks.kind=arithmetic"]).config
     assert config.model.path == str(tied_folder)
-
-
-def test_problems_are_asked_in_turns_where_memory_is_short() -> None:
-    assert num_at_once(Config(), 1000, 4) == 1000
-    long = build({"rollout.max_new_tokens": 10**6})
-    assert num_at_once(long, 1000, 4) == 2 * 256 // 4 + 1
 
 
 @pytest.mark.vllm

@@ -79,18 +79,6 @@ def test_clean_demonstrations_score_1_and_damaged_ones_0(num_steps: int) -> None
         assert total == problem.result and len(set(verbs)) == len(verbs), "no verb comes twice"
 
 
-def test_the_number_after_the_last_mark_counts() -> None:
-    right = ["#### 9", " #### 9.", "#### 4 #### 9", "7+2=9. #### 9 plums"]
-    wrong = ["", "9", "####", "#### ", "#### nine", "#### 9 #### ", "####9"]
-    assert all(grade(9, text) == (text in right) for text in right + wrong)
-
-
-def test_few_problems_are_held_out_as_far_as_they_go() -> None:
-    few = Arithmetic(TasksConfig())
-    few.difficulty = Difficulty([1], max_start=2, max_amount=1, max_total=3)
-    assert 0 < len(few.heldout(500)) < 500
-
-
 REPLIES = [
     *((" so <<12*3>>", " = 36"), ("<< (7+5) / 8 >>", " = 1.5"), ("<<1/3>>", " = 0.333333")),
     *(("<<3-10>>", " = -7"), ("1+2>>", " = 3"), ("#### 36", None), ("<<1+2", None)),

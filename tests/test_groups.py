@@ -429,6 +429,7 @@ class House:
         assert ledger.in_flight == buffer.num_in_flight == len(own)
         assert ledger.submitted == ledger.trained + ledger.dropped + ledger.in_flight
         assert ledger.trained == buffer.batch_size * self.step
+        assert buffer.num_slots == (buffer.max_staleness + 1) * buffer.batch_size
         assert buffer.num_free == buffer.num_slots - len(own), "a slot was lost"
         assert 0 <= self.num_to_admit() <= buffer.num_free
         cells = [cell for state in states.values() for cell in state.cells]

@@ -9,7 +9,7 @@ from typing import Any
 
 from minirl.config import ALGORITHMS
 from minirl.errors import toml_value
-from tests.docs import lines, results
+from tests.docs import results
 from tests.docs.results import BLOCK, PAGE, draw, render
 
 ROOT = PAGE.parents[1]
@@ -30,8 +30,6 @@ def test_the_page_is_what_its_files_say(tmp_path: Path) -> None:
     path = PAGE.parent / "results" / "staleness-naive.svg"
     draw(tmp_path / path.name, "naive", plots[path])
     assert (tmp_path / path.name).read_text() == path.read_text(), "the same curves, the same file"
-    missing, _ = render("A <!-- bench none.json -->\nold <!-- end --> B", tmp_path)
-    assert missing == "A <!-- bench none.json -->\nNot measured yet.\n<!-- end --> B"
 
 
 def test_figures_in_the_text_are_those_of_the_files() -> None:
@@ -82,10 +80,3 @@ def test_links_lead_somewhere_and_the_readme_to_every_page() -> None:
 
 def test_the_pages_are_short() -> None:
     assert sum(len(page.read_text().split()) for page in PAGES) <= MAX_WORDS
-
-
-def test_lines_are_counted_by_room() -> None:
-    rooms = lines.by_room()
-    assert {"minirl/*.py", "minirl/train/", "minirl/view/", "tests/"} <= rooms.keys()
-    counts = {name: lines.count(paths) for name, paths in rooms.items()}
-    assert sum(counts.values()) == 2 * counts["minirl/"] + counts["tests/"]

@@ -3,7 +3,6 @@
 The last rows are all of it, and the tests without tests/bench and tests/soak.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -19,10 +18,7 @@ def by_room() -> dict[str, list[Path]]:
     return {**rooms, "minirl/": list(package.rglob("*.py")), "tests/": tests}
 
 
-def count(paths: Iterable[Path]) -> int:
-    return sum(path.read_bytes().count(b"\n") for path in paths)
-
-
 if __name__ == "__main__":
     for name, paths in by_room().items():
-        print(f"{name:<16}{count(paths):>7,} lines{len(paths):>5} files")
+        num_lines = sum(path.read_bytes().count(b"\n") for path in paths)
+        print(f"{name:<16}{num_lines:>7,} lines{len(paths):>5} files")
