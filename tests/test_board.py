@@ -40,6 +40,21 @@ def test_a_spawned_worker_writes_its_own_row_and_a_reset_keeps_its_totals() -> N
         assert [board.total(worker, column) for column in Total] == totals
 
 
+def test_the_same_state_again_is_a_heartbeat_and_keeps_since(clock: SimpleNamespace) -> None:
+    board = Board(1)
+    writer, found = board.writer(0), []
+    generating, again = (State.GENERATING, False), (State.GENERATING, True)
+    for state, anew in (generating, generating, again, (State.TRAINING, False)):
+        clock.now += 3
+        writer.enter(state, anew)
+        found.append((board.row(0).since_s, board.row(0).beat_s))
+    assert found == [(0, 0), (3, 0), (0, 0), (0, 0)]
+    clock.now += 3
+    assert board.row(0).beat_s == 3
+    board.reset(0)
+    assert board.row(0).beat_s == board.row(0).since_s == 0
+
+
 @pytest.mark.parametrize("state", State)
 def test_idle_time_counts_while_a_worker_waits_and_only_then(
     state: State, clock: SimpleNamespace
