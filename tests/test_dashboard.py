@@ -2,30 +2,47 @@
 
 import math
 import time
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
+from run_dirs import log_of, make_config
 from test_cli import minirl
 
+from minirl.buffer import Buffer
 from minirl.run_dir import hold
 from minirl.shm.board import Row, State
-from minirl.view.dashboard import KEYS, SPEED, Lane, Sample, Status, lane_state, look, picture
+from minirl.view import dashboard
+from minirl.view.dashboard import (
+    KEYS,
+    SPEED,
+    TRENDS,
+    Lane,
+    Sample,
+    Status,
+    lane_state,
+    look,
+    picture,
+)
 
 NOW = 1_700_000_000.0
 LAST = {"step": 40, "seconds": 320.0, "reward/mean": 0.7, "train/tokens_per_s": 12033.0}
 WORDS = (
-    "step 40/100   40%  5:21  ETA 8:00; generation-bound: trainers idle 41%; 96 slots; 90% busy; "
-    "rollout-0 generating 31 at v40; reward 0.931, from 0.064; held-out 81.0%, from 21.0%; 71%; "
-    "12,033 tok/s; sample 1/6 of step 5; > 7 + 12; was killed by SIGKILL; q finish and save"
+    "step 40/100   40%  5:21  ETA 8:00; generation-bound: trainers idle 41%; 96 slots; █░; "
+    " 87% work   3% weights; rollout-0 generating 31 at v40; reward 0.931, from 0.064; "
+    "held-out 81.0% (76–86), from 21.0%;    86.0% ; ● ; version 0 ;  40; sample 1/6 of step 5; "
+    "71%; 12,033 tok/s; > 7 + 12; was killed by SIGKILL; q finish and save; "
+    "1,203 groups dropped: 1,200 equal rewards, 3 reward error"
 )
 
 
 def example(**changes: Any) -> Status:
-    engine = Lane("rollout-0", "generating 31 at v40", "░" * 6 + "█" * 53 + "▓")
+    engine = Lane("rollout-0", "generating 31 at v40", [(0.0, 0.0)] * 6 + [(0.97, 0.03)] * 54)
     rewards = [(float(step), 1 - math.exp(-step / 15)) for step in range(1, 41)]
     values: dict[str, Any] = {
         "name": "smoke-20260101-120000",
@@ -35,10 +52,12 @@ def example(**changes: Any) -> Status:
         "steps": 100,
         "seconds": 321.0,
         "verdict": "generation-bound: trainers idle 41%, one GPU more for rollout would give +20%",
-        "lanes": [engine, Lane("train-0", "waiting for batch", "█░" * 30)],
+        "lanes": [engine, Lane("train-0", "waiting for batch", [(0.2, 0.8)])],
         "slots": {"sampling": 48, "grading": 2, "ready": 12, "training": 32, "free": 2},
         "staleness": [71000, 24000, 5000],
-        "curves": {"reward/mean": rewards, "eval/accuracy": [(0.0, 0.21), (30.0, 0.81)]},
+        "curves": {"reward/mean": rewards, **dict.fromkeys(TRENDS, rewards)},
+        "evaluations": [(0, 0.21, 0.16, 0.26), (30, 0.81, 0.76, 0.86)],
+        "drops": {"reward_error": 3, "equal_rewards": 1200},
         "last": LAST,
         "samples": [Sample(f"of step {step}", "How many?", "7 + 12\n= 19") for step in range(6)],
         "notes": [(0.1, "waiting for workers"), (99.0, "rollout-1 was killed by SIGKILL")],
@@ -59,13 +78,15 @@ numbers = st.one_of(st.floats(), st.integers(-5, 10**9).map(float))
 counts = st.integers(0, 10**6)
 text = st.text(st.characters(codec="utf-8"), max_size=60)
 curves = st.dictionaries(
-    st.sampled_from(["reward/mean", "eval/accuracy", SPEED[0][0]]),
+    st.sampled_from(["reward/mean", *TRENDS, SPEED[0][0]]),
     st.lists(st.tuples(numbers, numbers), max_size=20),
 )
 statuses = st.builds(
     Status, name=text, time=st.just(NOW), state=st.sampled_from(["starting", "running", "failed"]),
     doing=text, reason=text, step=counts, steps=counts, seconds=numbers, verdict=text,
-    curves=curves, lanes=st.lists(st.builds(Lane, text, text, text), max_size=20),
+    curves=curves, evaluations=st.lists(st.tuples(counts, numbers, numbers, numbers), max_size=5),
+    lanes=st.lists(st.builds(Lane, text, text, st.lists(st.tuples(numbers, numbers))), max_size=20),
+    drops=st.dictionaries(text, counts),
     slots=st.dictionaries(st.sampled_from(["sampling", "ready"]), counts),
     staleness=st.lists(counts, max_size=12),
     last=st.dictionaries(st.sampled_from([row[0] for row in SPEED]), numbers),
@@ -98,6 +119,67 @@ def test_another_sample_silence_and_the_end() -> None:
     assert ended in lines_of(failed, 80, 24, now=NOW + 90)[1]
     assert lane_state(Row(State.GENERATING, 95.0, 95.0, 3, 8)) == "generating, silent 1:35"
     assert lane_state(Row(State.STARTING, 95.0, 95.0, 3, 8)) == "starting"
+
+
+def test_a_lane_is_as_high_as_its_share_at_work_and_shows_weights_where_they_took_the_most() -> (
+    None
+):
+    shown = [(1.0, 0.0), (0.97, 0.03), (0.5, 0.0), (0.3, 0.7), (0.0, 0.0), (math.nan, 9.0)]
+    drawn = "".join(segment.text for segment in dashboard.lane(Lane("a", "b", shown), 118))
+    assert drawn.split()[2:] == ["██▄▓·▓", "46%", "work", "29%", "weights"]
+    assert "%" not in "".join(segment.text for segment in dashboard.lane(Lane("a", "b"), 118))
+
+
+def test_evaluations_are_dots_with_intervals_over_versions() -> None:
+    lines = dashboard.evaluations(example(), 30, 10)
+    _, *rows, axis = ["".join(segment.text for segment in line) for line in lines]
+    column = [[row[9 + x] for row in rows] for x in (0, 15)]  # version 30 of 40
+    assert column == [[*"      ●│"], [*"●│      "]]
+    assert rows[0].split()[0] == "86.0%" and rows[-1].split()[0] == "16.0%"
+    assert axis.split() == ["version", "0", "40"] and len(axis) == 30
+    one = example(evaluations=[(0, 0.0, 0.0, 0.1)], step=0)
+    assert "held-out 0.0% (0–10), at version 0" in "\n".join(lines_of(one, 80, 24))
+    assert "not evaluated yet" in "\n".join(lines_of(example(evaluations=[]), 80, 24))
+
+
+def test_what_starts_is_not_at_work_and_the_verdict_says_that_admission_holds_engines_back(
+    tmp_path: Path,
+) -> None:
+    workers, buffer = log_of(tmp_path, make_config())._workers, Buffer(2, 3, target_staleness=0.0)
+    engine, rank = workers.all
+    loop: Any = SimpleNamespace(workers=workers, engines=[engine], ranks=[rank], buffer=buffer)
+    loop.groups, loop.is_interrupted = SimpleNamespace(evaluation=None), False
+    reporter = dashboard.Reporter(loop, deque(), None)
+    board = workers.board.writer(engine.row)
+    board.enter(State.RELOADING)  # its first weights
+    assert [reporter._lane(engine).seconds for _ in range(3)] == [[], [], []]
+    assert reporter._doing() == "starting rollout-0, train-0"
+    engine.is_ready = rank.is_ready = True
+    board.enter(State.GENERATING)
+    assert reporter._lane(engine).seconds == [(1.0, 0.0)]
+    board.enter(State.WAITING_FOR_PROMPTS)
+    assert reporter._doing() == ""
+    for prompt in range(2):
+        buffer.admit(prompt, 0)
+    held_back = "engines wait: admission control holds them back (2 of 8 slots)"
+    assert reporter._doing() == held_back
+    board.enter(State.GENERATING)
+    assert reporter._doing() == ""
+
+
+def test_trends_stand_where_there_is_room() -> None:
+    assert all(name not in "\n".join(lines_of(example(), 80, 24)) for name in TRENDS.values())
+    shown = "\n".join(lines_of(example(), 120, 40))
+    assert all(f"{name} 0.93, from 0.064" in shown for name in TRENDS.values())
+
+
+def test_plots() -> None:
+    rows, low, high = dashboard.braille(tuple(i / 19 for i in range(20)), 3)
+    assert (low, high, len(rows[0])) == (0.0, 1.0, 10)
+    assert rows[0][0] == "⠀" != rows[0][-1] and rows[2][-1] == "⠀" != rows[2][0]
+    assert dashboard.resample(((0.0, 0.0), (10.0, 1.0)), 5) == (0.0, 0.25, 0.5, 0.75, 1.0)
+    assert dashboard.resample(((0.0, 0.0), (1.0, 2.0), (2.0, 4.0), (3.0, 6.0)), 2) == (1.0, 5.0)
+    assert [dashboard.bar(n, 4) for n in (0.0, 1e-6, 9.0)] == ["░░░░", "▏░░░", "████"]
 
 
 def test_a_status_comes_back_from_its_file_whatever_else_is_in_it(tmp_path: Path) -> None:

@@ -93,21 +93,30 @@ CHARTS = (
 )
 
 
-def draw_charts(found: Families) -> Iterator[tuple[Chart, Any]]:
-    """A figure for each chart that has a point."""
+def draw_charts(found: Families) -> Iterator[tuple[Chart, Any, str]]:
+    """A figure for each chart that has a point, and the value of one that never changes. Wall time
+    only where runs are compared."""
     several = len(found) > 1  # then colour distinguishes families
-    for chart in CHARTS:
-        figure, (axes,) = new_figure(4.8, 3.0)
-        for n, (first, runs) in enumerate(found.items()):
-            label = first + (f", {len(runs)} seeds" if len(runs) > 1 else "")
-            for place, (word, name) in enumerate(chart.series.items()):
-                if points := chart.curve(runs, name):
+    for chart in CHARTS if several else [chart for chart in CHARTS if chart.x != "seconds"]:
+        figure, (axes,) = new_figure(3.9, 2.6)  # in a column of the page its text has 12 px
+        for n, (name, runs) in enumerate(found.items()):
+            label = name + (f", {len(runs)} seeds" if len(runs) > 1 else "")
+            for place, (word, value) in enumerate(chart.series.items()):
+                if points := chart.curve(runs, value):
+                    xs, ys, lows, highs = zip(*points, strict=True)
                     colour = CURVES[(n if several else place) % len(CURVES)]
-                    words = " · ".join([label] * several + [word] * bool(word))
-                    _plot(axes, points, colour, "--" if several and place else "-", words)
+                    style = ("--" if several and place else "-") + "o" * (len(xs) < 12)
+                    words = ("_" if place else label) if several else word or "_"
+                    axes.plot(xs, ys, style, color=colour, markersize=4, label=words)
+                    if lows != highs:
+                        axes.fill_between(xs, lows, highs, color=colour, alpha=0.2, linewidth=0)
+        for place, word in enumerate(chart.series if several and axes.lines else ()):
+            axes.plot([], [], "--" if place else "-", color=GREY, label=word or "_")
         if axes.lines:
             _finish(axes, chart, found)
-            yield chart, figure
+            shown = {float(y) for line in axes.lines for y in line.get_ydata()}
+            value = format(min(shown), ".1%" if chart.is_share else ".3g")
+            yield chart, figure, "" if len(shown) > 1 else f"{chart.title.lower()} {value}"
 
 
 def new_figure(width: float, height: float, rows: int = 1, **options: Any) -> tuple[Any, Any]:
@@ -123,14 +132,6 @@ def new_figure(width: float, height: float, rows: int = 1, **options: Any) -> tu
     return figure, panels
 
 
-def _plot(axes: Any, points: Sequence[Point], colour: str, style: str, label: str) -> None:
-    xs, ys, lows, highs = zip(*points, strict=True)
-    marker = "o" if len(xs) < 12 else None
-    axes.plot(xs, ys, style, color=colour, marker=marker, markersize=4, label=label or "_")
-    if lows != highs:
-        axes.fill_between(xs, lows, highs, color=colour, alpha=0.2, linewidth=0)
-
-
 def _finish(axes: Any, chart: Chart, found: Families) -> None:
     if chart.name == "staleness":
         for eta in {number(runs[0].recipe, "buffer.max_staleness") for runs in found.values()}:
@@ -141,8 +142,10 @@ def _finish(axes: Any, chart: Chart, found: Families) -> None:
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
     axes.set_xlabel(chart.x)
     axes.set_title(chart.title, loc="left", fontsize=11, fontweight="bold", color=GREY)
-    if axes.get_legend_handles_labels()[1]:
-        place = {"loc": "outside lower left", "ncols": 2, "fontsize": 9}
+    if labels := axes.get_legend_handles_labels()[1]:
+        num = 1 if max(map(len, labels)) > 18 else 2  # columns in which no name is cut
+        place = {"loc": "outside lower left", "ncols": num}
+        axes.figure.set_figheight(2.4 + 0.2 * math.ceil(len(labels) / num))
         axes.figure.legend(frameon=False, labelcolor=GREY, **place)
 
 
@@ -157,15 +160,19 @@ STATE_COLOURS = {  # by a word of the slice's name, of which the first counts; w
 
 
 def read_rows(run_dir: Path) -> Rows:
-    """The last steps before the last one, which an evaluation follows. Empty: no trace."""
+    """The last steps before the last one, which an evaluation follows. Empty: no trace. The many
+    lines of sequences are not parsed, torn ones dropped."""
     names: dict[int, str] = {}
     found: Rows = defaultdict(list)
-    for event in _events(run_dir / "trace.json"):
-        if event["name"] == "process_name":
-            names[event["pid"]] = event["args"]["name"]
-        elif event["ph"] == "X":
-            worker, start = names.get(event["pid"], ""), event["ts"] / 1e6
-            found[worker].append((event["name"], start, event["dur"] / 1e6))
+    with suppress(OSError), (run_dir / "trace.json").open(errors="replace") as file:
+        for text in (text for text in file if f'"tid":{STATES},' in text):
+            with suppress(ValueError):
+                event = json.loads(text.strip().removesuffix(","))
+                if event["name"] == "process_name":
+                    names[event["pid"]] = event["args"]["name"]
+                elif event["ph"] == "X":
+                    worker, start = names.get(event["pid"], ""), event["ts"] / 1e6
+                    found[worker].append((event["name"], start, event["dur"] / 1e6))
     steps = [start for name, start, _ in found["train-0"] if name.startswith(STEP)]
     begin, end = (steps[-1 - NUM_STEPS :][0], steps[-1]) if len(steps) > 1 else (0.0, 0.0)
     rows: Rows = {}
@@ -173,15 +180,6 @@ def read_rows(run_dir: Path) -> Rows:
         cut = [(name, max(a, begin), min(a + length, end)) for name, a, length in found[worker]]
         rows[worker] = [(name, a - begin, b - a) for name, a, b in cut if b > a]
     return rows
-
-
-def _events(path: Path) -> Iterator[dict[str, Any]]:
-    """States and names; the many lines of sequences are not parsed, torn ones dropped."""
-    with suppress(OSError), path.open(errors="replace") as file:
-        for text in file:
-            if f'"tid":{STATES},' in text:
-                with suppress(ValueError):
-                    yield json.loads(text.strip().removesuffix(","))
 
 
 def draw_timeline(found: Families) -> Any:

@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 from minirl.view.dashboard import KEYS, Reporter, Screen, can_draw, eta
+from minirl.view.loading import loading
+from minirl.view.runs import drops_text
 from minirl.workers import LossyStream
 
 if TYPE_CHECKING:
@@ -28,16 +30,26 @@ STEP = (
     "gen {rollout/tokens_per_s:,.0f} tok/s  train {train/tokens_per_s:,.0f} tok/s  ETA {eta}"
 )
 SUMMARY = {  # rows at the end; one whose value is not known is left out
-    "held-out accuracy": "{accuracy_before:.1%} before, {accuracy_after:.1%} after",
+    "held-out accuracy": "{measured}",
     "steps": "{steps} in {seconds:.0f} s",
     "trained tokens": "{trained_tokens:,}",
     "max staleness": "{staleness_max:.0f} (allowed: {max_staleness_allowed})",
     "trajectories over several versions": "{multi_version_trajectories:,}",
     "largest logprob gap, vLLM to trainer": "{logprob_gap_max:.1e}",
+    "versions with a measured gap": "{versions_measured}",
+    "groups dropped": "{dropped}",
     "balance": "{balance}",
     "run directory": "{run_dir}",
     "try next": "{try_next}",
 }
+
+
+def measured(summary: dict[str, Any]) -> str:
+    """The first and the last accuracy, each with its version. Empty: nothing was evaluated."""
+    known = summary.get("accuracies") or []
+    text = ", ".join(f"{y:.1%} at version {version}" for version, y in known[:1] + known[1:][-1:])
+    is_old = known and known[-1][0] < summary.get("version", summary.get("steps", 0))
+    return f"{text}; not evaluated since" if is_old else text
 
 
 def _stamped(seconds: float, text: str) -> Text:
@@ -60,6 +72,10 @@ class ConsoleView:
         if not self.console.is_alt_screen:
             self.close()
 
+    def loading(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Until the dashboard is there."""
+        return loading(what, self.console)
+
     def step(self, line: dict[str, float]) -> None:
         if not self.console.is_alt_screen:
             known = {**line, "steps": self.steps, "eta": eta(line, self.steps)}
@@ -78,10 +94,12 @@ class ConsoleView:
             self.close()
 
     def finished(self, summary: dict[str, Any], try_next: str) -> None:
-        known = {name: value for name, value in summary.items() if value is not None}
+        texts = {"measured": measured(summary), "dropped": drops_text(summary.get("drops") or {})}
+        every = {**texts, **summary, "try_next": try_next}
+        known = {name: value for name, value in every.items() if value not in (None, "")}
         for name, form in SUMMARY.items():
             with contextlib.suppress(KeyError):
-                text = form.format_map({**known, "try_next": try_next})
+                text = form.format_map(known)
                 self.console.print(Text.assemble((f"{name:<38}", "bold"), text))
 
     def close(self) -> None:

@@ -14,11 +14,13 @@ import termios
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby, pairwise, zip_longest
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -32,8 +34,8 @@ from rich.text import Text
 from minirl.balance import measured
 from minirl.errors import one_line
 from minirl.run_dir import RunDir, RunState, replacing
-from minirl.shm.board import Row, State
-from minirl.view.runs import prompt_text
+from minirl.shm.board import Row, State, Total
+from minirl.view.runs import drops_text, prompt_text
 from minirl.workers import Worker
 
 if TYPE_CHECKING:
@@ -43,8 +45,9 @@ Line = list[Segment]
 Point = tuple[float, float]
 
 FILE = "status.json"
-NUM_LETTERS = 60  # of a strip, one per second
-LETTERS = dict(zip(State, "·░█▓░█▓▒░█", strict=True))  # starts, waits, works, weights, saves
+NUM_SECONDS = 60  # that a lane shows
+WEIGHTS = (State.RELOADING, State.PUBLISHING, State.SAVING)
+TRENDS = {"train/loss": "loss", "train/entropy": "entropy", "train/grad_norm": "gradient norm"}
 SPEED = (  # metric, name, form of a value
     ("rollout/tokens_per_s", "generation", "{:,.0f} tok/s"),
     ("train/tokens_per_s", "training", "{:,.0f} tok/s"),
@@ -52,12 +55,13 @@ SPEED = (  # metric, name, form of a value
     ("rollout/truncated_frac", "truncated", "{:.0%}"),
     ("train/logprob_gap", "logprob gap", "{:.1e}"),
 )
+CURVES = ("reward/mean", *TRENDS, *(metric for metric, _, _ in SPEED))
 BLOCKS, EIGHTHS = " ▁▂▃▄▅▆▇█", " ▏▎▍▌▋▊▉█"
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # braille, by row and column
-COLOURS = {"█": "green", "▓": "magenta", "▒": "cyan"}  # of a strip's letters; others are dim
 MIN_SIZE = (50, 14)  # in a smaller terminal plain lines say more
 LOOK_S = 1.0
 SILENT_S = 5.0
+TOTALS = (Total.IDLE_S, Total.RELOAD_S)
 KEYS = " q finish and save   p another sample   s save a checkpoint now"
 WATCH_KEYS = " q leave (the run continues)   p another sample"
 
@@ -66,7 +70,7 @@ WATCH_KEYS = " q leave (the run continues)   p another sample"
 class Lane:
     name: str = ""  # of an engine or a rank
     state: str = ""  # "generating 31 at v40", "waiting for batch", …
-    strip: str = ""  # one of LETTERS per second, newest last
+    seconds: list[Point] = field(default_factory=list)  # shares: at work, for weights; newest last
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,9 @@ class Status(BaseModel):
     slots: dict[str, int] = {}
     staleness: list[int] = []  # trained tokens by staleness, recent steps
     max_staleness: int = 0
-    curves: dict[str, list[Point]] = {}  # by step; accuracy by version
+    curves: dict[str, list[Point]] = {}  # by step
+    evaluations: list[tuple[int, float, float, float]] = []  # version, accuracy, its interval
+    drops: dict[str, int] = {}  # groups by reason
     last: dict[str, float] = {}  # the last step's metrics
     samples: list[Sample] = []  # newest last
     notes: list[tuple[float, str]] = []  # seconds, text; newest last
@@ -160,6 +166,11 @@ def beside(height: int, *parts: tuple[list[Line], int]) -> list[Line]:
     return [[segment for line in row for segment in line] for row in zip(*shapes, strict=True)]
 
 
+def place(value: float, start: float, end: float, most: int) -> int:
+    """From 0 at the start to `most` at the end."""
+    return round(most * (value - start) / (end - start or 1))
+
+
 @lru_cache(maxsize=64)  # a curve changes with a step, the picture every second
 def resample(points: tuple[Point, ...], num: int) -> tuple[float, ...]:
     """`num` values at equal distances of x: means where there are more points, else on lines."""
@@ -178,7 +189,7 @@ def braille(values: tuple[float, ...], height: int) -> tuple[list[str], float, f
     low, high, most = min(values), max(values), 4 * height - 1
     if high - low <= 1e-9 * abs(high):
         low, high = low - (0.1 * abs(low) or 0.5), high + (0.1 * abs(high) or 0.5)
-    levels = [round((value - low) / (high - low) * most) for value in values]
+    levels = [place(value, low, high, most) for value in values]
     rows = [[0x2800] * ((len(levels) + 1) // 2) for _ in range(height)]
     for column, (before, level) in enumerate(pairwise([levels[0], *levels])):
         for dot in range(level, before, 1 if before > level else -1) or [level]:
@@ -187,40 +198,71 @@ def braille(values: tuple[float, ...], height: int) -> tuple[list[str], float, f
     return ["".join(map(chr, row)) for row in rows], low, high
 
 
-def sparkline(points: tuple[Point, ...], width: int) -> str:
-    values = resample(points, width)
-    top = max((*values, 0.0)) or 1.0
-    return "".join(BLOCKS[round(8 * max(0.0, value / top))] for value in values)
-
-
 def bar(share: float, width: int) -> str:
     """Filled from the left, to an eighth of a letter; more than nothing is always seen."""
     eighths = max(round(min(1.0, share) * width * 8), int(share > 0))
-    return ("█" * (eighths // 8) + EIGHTHS[eighths % 8]).ljust(width)[:width]
+    return ("█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()).ljust(width, "░")[:width]
+
+
+def shares(seconds: list[Point]) -> Point:
+    """The mean of each, whatever a file may hold."""
+    work, weights = ([min(1.0, max(0.0, x)) for x in xs] for xs in zip(*seconds, strict=True))
+    return fmean(work), fmean(weights)
+
+
+def letter(seconds: list[Point]) -> str:
+    """As high as the share at work; ▓ only where weights took the most."""
+    if not seconds:
+        return " "
+    work, weights = shares(seconds)
+    is_reload = weights > max(work, 1 - work - weights)
+    return "▓" if is_reload else BLOCKS[round(8 * min(1.0, work + weights))].replace(" ", "·")
 
 
 def lane(one: Lane, width: int) -> Line:
-    is_silent = ", silent" in one.state
-    style = "bold red" if is_silent else COLOURS.get(one.strip[-1:], "bright_black")
-    line = [paint(f"{one.name:<10.9}", "bold"), paint(f"{one.state:<27.26}", style)]
-    cells, letters = max(1, width - 47), one.strip or " "
-    for letter, run in groupby(letters[i * len(letters) // cells] for i in range(cells)):
-        line.append(paint("".join(run), COLOURS.get(letter, "bright_black")))
-    busy = sum(letter in COLOURS for letter in letters) / len(letters.strip() or " ")
-    return [*line, paint(f" {busy:4.0%} busy")]
+    style = "bold red" if ", silent" in one.state else ""
+    line = [paint(f"{one.name:<10.9}", "bold"), paint(f"{one.state:<25.24}", style)]
+    known, cells = one.seconds[-NUM_SECONDS:], min(NUM_SECONDS, max(1, width - 58))
+    edges = [max(0, len(known) - (cells - i) * NUM_SECONDS // cells) for i in range(cells + 1)]
+    for mark, run in groupby(letter(known[a:b]) for a, b in pairwise(edges)):
+        line.append(paint("".join(run), {"▓": "magenta", "·": "bright_black"}.get(mark, "green")))
+    return [*line, paint(" {:4.0%} work {:4.0%} weights".format(*shares(known)) if known else "")]
 
 
 def plot(title: str, points: list[Point], form: str, width: int, height: int) -> list[Line]:
-    values = resample(tuple(points), 2 * max(1, width - 8))
+    values = resample(tuple(points), 2 * max(1, width - 9))
     if not values:
         return [header(title, width), [paint("nothing yet", "dim")]]
     rows, low, high = braille(values, height - 1)
-    labels = [form.format(high), *[""] * (height - 3), form.format(low)]
-    first, last = form.format(points[0][1]), form.format(points[-1][1])
-    lines = [header(f"{title} {last}, from {first}", width)]
-    for label, row in zip(labels, rows, strict=True):
-        lines.append([paint(f"{label:>7} ", "dim"), paint(row, "blue")])
-    return lines
+    first, last, bottom, top = (form.format(y) for y in (points[0][1], points[-1][1], low, high))
+    return framed(f"{title} {last}, from {first}", rows, (top, bottom), width)
+
+
+def framed(title: str, rows: Iterable[str], ends: tuple[str, str], width: int) -> list[Line]:
+    """With the largest and the smallest value beside the first and the last row."""
+    drawn = [[paint(" " * 9), paint(row, "blue")] for row in rows]
+    drawn[-1][0], drawn[0][0] = (paint(f"{end:>8} ", "dim") for end in reversed(ends))
+    return [header(title, width), *drawn]
+
+
+def evaluations(status: Status, width: int, height: int) -> list[Line]:
+    """Dots with their 95 % intervals, over an axis of versions."""
+    known = [one for one in status.evaluations if all(abs(x) < 1e99 for x in one)]  # no NaN
+    if not known:
+        return [header("held-out accuracy", width), [paint("not evaluated yet", "dim")]]
+    shown = [y for _, *values in known for y in values]
+    top, bottom, newest = max(shown), min(shown), max(status.step, *(one[0] for one in known))
+    grid = np.full((height - 2, max(1, width - 9)), " ")
+    for version, *values in known:
+        column = place(version, 0, newest, grid.shape[1] - 1)
+        row, end, begin = (place(y, top, bottom, height - 3) for y in values)
+        grid[begin : end + 1, column] = "│"
+        grid[row, column] = "●"
+    _, last, low, high = known[-1]
+    since = f"from {known[0][1]:.1%}" if len(known) > 1 else f"at version {known[0][0]}"
+    title = f"held-out {last:.1%} ({100 * low:.0f}–{100 * high:.0f}), {since}"
+    lines = framed(title, map("".join, grid), (f"{top:.1%}", f"{bottom:.1%}"), width)
+    return [*lines, [paint(f" version 0{newest:>{max(0, width - 10)}}", "dim")]]
 
 
 def bars(title: str, counts: dict[str, int], form: str, width: int) -> list[Line]:
@@ -236,7 +278,9 @@ def speed(status: Status, width: int) -> list[Line]:
     lines = [header(f"speed of step {status.step}", width)]
     for metric, name, form in SPEED:
         value = form.format(status.last[metric]) if metric in status.last else "–"
-        drawn = sparkline(tuple(status.curves.get(metric, ())), max(1, min(24, width - 25)))
+        values = resample(tuple(status.curves.get(metric, ())), max(1, min(24, width - 25)))
+        top = max((*values, 0.0)) or 1.0
+        drawn = "".join(BLOCKS[round(8 * max(0.0, value / top))] for value in values)
         lines.append([paint(f"{name:<12}{value:<12} "), paint(drawn, "blue")])
     return lines
 
@@ -272,15 +316,22 @@ def body(status: Status, width: int, height: int, which: int) -> list[Line]:
     rest = width - 2 * quarter - 4
     lanes = [lane(one, width) for one in status.lanes[: max(2, height // 5)]]
     lines = [header(f"{len(status.lanes)} devices, last minute", width), *lanes]
-    rows = max(3, (height - len(lines) - 6) * 2 // 5)
+    num_more = 6 if height >= 33 else 0  # rows for the trends of training
+    rows = max(3, (height - len(lines) - 6 - num_more) // 2)
     reward = plot("reward", status.curves.get("reward/mean", []), "{:.3f}", half, rows)
-    accuracy = plot("held-out", status.curves.get("eval/accuracy", []), "{:.1%}", half, rows)
-    lines += beside(rows, (reward, half), (accuracy, half))
+    lines += beside(rows, (reward, half), (evaluations(status, half, rows), half))
+    if num_more:
+        third, points = (width - 4) // 3, status.curves
+        trends = [plot(TRENDS[n], points.get(n, []), "{:.2g}", third, num_more) for n in TRENDS]
+        lines += beside(num_more, *((trend, third) for trend in trends))
     counts = {str(age): count for age, count in enumerate(status.staleness[:4])}
     counts |= {"older": sum(status.staleness[4:])} if status.staleness[4:] else {}
     stale = bars(f"staleness, η {status.max_staleness}", counts, "{1:>5.0%}", quarter)
     slots = bars(f"{sum(status.slots.values())} slots", status.slots, "{0:>5}", quarter)
     lines += beside(6, (stale, quarter), (slots, quarter), (speed(status, rest), rest))
+    if status.drops:
+        text = f"{sum(status.drops.values()):,} groups dropped: {drops_text(status.drops)}"
+        lines.append([paint(shorten(text, width), "yellow")])
     lines += sample(status, width, max(2, (height - len(lines)) * 3 // 5), which)
     lines.append(header("notes", width))
     for seconds, text in status.notes[-max(1, height - len(lines)) :]:
@@ -314,13 +365,6 @@ def can_draw(console: Console) -> bool:
         is_ours = os.isatty(0) and os.tcgetpgrp(1) == os.getpgrp()
         return is_ours and is_large and not console.is_dumb_terminal
     return False
-
-
-def curves(lines: list[dict[str, float]]) -> dict[str, list[Point]]:
-    """Thinned out to 240 points, always with the last step."""
-    shown = lines[:: -max(1, math.ceil(len(lines) / 240))][::-1]
-    names = ("reward/mean", *(metric for metric, _, _ in SPEED))
-    return {name: [(line["step"], line[name]) for line in shown if name in line] for name in names}
 
 
 def lane_state(row: Row) -> str:
@@ -383,7 +427,8 @@ class Reporter:
     def __init__(self, loop: "Loop", notes: deque[tuple[float, str]], screen: Screen | None):
         self._loop, self._notes, self._screen = loop, notes, screen
         self._workers = loop.engines + loop.ranks
-        self._strips = {w.name: deque[str](maxlen=NUM_LETTERS) for w in self._workers}
+        self._seconds = {w.name: deque[Point](maxlen=NUM_SECONDS) for w in self._workers}
+        self._totals: dict[str, tuple[float, ...]] = {}
         self._cost, self._is_ending = 0.0, threading.Event()
         self._thread = threading.Thread(target=self._run, name="reporter", daemon=True)
 
@@ -414,7 +459,13 @@ class Reporter:
                 if self._screen is None:
                     self._is_ending.wait(LOOK_S)
                 else:
-                    self._press(self._screen.show(status))
+                    keys = self._screen.show(status)
+                    if "q" in keys:
+                        self._loop.is_interrupted = True
+                        self._loop.log.note("q: finishing the step and saving; Ctrl-C ends it now")
+                    if "s" in keys and self._loop.step > 0:
+                        self._loop.wants_save = True
+                        self._loop.log.note("s: a checkpoint is saved after the running step")
                 self._cost = time.thread_time() / (time.monotonic() - began)
         except Exception as error:
             what = one_line(f"{type(error).__name__}: {error}")
@@ -422,18 +473,11 @@ class Reporter:
             if self._screen is not None:
                 self._screen.__exit__()
 
-    def _press(self, keys: str) -> None:
-        if "q" in keys:
-            self._loop.is_interrupted = True
-            self._loop.log.note("q: finishing the step and saving; Ctrl-C ends it now")
-        if "s" in keys and self._loop.step > 0:
-            self._loop.wants_save = True
-            self._loop.log.note("s: a checkpoint is saved when the running step is done")
-
     def status(self) -> Status:
         """Copies in one call what the loop could change meanwhile."""
         loop, log, config = self._loop, self._loop.log, self._loop.config
         lines, is_up = log.metrics[:], loop.is_ready
+        shown = lines[:: -max(1, math.ceil(len(lines) / 240))][::-1]  # always with the last step
         word = "GPU" if loop.engines[0].placement.kind == "cuda" else "process"
         return Status(
             name=log.run_dir.name,
@@ -448,7 +492,13 @@ class Reporter:
             slots=self._slots(),
             staleness=[sum(n) for n in zip_longest(*list(log.recent_staleness), fillvalue=0)],
             max_staleness=config.buffer.max_staleness,
-            curves={**curves(lines), "eval/accuracy": list(log.accuracies)},
+            curves={n: [(line["step"], line[n]) for line in shown if n in line] for n in CURVES},
+            evaluations=[
+                (line["version"], line["accuracy"], line["low"], line["high"])
+                for line in log.evals[:]
+                if line.get("accuracy") is not None
+            ],
+            drops={str(reason): count for reason, count in dict(loop.buffer.drops).items()},
             last=lines[-1] if lines else {},
             samples=[_sample(line) for line in list(log.recent_samples)],
             notes=list(self._notes),
@@ -461,12 +511,27 @@ class Reporter:
             return f"starting {', '.join(missing)}"
         if loop.is_interrupted:
             return "finishing the step, then saving; Ctrl-C ends it now"
-        return f"evaluating version {evaluation.version}" if evaluation else ""
+        if evaluation:
+            return f"evaluating version {evaluation.version}"
+        states = [loop.workers.board.row(engine.row).state for engine in loop.engines]
+        limit, num_slots = loop.buffer.admission.limit, loop.buffer.num_slots
+        is_held_back = limit < num_slots and loop.buffer.num_in_flight >= limit
+        if State.WAITING_FOR_PROMPTS not in states or not is_held_back:
+            return ""
+        return f"engines wait: admission control holds them back ({limit} of {num_slots} slots)"
 
     def _lane(self, worker: Worker) -> Lane:
-        row, strip = self._loop.workers.board.row(worker.row), self._strips[worker.name]
-        strip.append(LETTERS[row.state])
-        return Lane(worker.name, lane_state(row), "".join(strip).rjust(NUM_LETTERS))
+        """A worker that starts is not at work."""
+        board, seconds = self._loop.workers.board, self._seconds[worker.name]
+        row, totals = board.row(worker.row), map(partial(board.total, worker.row), TOTALS)
+        now = (time.monotonic(), *totals)
+        before, self._totals[worker.name] = self._totals.get(worker.name, now), now
+        passed, idle_s, weights_s = (a - b for a, b in zip(now, before, strict=True))
+        if passed and worker.is_ready:
+            weights_s += min(passed, row.since_s) * (row.state in WEIGHTS)  # not in its total yet
+            weights = min(1.0, weights_s / passed)
+            seconds.append((round(max(0.0, 1 - weights - idle_s / passed), 2), round(weights, 2)))
+        return Lane(worker.name, lane_state(row), list(seconds))
 
     def _slots(self) -> dict[str, int]:
         buffer, sampling = self._loop.buffer, self._loop.groups.num_sampling

@@ -25,18 +25,6 @@ from minirl.view.runs import formatted, prompt_text, short_names
 MAX_SAMPLES = 12  # with tokens, evenly spread over a run
 
 
-def headline(run: RunDir) -> str:
-    """Model, task, accuracy before and after, time."""
-    scores = []
-    for line in run.evals[:1] + run.evals[1:][-1:]:
-        score, low, high = (formatted(line.get(k), ".1%") for k in ("accuracy", "low", "high"))
-        scores.append(f"{score} ({low} to {high}) at version {line.get('version')}")
-    what = f"{run.recipe.get('model.path', '?')} on {run.recipe.get('tasks.kind', '?')}"
-    hours = max((number(line, "seconds") or 0 for line in run.metrics), default=0) / 3600
-    when = f"{len(run.metrics)} steps in {hours:.2f} h, {run.machine.get('started', '')}"
-    return f"{what}: {' → '.join(scores) or 'no evaluation yet'}; {run.state}, {when}"
-
-
 def result_rows(run: RunDir) -> dict[str, str]:
     """The mean of the last 5 steps and the largest of all, for each curve by step."""
     rows = {}
@@ -80,19 +68,21 @@ def samples_with_tokens(run: RunDir) -> list[tuple[Line, int, Any]]:
     return found
 
 
-def page(found: Families, figures: Sequence[Any], timeline: str) -> str:
+def page(found: Families, figures: Sequence[Any], flat: Sequence[str], timeline: str) -> str:
     from jinja2 import Environment
 
     runs = [run for family in found.values() for run in family]
     template = (files("minirl.view") / "report.html").read_text()
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["percent"] = lambda value: formatted(value, ".1%")
     defaults = {key: str(get(Config(), key)).replace("()", "[]") for key in KEYS}
     recipes = table([run.recipe for run in runs])
     return environment.from_string(template).render(
+        runs=runs,
         names=short_names(runs),
-        headlines=[headline(run) for run in runs],
         results=table([result_rows(run) for run in runs]),
         figures=figures,
+        flat=flat,
         timeline=timeline,
         answers=[answers_by_prompt(run) for run in runs],
         tokens=[samples_with_tokens(run) for run in runs],
@@ -110,11 +100,13 @@ def write(runs: Sequence[RunDir], folder: Path) -> list[Path]:
     found, timeline = families(runs), ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        drawn = [(chart, save(figure, folder / chart.name)) for chart, figure in draw_charts(found)]
+        charts = [*draw_charts(found)]
+        drawn = [(chart, save(f, folder / chart.name)) for chart, f, flat in charts if not flat]
+        flat = [text for *_, text in charts if text]
         if (figure := draw_timeline(found)) is not None:
             timeline = save(figure, folder / "timeline")
             (folder / "timeline.svg").write_text(timeline)
-        (folder / "report.html").write_text(page(found, drawn, timeline))
+        (folder / "report.html").write_text(page(found, drawn, flat, timeline))
     except OSError as error:
         rule = f"cannot be written ({error.strerror})"
         raise RecipeError("--out", str(folder), rule, "name a folder of yours") from None

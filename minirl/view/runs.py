@@ -6,7 +6,7 @@ printed (cli), and everything that needs a model or the processes of a run.
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,12 @@ def newest(lines: Sequence[Line], name: str) -> Any:
 
 def formatted(value: Any, form: str) -> str:
     return format(value, form) if isinstance(value, (int, float)) else "—"
+
+
+def drops_text(drops: Mapping[str, float]) -> str:
+    """The commonest reason first."""
+    ranked = sorted(drops.items(), key=lambda drop: -drop[1])
+    return ", ".join(f"{count:,.0f} {reason.replace('_', ' ')}" for reason, count in ranked)
 
 
 def find_step(run: RunDir, step: int | None) -> Line:
