@@ -5,7 +5,6 @@ it; checkpoints hold that count. What goes wrong is in the script each is spawne
 import json
 import os
 import signal
-import struct
 import time
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import torch
 from crew import publish
+from safetensors.torch import load_file, save_file
 
 from minirl.errors import StaleWeights
 from minirl.messages import (
@@ -176,14 +176,12 @@ def write_checkpoint(
     aside = folder.with_name(f".{folder.name}.tmp")
     (aside / "trainer").mkdir(parents=True)
     time.sleep(seconds)
-    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
-    tensors = struct.pack("<Q", len(header)) + header + struct.pack("<f", updates)
-    (aside / "model.safetensors").write_bytes(tensors)
-    (aside / "trainer" / "optimizer.safetensors").write_bytes(tensors)
+    for name in ("model.safetensors", "trainer/optimizer.safetensors"):
+        save_file({"w": torch.tensor([float(updates)])}, aside / name)
     (aside / "config.json").write_text("{}")
     (aside / "trainer" / "state.json").write_text(json.dumps(asdict(state)))
     os.rename(aside, folder)
 
 
 def read_updates(folder: Path) -> int:
-    return int(struct.unpack("<f", (folder / "model.safetensors").read_bytes()[-4:])[0])
+    return int(load_file(folder / "model.safetensors")["w"])

@@ -35,7 +35,6 @@ class CountingSetup:
     store: WeightStore
     rank: int
     slow_s: float  # of its steps, at most
-    has_turns: bool = False
 
 
 class CountingEngine:
@@ -88,12 +87,12 @@ def engine(setup: CountingSetup, board: BoardWriter, pipe: Connection) -> None:
     counting: Any = CountingEngine(setup)
     counting.reload()
     pipe.send(Started())
-    RolloutWorker(setup.config, counting, setup.ring, board, pipe, setup.has_turns).loop()
+    RolloutWorker(setup.config, counting, setup.ring, board, pipe, has_turns=True).loop()
 
 
 @contextmanager
 def crew_of(
-    config: Config, folder: Path, slow_s: Sequence[float], has_turns: bool = False
+    config: Config, folder: Path, slow_s: Sequence[float]
 ) -> Iterator[tuple[Workers, TrajectoryRing]]:
     """A trainer and as many engines as there are paces. The verifiers are the test's."""
     workers = Workers(folder, len(slow_s) + 1 + config.tasks.verifiers)
@@ -106,7 +105,7 @@ def crew_of(
         script = Script(store, rendezvous=rendezvous, eta=config.buffer.max_staleness)
         workers.spawn(Role.TRAIN, 0, "fault_bodies:trainer", script, TRAINER_PLACE)
         for rank, pace_s in enumerate(slow_s):
-            setup = CountingSetup(config, ring, store, rank, pace_s, has_turns)
+            setup = CountingSetup(config, ring, store, rank, pace_s)
             workers.spawn(Role.ROLLOUT, rank, "pinned_crew:engine", setup, TRAINER_PLACE)
         yield workers, ring
     finally:

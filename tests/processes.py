@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-from crew import wait_until
+from crew import LIMIT_S, wait_until
 
 from minirl.run_dir import read_lines
 from tests.soak.controller_process import living, orphaned_memory
@@ -27,7 +27,6 @@ SMALL = {
     "eval.every": 0,
     "eval.num_prompts": 8,
 }
-LONG_S = 300.0  # a hang is a failure, however slow the machine
 
 
 class Run:
@@ -57,7 +56,7 @@ class Run:
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         os.kill(self.workers()[name], number)
 
-    def wait_until(self, is_so: Callable[[], bool], limit_s: float = LONG_S) -> None:
+    def wait_until(self, is_so: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
         deadline = time.monotonic() + limit_s
         while not is_so():
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -69,7 +68,7 @@ class Run:
     def wait_for_step(self, step: int) -> None:
         self.wait_until(lambda: len(self.metrics()) >= step)
 
-    def end(self, limit_s: float = LONG_S) -> "Ended":
+    def end(self, limit_s: float = LIMIT_S) -> "Ended":
         """Waits for the end, and sees that nothing is left of it."""
         try:
             out, err = self.process.communicate(timeout=limit_s)

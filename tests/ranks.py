@@ -167,9 +167,9 @@ class LocalRank:
         self.trainer.publish(setup.version)
 
     def train(self, batch: Batch) -> dict[str, float | None]:
-        self.trained = self.trainer.train(batch)
+        trained = self.trainer.train(batch)
         self.trainer.publish(self.store.latest + 1)
-        return self.trained.values
+        return trained.values
 
     def save(self, folder: Path, state: CheckpointState = STATE) -> Path:
         assert not self.trainer.save(Save(str(folder), state)).error

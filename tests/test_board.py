@@ -42,22 +42,17 @@ def test_a_spawned_worker_writes_its_own_row_and_a_reset_keeps_its_totals() -> N
 
 def test_the_same_state_again_is_a_heartbeat_and_keeps_since(clock: SimpleNamespace) -> None:
     board = Board(1)
-    writer = board.writer(0)
-
-    def check(since_s: float, beat_s: float) -> None:
-        assert (board.row(0).since_s, board.row(0).beat_s) == (since_s, beat_s)
-
-    writer.enter(State.GENERATING)
-    clock.now += 3
-    check(3, 3)
-    writer.enter(State.GENERATING)
-    check(3, 0)
-    writer.enter(State.GENERATING, anew=True)
-    check(0, 0)
-    for renew in (lambda: writer.enter(State.TRAINING), lambda: board.reset(0)):
+    writer, found = board.writer(0), []
+    generating, again = (State.GENERATING, False), (State.GENERATING, True)
+    for state, anew in (generating, generating, again, (State.TRAINING, False)):
         clock.now += 3
-        renew()
-        check(0, 0)
+        writer.enter(state, anew)
+        found.append((board.row(0).since_s, board.row(0).beat_s))
+    assert found == [(0, 0), (3, 0), (0, 0), (0, 0)]
+    clock.now += 3
+    assert board.row(0).beat_s == 3
+    board.reset(0)
+    assert board.row(0).beat_s == board.row(0).since_s == 0
 
 
 @pytest.mark.parametrize("state", State)

@@ -163,16 +163,3 @@ def test_any_file_is_read_or_refused(
     except MinirlError as error:
         assert "\n" not in str(error)
     path.write_bytes(good)
-
-
-def test_what_is_whole_but_makes_no_sense_is_one_line_too(made: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "bad"
-    shutil.copytree(made / "bad_batches" / "step-000003", folder)
-    saved = bad_batch.read(folder / bad_batch.FILE)
-    saved.columns["tokens"][:] += 10**6  # no model has so many
-    bad_batch.write(folder / bad_batch.FILE, saved)
-    with pytest.raises(MinirlError, match="cannot be computed again"):
-        list(bad_batch.replay(folder))
-    garble(folder / "weights" / "model.safetensors")
-    with pytest.raises(MinirlError, match=r"model.safetensors cannot be read"):
-        list(bad_batch.replay(folder))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from minirl import __version__
+from minirl.cli import main
 from minirl.recipe import load, to_toml
 from minirl.run_dir import choose_run_dir
 from minirl.tools import doctor
@@ -67,6 +68,12 @@ NO_RUN = "holds no run: there is no recipe.toml in it; name another directory"
 @pytest.mark.parametrize(
     ("args", "line"),
     [
+        ("eval", 'MODEL_OR_RUN = "": one target, or --compare; '),
+        ("eval no/such/folder --task gsm8k", 'model.path = "no/such/folder": no such folder'),
+        ("eval tiny --task gsm9k", 'tasks.kind = "gsm9k": must be one of '),
+        ("eval tiny --task math --set devices.rollout=99", "devices.rollout = 99: "),
+        ("eval --compare r.toml r.toml", 'results = "r.toml": is no results of an eval; '),
+        ("sample tiny hello -n 0", "Invalid value for '-n': "),
         ("train", "Missing argument 'RECIPE'; see minirl train --help"),
         ("trian x.toml", "No such command 'trian'. Did you mean 'train'?; see minirl --help"),
         ("train x.toml --nope", "No such option: --nope; see minirl train --help"),
@@ -84,16 +91,26 @@ NO_RUN = "holds no run: there is no recipe.toml in it; name another directory"
         ("train r.toml --resume", '--resume = "runs/r-*": no run of this recipe; leave --resume '),
     ],
 )
-def test_wrong_input_is_one_line_and_exit_code_2(tmp_path: Path, args: str, line: str) -> None:
+def test_wrong_input_is_one_line_and_exit_code_2(
+    args: str,
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for name, text in (("full/metrics.jsonl", ""), ("model/config.json", TOO_SHORT)):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(text)
     (tmp_path / "runs/r-big-20250101-000000").mkdir(parents=True)  # not a run of r.toml
     (tmp_path / "r.toml").write_text('[devices]\nkind = "cpu"\n')
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    done = minirl(*args.split(), cwd=tmp_path)
-    assert done.returncode == 2 and not done.stdout
-    assert done.stderr.startswith(f"minirl: {line}") and len(done.stderr.splitlines()) == 1
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["minirl", *args.split()])
+    with pytest.raises(SystemExit) as end:
+        main()
+    out, error = capsys.readouterr()
+    assert end.value.code == 2 and not out
+    assert error.startswith(f"minirl: {line}") and len(error.splitlines()) == 1
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)

@@ -4,14 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from test_cli import ROOT, python
+from test_cli import ROOT, minirl
 
-from minirl.config import TINY_FOLDER, Config
 from minirl.model import load_tokenizer
 from minirl.records import Example
 from minirl.tasks.prompts import encode, render
-from minirl.tasks.registry import make_task
-from minirl.tools.data import data_rows
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
 ROWS = [
@@ -44,11 +41,8 @@ def with_template(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def run(*arguments: str, cwd: Path = ROOT) -> str:
-    # Python itself says which modules were loaded: none of them may be torch.
-    done = python("-X", "importtime", "-m", "minirl.cli", "data", *arguments, cwd=cwd)
-    loaded = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
-    assert "torch" not in loaded and "minirl.config" in loaded
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = minirl("data", *arguments, cwd=cwd)
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 
@@ -66,7 +60,7 @@ def test_the_tiny_models_view_of_rows_of_ones_own(recipe: Path) -> None:
         assert text in shown
 
 
-def test_a_chat_template_is_applied_without_torch(recipe: Path, with_template: Path) -> None:
+def test_a_chat_template_is_applied(recipe: Path, with_template: Path) -> None:
     shown = run(str(recipe), "--set", f"model.path={with_template}")
     assert "<|user|>What is 1 + 1?" in shown and "####.<|assistant|>" in shown
 
@@ -88,10 +82,3 @@ def test_a_model_without_a_template_gets_plain_text(tied_folder: Path) -> None:
     assert render(Example(one, ""), tokenizer) == "2?\n"
     several = ({"role": "system", "content": "Brief."}, *one)
     assert render(Example(several, ""), tokenizer) == "system: Brief.\nuser: 2?\nassistant:"
-
-
-def test_a_generated_task_is_looked_at_up_to_a_limit() -> None:
-    config = Config()
-    rows = dict(data_rows(config, make_task(config), load_tokenizer(TINY_FOLDER, False), most=300))
-    assert rows["train"].endswith("examples, of which 300 are looked at")
-    assert rows["in both"] == "0 of 256 held-out prompts are trained on"

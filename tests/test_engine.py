@@ -321,19 +321,6 @@ def test_short_answers_end_with_a_stop_text_or_a_stop_token_and_keep_it(
     assert engine.call(getattr, "canary_gap") < EXACT
 
 
-def test_a_seed_repeats_what_is_sampled(tied: Remote) -> None:
-    def sample(seed: int) -> list[list[int]]:
-        tied.call(Engine.reseed, seed)
-        answers = [tied.add(PROMPT[: 40 + i], replace(FREE, max_tokens=20)) for i in range(3)]
-        tied.step()
-        return [answer.tokens for answer in answers]
-
-    once = sample(7)
-    assert sample(8) != once
-    assert sample(7) == once
-    assert once[0] != once[1]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_weights_change_in_flight_on_cuda(tied_folder: Path, tmp_path: Path) -> None:

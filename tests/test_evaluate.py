@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from test_cli import minirl
 
-from minirl.cli import main
 from minirl.config import Config
 from minirl.errors import RecipeError
-from minirl.recipe import build, to_toml
+from minirl.recipe import to_toml
 from minirl.tools.collect import Attempt, as_overrides, resolve
-from minirl.tools.evaluate import Result, compare, num_at_once, read, summarise
+from minirl.tools.evaluate import Result, compare, read, summarise
 
 
 def result(problem: int, *rewards: float | None) -> Result:
@@ -28,15 +27,6 @@ def test_a_failed_reward_counts_nowhere_and_is_counted() -> None:
     assert found["pass_at"] == {"1": 0.5, "2": 0.0}  # problem 0 has one graded answer only
     assert found["interval_95"][0] < 0.5 < found["interval_95"][1]
     assert summarise([result(0, None)])["accuracy"] is None
-
-
-def test_results_come_back_from_their_file(tmp_path: Path) -> None:
-    results = [result(1, 0.0, None), result(0, 1.0, 0.25)]
-    (tmp_path / "results.jsonl").write_text("".join(found.line for found in results))
-    assert read(tmp_path) == read(tmp_path / "results.jsonl") == results
-    (tmp_path / "bad.jsonl").write_text('{"problem": 1}\n')
-    with pytest.raises(RecipeError, match="no results"):
-        read(tmp_path / "bad.jsonl")
 
 
 def test_one_answer_each_is_compared_by_mcnemar() -> None:
@@ -87,34 +77,6 @@ def test_a_run_gives_its_recipe_and_a_checkpoint_and_a_model_needs_a_task(
         resolve(str(tied_folder))
     config = resolve(str(tied_folder), None, ["tasks.kind=arithmetic"]).config
     assert config.model.path == str(tied_folder)
-
-
-def test_problems_are_asked_in_turns_where_memory_is_short() -> None:
-    assert num_at_once(Config(), 1000, 4) == 1000
-    long = build({"rollout.max_new_tokens": 10**6})
-    assert num_at_once(long, 1000, 4) == 2 * 256 // 4 + 1
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ("eval", "MODEL_OR_RUN"),
-        ("eval no/such/folder --task gsm8k", "no such folder"),
-        ("eval tiny --task gsm9k", 'did you mean "gsm8k"'),
-        ("eval tiny --task arithmetic --k 0", "value for '--k'"),
-        ("eval tiny --task arithmetic --set devices.rollout=99", "rollout = 99"),
-        ("eval --compare pyproject.toml Makefile", "no results of an eval"),
-        ("sample tiny hello -n 0", "value for '-n'"),
-    ],
-)
-def test_wrong_input_is_one_line(
-    args: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["minirl", *args.split()])
-    with pytest.raises(SystemExit) as end:
-        main()
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and words in said and said.count("\n") == 1
 
 
 @pytest.mark.vllm

@@ -2,9 +2,7 @@
 honest rewards. What a model writes is computed and never run as code."""
 
 import json
-import random
 import re
-from collections import Counter
 from fractions import Fraction
 from typing import Any
 
@@ -14,12 +12,18 @@ from hypothesis import strategies as st
 
 from minirl.config import TasksConfig
 from minirl.records import Answer, Example, StopReason
-from minirl.tasks import Generated, arithmetic
-from minirl.tasks.arithmetic import Arithmetic, Calculator, Difficulty, Stream, demonstration
+from minirl.tasks import Generated
+from minirl.tasks.arithmetic import (
+    Arithmetic,
+    Calculator,
+    Difficulty,
+    Stream,
+    demonstration,
+    draw_problem,
+)
 from minirl.tasks.countdown import Countdown, evaluate
 from minirl.tasks.registry import self_check
 from minirl.tasks.turns import has_turns
-from tests.warm_up import sloppy
 
 TASK, TOOL = Arithmetic(TasksConfig(), seed=3), Calculator(TasksConfig(), seed=3)
 TWO, SIX = ({"min_numbers": number, "max_numbers": number} for number in (2, 6))
@@ -53,25 +57,15 @@ def test_problems_are_the_same_again_and_solvable_and_none_is_on_both_sides(
         assert heldout.isdisjoint({identity(trained), identity(other.train(index))})
 
 
-def drawn(seed: int, stream: Stream, count: int, num_steps: int = 0) -> list[arithmetic.Problem]:
-    hard = Difficulty([i == num_steps for i in range(1, 8)]) if num_steps else Difficulty()
-    return [arithmetic.draw_problem(seed, stream, index, hard) for index in range(count)]
-
-
 def grade(result: int, text: str, stop: StopReason = StopReason.STOP) -> float:
     return score(TASK, Example("", str(result)), text, stop)
 
 
-def test_the_warm_up_and_its_probe_keep_their_sides_too() -> None:
-    heldout = {problem.prompt for problem in drawn(3, Stream.PROBE, 1000, num_steps=1)}
-    for stream in (Stream.TRAIN, Stream.WARMUP):
-        assert heldout.isdisjoint(problem.prompt for problem in drawn(4, stream, 1500, 1))
-
-
 @pytest.mark.parametrize("num_steps", range(1, 8))
 def test_clean_demonstrations_score_1_and_damaged_ones_0(num_steps: int) -> None:
-    rng = random.Random(0)
-    for problem in drawn(3, Stream.TRAIN, 100, num_steps):
+    hard = Difficulty([i == num_steps for i in range(1, 8)])
+    for index in range(100):
+        problem = draw_problem(3, Stream.TRAIN, index, hard)
         answer, total = demonstration(problem), problem.start
         assert len(problem.steps) == num_steps and grade(problem.result, answer) == 1.0
         assert grade(problem.result, answer, StopReason.LENGTH) == 0.0
@@ -83,27 +77,6 @@ def test_clean_demonstrations_score_1_and_damaged_ones_0(num_steps: int) -> None
             assert 1 <= total <= Difficulty().max_total
         verbs = [clause.split()[1] for clause, added in problem.steps if added]
         assert total == problem.result and len(set(verbs)) == len(verbs), "no verb comes twice"
-        guess, clean, slips = (sloppy(problem, rng, *p) for p in ((1, 0), (0, 0), (0, 1)))
-        assert (guess, clean) == (f" #### {total}", answer) and (slips != answer or total == 1)
-
-
-def test_the_number_after_the_last_mark_counts() -> None:
-    right = ["#### 9", " #### 9.", "#### 4 #### 9", "7+2=9. #### 9 plums"]
-    wrong = ["", "9", "####", "#### ", "#### nine", "#### 9 #### ", "####9"]
-    assert all(grade(9, text) == (text in right) for text in right + wrong)
-
-
-def test_step_counts_follow_their_weights_and_few_problems_are_held_out_as_far_as_they_go() -> None:
-    for weights in (Difficulty().step_weights, (0, 0, 0, 0, 0, 0.25, 0.75)):
-        task = Arithmetic(TasksConfig(options={"step_weights": list(weights)}), seed=3)
-        for is_test in (False, True):
-            prompts = [str(task.draw(index, is_test).prompt) for index in range(2000)]
-            counts = Counter(prompt.count(" on ") for prompt in prompts)
-            shares = [counts[num_steps] / 2000 for num_steps in range(1, 8)]
-            assert shares == pytest.approx(weights, abs=0.04)
-    few = Arithmetic(TasksConfig())
-    few.difficulty = Difficulty([1], max_start=2, max_amount=1, max_total=3)
-    assert 0 < len(few.heldout(500)) < 500
 
 
 REPLIES = [
