@@ -53,6 +53,8 @@ class TasksConfig:
     """Split to evaluate on. Empty, or one file: a tenth of the training rows."""
     options: dict[OptionName, Option] = field(default_factory=dict)
     """The task's own settings (docs/tasks.md)."""
+    template: dict[OptionName, Option] = field(default_factory=dict)
+    """For the model's chat template, such as enable_thinking = false; prompts and turns."""
     max_prompt_tokens: Annotated[int, Field(ge=1, le=10**6)] = 256
     """Prompts longer than this are dropped, with a count."""
     verifiers: Annotated[int, Field(ge=1, le=1024)] = 1

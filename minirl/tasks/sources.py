@@ -15,6 +15,8 @@ from typing import Any
 
 from minirl.config import TasksConfig
 from minirl.errors import RecipeError, one_line
+from minirl.model import ask_hub
+from minirl.recipe import is_path
 
 KINDS = (".jsonl", ".csv", ".parquet")
 
@@ -65,8 +67,11 @@ def _rows(data: str, split: str) -> Iterator[SourceRow]:
     if parts := [path] if path.is_file() else _parts(path, split) if data else []:
         return (row for part in parts for row in _file_rows(part))
     try:
-        if not data or path.is_dir() or data[0] in "./~" or data.endswith(KINDS):
+        if path.is_dir():
             raise FileNotFoundError(f"a folder needs {split}.jsonl, {split}.csv or {split}.parquet")
+        if is_path(data) or data.endswith(KINDS):
+            raise FileNotFoundError("there is no such path")
+        ask_hub()
         from datasets import load_dataset
 
         rows = load_dataset(name, config or None, split=split)
