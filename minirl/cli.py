@@ -15,7 +15,7 @@ import typer
 from typer import Argument, Option
 
 import minirl
-from minirl.errors import MinirlError, RecipeError, one_line
+from minirl.errors import MinirlError, RecipeError, Unreachable, one_line
 from minirl.run_dir import RUNS, choose_run_dir, holds_run, new_run_dir, open_run
 from minirl.view.runs import find_step, list_runs, run_rows, sample_texts, trajectory_rows
 
@@ -122,8 +122,12 @@ def train(
         rows = doctor.plan_rows(config)  # checks loggers and model
         chosen = choose_run_dir(recipe, run_dir, resume)
         if dry_run:
-            notes = doctor.machine_notes(config)
-            _show([*rows, ("self-check", check().shown), *notes, ("recipe ok", "")])
+            rows += doctor.machine_notes(config)
+            try:
+                shown = check().shown
+            except Unreachable as error:
+                shown = f"not run: {error}"
+            _show([*rows, ("self-check", shown), ("recipe ok", "")])
             return
         typer.echo(f"loading {config.model.path} and checking {config.tasks.kind} …")
         from minirl.launch import train as launch

@@ -33,7 +33,11 @@ class RecipeError(MinirlError):
         self.key, self.value, self.rule, self.remedy = key, value, rule, remedy
 
     def __reduce__(self) -> tuple[Any, ...]:  # it goes through the pipe of a self-check
-        return RecipeError, (self.key, self.value, self.rule, self.remedy)
+        return type(self), (self.key, self.value, self.rule, self.remedy)
+
+
+class Unreachable(RecipeError):
+    """On the hub, which does not answer: a dry run goes without it."""
 
 
 class WorkerDied(MinirlError): ...

@@ -158,7 +158,10 @@ plain = plain | st.floats(allow_nan=False, allow_infinity=False)
 plain = plain | st.text(st.characters(exclude_categories=("Cs",)), max_size=9)
 option_names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,5}", fullmatch=True)
 OWN = {
-    "tasks.options": st.dictionaries(option_names, plain | st.lists(plain, max_size=3), max_size=3),
+    "tasks.options": (
+        table := st.dictionaries(option_names, plain | st.lists(plain, max_size=3), max_size=3)
+    ),
+    "tasks.template": table,
     "rollout.stop": st.lists(texts.filter(bool), max_size=3).map(tuple),
     "rollout.stop_tokens": st.lists(st.integers(0, 10**6), max_size=3).map(tuple),
     "log.to": st.sampled_from([(), ("wandb",), ("trackio", "tensorboard")]),

@@ -50,8 +50,11 @@ def test_a_task_in_a_file_gets_the_section_and_the_seed(tmp_path: Path) -> None:
     [
         ("import no_such_package", "No module named 'no_such_package'"),
         ("class Mine(:", "SyntaxError"),
-        ("class Other: pass", "has no attribute 'Mine'"),
-        ("def Mine(config, seed): raise OSError('no disk')", "(OSError: no disk)"),
+        ("class Other: pass", "(LookupError: there is no Mine in it, but Other)"),
+        (
+            "def Mine(config, seed): raise OSError('no disk')",
+            "(OSError: no disk (mine.py, line 1, in Mine))",
+        ),
         *((kind, "cannot be loaded") for kind in ("no.py:Task", "no_module:Task", "nonsense", ":")),
     ],
 )
@@ -107,8 +110,12 @@ WRONG, OTHER = "a wrong answer scores 1", "its own reference scores 0, not 1"
         (Plain(lambda text, right: True), WRONG),
         (Plain(lambda text, right: {}[text]), r"its self-check failed \(KeyError: '0'\)"),
         (Plain(lambda text, right: text == right != "31"), OTHER),
-        (Plain(lambda text, right: float("nan")), "its own reference scores nan, not 1"),
+        (Plain(lambda text, right: float("nan")), "ValueError: the reward is nan, not a finite"),
         (Plain(Task(TasksConfig()).reward), "Task has no reward"),
+        (
+            type("Short", (), {"reward": 1})(),
+            "it has no num_train, train, heldout, solution; write",
+        ),
         (Plain(lambda t, right: t == right != "b", heldout=lambda _: [Example("", "b")]), OTHER),
     ],
 )

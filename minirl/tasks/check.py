@@ -12,8 +12,6 @@ controller afterwards without limits: import, load and example, for prompts.
 
 import os
 import re
-import resource
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -21,7 +19,8 @@ from inspect import getattr_static
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from types import FunctionType, new_class
+from typing import Any
 
 from minirl import model
 from minirl.config import Config
@@ -33,11 +32,11 @@ from minirl.tasks import Task, registry
 from minirl.tasks.prompts import SHUFFLED_UP_TO, short_prompts, trained_on
 from minirl.tasks.registry import Frame, definition, where
 from minirl.tasks.turns import dialogue_of
+from minirl.tasks.verifier import limit_memory
 from minirl.workers import LISTEN_S, Workers, signals
 
-CALLS = [
+CALLS = (
     "import",
-    "__init__",
     "load",
     "example",
     "reward",
@@ -46,29 +45,21 @@ CALLS = [
     "train",
     "heldout",
     "num_train",
-]
+)
 MOST_LOOKED_AT = 10_000  # training examples
 KEPT = {"HF_TOKEN"}  # for data of one's own on the hub; what passes runs with all secrets anyway
 
 
-class CheckSetup(NamedTuple):
-    config: Config
-    folder: Path | None  # of the tokenizer; None: it is not here yet
-
-
-# In the controller --------------------------------------------------------------------------------
-
-
 @contextmanager
 def checking(config: Config, folder: Path | None) -> Iterator[Callable[[], Checked]]:
-    """Starts at once; the function waits, and raises RecipeError for a task that fails."""
+    """Starts at once; the function waits, and raises RecipeError for a task that fails. `folder` is
+    the tokenizer's; None: it is not here yet, and prompts are not encoded."""
     env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     place = Placement("cpu", env=env | {name: os.environ[name] for name in KEPT & {*os.environ}})
     with TemporaryDirectory(prefix="minirl-check-") as logs, signals():
         workers = Workers(Path(logs), 1)
         try:
-            setup = CheckSetup(config, folder)
-            workers.spawn(Role.VERIFY, 0, "minirl.tasks.check:run", setup, place)
+            workers.spawn(Role.VERIFY, 0, "minirl.tasks.check:run", (config, folder), place)
             yield partial(_result, config, workers)
         finally:
             workers.kill()
@@ -95,9 +86,9 @@ def _result(config: Config, workers: Workers) -> Checked:
 
 def _refusal(config: Config, workers: Workers, what: str) -> Exception:
     row, kind = workers.board.row(0), config.tasks.kind
-    log = (workers.log_dir / f"{workers.all[0].name}.log").read_text(errors="replace")
     if row.state is not State.GRADING:
         return WorkerDied(f"the self-check of {kind} {what}\n{workers.log_tail(workers.all[0])}")
+    log = (workers.log_dir / f"{workers.all[0].name}.log").read_text(errors="replace")
     # The dump's innermost frame comes first.
     dump = re.findall(r'File "(.+)", line (\d+) in (.+)', log.rpartition("Current thread")[2])
     frames = [Frame(file, int(line), name) for file, line, name in reversed(dump)]
@@ -107,29 +98,25 @@ def _refusal(config: Config, workers: Workers, what: str) -> Exception:
     return RecipeError("tasks.kind", kind, f"its {call} {what}{found}", remedy)
 
 
-# In the process -----------------------------------------------------------------------------------
-
-
-def run(setup: CheckSetup, board: BoardWriter, pipe: Connection) -> None:
-    limit = int(setup.config.tasks.memory_gib * 2**30)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+def run(setup: tuple[Config, Path | None], board: BoardWriter, pipe: Connection) -> None:
+    """The body of the process."""
+    limit_memory(setup[0])
     try:
-        pipe.send(_check(setup, board))
+        pipe.send(_check(*setup, board))
     except RecipeError as error:
         pipe.send(error)
 
 
-def _check(setup: CheckSetup, board: BoardWriter) -> Checked:
-    config, kind = setup.config, setup.config.tasks.kind
+def _check(config: Config, folder: Path | None, board: BoardWriter) -> Checked:
+    kind = config.tasks.kind
     watch = _Watch(board, is_on=kind not in registry.BUILT_IN)
-    made = watch.call("import", 1, registry.task_class, config)
-    task = watch.call("__init__", definition(made).line, registry.make_task, config, made)
+    task = watch.call("import", 1, lambda: registry.make_task(config))
     watch.methods_of(task)
     shown = registry.self_check(task, kind)
     registry.check_functions(config)
     test = task.heldout(config.eval.num_prompts)
-    if setup.folder is not None:
-        tokenizer = model.tokenizer_of(config, setup.folder)
+    if folder is not None:
+        tokenizer = model.tokenizer_of(config, folder)
         dialogue_of(task, kind, tokenizer)
         short_prompts(config, [task.train(i) for i in range(min(64, task.num_train))], tokenizer)
         short_prompts(config, test, tokenizer)
@@ -146,32 +133,31 @@ class _Watch:
     def __init__(self, board: BoardWriter, is_on: bool):
         self.board, self.is_off = board, not is_on
 
-    def call(self, name: str, line: int, function: Callable[..., Any], *args: Any) -> Any:
+    def call(self, name: str, line: int, function: Callable[[], Any]) -> Any:
         if self.is_off:
-            return function(*args)
+            return function()
         self.is_off = True
         self.board.serving(line, CALLS.index(name))
         self.board.enter(State.GRADING, anew=True)
-        result = function(*args)
-        result = list(result) if name == "load" else result  # a generator runs here, too
+        result = list(function()) if name == "load" else function()  # a generator runs here, too
         self.board.enter(State.STARTING)  # not after an exception: it ends the check
         self.is_off = False
         return result
 
     def methods_of(self, task: Task) -> None:
         """In a subclass that is made here, since methods call each other through `self`."""
-        cls, watched = type(task), dict[str, Any]()
-        for name in filter(cls.__dict__.__contains__, CALLS[2:]):
-            found = getattr_static(cls, name)
-            if isinstance(found, property) and found.fget:
-                watched[name] = property(self._method(name, found.fget))
-            elif isinstance(found, types.FunctionType):
-                watched[name] = self._method(name, found)
-        watched["__slots__"] = ()
-        task.__class__ = types.new_class(
-            cls.__name__, (cls,), exec_body=lambda n: n.update(watched)
-        )
+        cls, watched = type(task), {"__slots__": ()}
+        for name in CALLS[1:]:
+            found: Any = getattr_static(cls, name, None)  # or a property, or a staticmethod
+            function = getattr(found, "fget", None) or getattr(found, "__func__", found)
+            if isinstance(function, FunctionType) and not function.__module__.startswith("minirl."):
+                method = self._method(name, function)
+                watched[name] = method if function is found else type(found)(method)
+        task.__class__ = new_class(cls.__name__, (cls,), exec_body=lambda own: own.update(watched))
 
-    def _method(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        line = definition(function).line
-        return wraps(function)(lambda *args: self.call(name, line, function, *args))
+    def _method(self, name: str, function: FunctionType) -> Any:
+        @wraps(function)
+        def method(*args: Any, **options: Any) -> Any:
+            return self.call(name, definition(function).line, lambda: function(*args, **options))
+
+        return method

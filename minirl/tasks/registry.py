@@ -32,24 +32,24 @@ BUILT_IN = {
 }
 FUNCTIONS = {"train.objective": ("tokens", "train"), "train.estimator": ("groups",)}
 """Keys that may name a user's function, and what it must take."""
-CLASS = "check file and class: class MyTask(Task), from minirl.tasks import Task"
+CHECK = "its self-check failed"
 NEEDED = ("num_train", "train", "heldout", "reward", "solution")
-
-
-@contextmanager
-def _as_recipe_error(key: str, value: str, what: str, remedy: str) -> Iterator[None]:
-    try:
-        yield
-    except MinirlError:  # it says what is wrong itself
-        raise
-    except Exception as error:  # the user's code may raise anything
-        raise RecipeError(key, value, f"{what} ({failure(error, value)})", remedy) from None
 
 
 class Frame(NamedTuple):
     file: str
     line: int
     name: str
+
+
+@contextmanager
+def _as_recipe_error(key: str, value: str, what: str, remedy: str, *outer: Frame) -> Iterator[None]:
+    try:
+        yield
+    except MinirlError:  # it says what is wrong itself
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise RecipeError(key, value, f"{what} ({failure(error, value, *outer)})", remedy) from None
 
 
 def failure(error: Exception, kind: str, *outer: Frame) -> str:
@@ -72,23 +72,15 @@ def where(frames: Sequence[Frame], kind: str) -> str:
 
 
 def definition(function: Any) -> Frame:
-    """Where a function, or a class's constructor, is written."""
-    function = function.__init__ if isinstance(function, type) else function
-    code = getattr(function, "__code__", None)
+    code = getattr(inspect.unwrap(function), "__code__", None)
     return Frame(code.co_filename, code.co_firstlineno, code.co_name) if code else Frame("", 0, "")
 
 
-def make_task(config: Config, made: Any = None) -> Task:
-    """The task's class is called with the recipe's [tasks] section and the seed."""
-    made = made or task_class(config)
-    with _as_recipe_error("tasks.kind", config.tasks.kind, "cannot be loaded", CLASS):
-        return made(config.tasks, config.seed)
-
-
-def task_class(config: Config) -> Any:
-    kind = config.tasks.kind
-    with _as_recipe_error("tasks.kind", kind, "cannot be loaded", CLASS):
-        return _load(BUILT_IN.get(kind, kind))
+def make_task(config: Config) -> Task:
+    """A task class is called with the recipe's [tasks] section and the seed."""
+    kind, remedy = config.tasks.kind, "check it: class MyTask(Task), from minirl.tasks import Task"
+    with _as_recipe_error("tasks.kind", kind, "cannot be loaded", remedy):
+        return _load(BUILT_IN.get(kind, kind))(config.tasks, config.seed)
 
 
 @cache
@@ -137,17 +129,17 @@ def self_check(task: Task, kind: str) -> str:
         rule = f"it has no {', '.join(missing)}"
         remedy = "write these, or let it inherit them: class MyTask(Task)"
         raise RecipeError("tasks.kind", kind, rule, remedy)
-    with _as_recipe_error("tasks.kind", kind, "its self-check failed", remedy):
+    with _as_recipe_error("tasks.kind", kind, CHECK, remedy):
         examples = [task.train(i) for i in range(min(32, task.num_train))]
         for example in [*examples, *task.heldout(8)]:
-            if (right := _score(task, example, example)) != 1.0:
+            if (right := _score(task, kind, example, example)) != 1.0:
                 rule = f"its own reference scores {right:g}, not 1"
                 raise RecipeError("tasks.kind", kind, rule, f"look at {str(example)[:160]!r}")
         pairs = pairwise([*examples, *examples[:1]])
         others = [(a, b) for a, b in pairs if a.reference != b.reference]
-        alike = [(a, b) for a, b in others if _score(task, a, b) >= 1.0]
+        alike = [(a, b) for a, b in others if _score(task, kind, a, b) >= 1.0]
         for here, there in alike:
-            if 2 * len(alike) > len(others) or _score(task, there, here) < 1.0:
+            if 2 * len(alike) > len(others) or _score(task, kind, there, here) < 1.0:
                 rule = "a wrong answer scores 1"
                 raise RecipeError("tasks.kind", kind, rule, f"look at {str(here)[:160]!r}")
         if has_turns(task):
@@ -160,9 +152,10 @@ def self_check(task: Task, kind: str) -> str:
         return f"{len(examples)} references score 1, {num_wrong} shuffled ones less"
 
 
-def _score(task: Task, asked: Example, answered: Example) -> float:
+def _score(task: Task, kind: str, asked: Example, answered: Example) -> float:
     text = task.solution(answered)
-    return score(task, asked, Answer(text, StopReason.STOP, 1, (text,)))
+    with _as_recipe_error("tasks.kind", kind, CHECK, "look at it", definition(task.reward)):
+        return score(task, asked, Answer(text, StopReason.STOP, 1, (text,)))
 
 
 def score(task: Task, example: Example, answer: Answer) -> float:

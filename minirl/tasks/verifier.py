@@ -38,9 +38,7 @@ def run(setup: VerifierSetup, board: BoardWriter, pipe: Connection) -> None:
 
     tokenizer = Tokenizer.from_file(str(Path(setup.folder) / "tokenizer.json"))
     verifier = Verifier(setup, make_task(setup.config), tokenizer, board)
-    # Private memory only: the ring's shared memory does not count. Beyond it, MemoryError.
-    limit = int(setup.config.tasks.memory_gib * 2**30)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    limit_memory(setup.config)
     while True:
         board.enter(State.WAITING_FOR_ANSWERS)
         if not pipe.poll(BEAT_S):
@@ -52,6 +50,12 @@ def run(setup: VerifierSetup, board: BoardWriter, pipe: Connection) -> None:
                 pipe.send(verifier.reply(request))
             case _:
                 return
+
+
+def limit_memory(config: Config) -> None:
+    """Private memory only: the ring's shared memory does not count. Beyond it, MemoryError."""
+    limit = int(config.tasks.memory_gib * 2**30)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 @dataclass(frozen=True)
