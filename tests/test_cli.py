@@ -78,6 +78,10 @@ NO_RUN = "holds no run: there is no recipe.toml in it; name another directory"
         ("train r.toml --dry-run --set devices.rollout=1024", "devices.rollout = 1024: "),
         ("train r.toml --dry-run --set train.objective=no.py:f", 'train.objective = "no.py:f": '),
         ("train r.toml --dry-run --set model.path=model", "rollout.max_new_tokens = 128: "),
+        (
+            "eval /nonexist --task gsm8k",
+            'MODEL_OR_RUN = "/nonexist": there is no such path; name a',
+        ),
         ("train r.toml --run-dir full", f'--run-dir = "full": {NO_RUN}'),
         ("train r.toml --run-dir r.toml", '--run-dir = "r.toml": cannot be written to ('),
         ("train r.toml --resume --run-dir no", f'--run-dir = "no": {NO_RUN}'),

@@ -35,17 +35,7 @@ from minirl.tasks.turns import dialogue_of
 from minirl.tasks.verifier import limit_memory
 from minirl.workers import LISTEN_S, Workers, signals
 
-CALLS = (
-    "import",
-    "load",
-    "example",
-    "reward",
-    "reply",
-    "solution",
-    "train",
-    "heldout",
-    "num_train",
-)
+CALLS = ("import", "load", "example", "reply", *registry.NEEDED)
 MOST_LOOKED_AT = 10_000  # training examples
 KEPT = {"HF_TOKEN"}  # for data of one's own on the hub; what passes runs with all secrets anyway
 
