@@ -113,11 +113,14 @@ def train(
     minirl train recipes/gsm8k.toml --run-dir runs/mine    # again: resumes it
     """
     from minirl.recipe import find_model, load
-    from minirl.tasks.check import checking
-    from minirl.tools import doctor
 
     loaded = load(recipe, overrides or [])
     config = loaded.config
+    if not dry_run:  # imports take a second
+        typer.echo(f"loading {config.model.path} and checking {config.tasks.kind} …")
+    from minirl.tasks.check import checking
+    from minirl.tools import doctor
+
     with checking(config, find_model(config)) as check:  # while the rest is checked and imported
         rows = doctor.plan_rows(config)  # checks loggers and model
         chosen = choose_run_dir(recipe, run_dir, resume)
@@ -129,7 +132,6 @@ def train(
                 shown = f"not run: {error}"
             _show([*rows, ("self-check", shown), ("recipe ok", "")])
             return
-        typer.echo(f"loading {config.model.path} and checking {config.tasks.kind} …")
         from minirl.launch import train as launch
 
         if warning := check().warning:

@@ -43,7 +43,7 @@ KEPT = {"HF_TOKEN"}  # for data of one's own on the hub; what passes runs with a
 @contextmanager
 def checking(config: Config, folder: Path | None) -> Iterator[Callable[[], Checked]]:
     """Starts at once; the function waits, and raises RecipeError for a task that fails. `folder` is
-    the tokenizer's; None: it is not here yet, and prompts are not encoded."""
+    the tokenizer's; where there is none (yet), prompts are not encoded."""
     env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     place = Placement("cpu", env=env | {name: os.environ[name] for name in KEPT & {*os.environ}})
     with TemporaryDirectory(prefix="minirl-check-") as logs, signals():
@@ -105,7 +105,7 @@ def _check(config: Config, folder: Path | None, board: BoardWriter) -> Checked:
     shown = registry.self_check(task, kind)
     registry.check_functions(config)
     test = task.heldout(config.eval.num_prompts)
-    if folder is not None:
+    if folder is not None and (folder / "tokenizer.json").is_file():
         tokenizer = model.tokenizer_of(config, folder)
         dialogue_of(task, kind, tokenizer)
         short_prompts(config, [task.train(i) for i in range(min(64, task.num_train))], tokenizer)
