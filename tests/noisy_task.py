@@ -61,6 +61,8 @@ class Moody(Again):
 
     def reply(self, example: Example, turns: tuple[str, ...]) -> str | None:
         name, _, number, _ = str(example.prompt).split()
+        if turns == ("right",):  # the self-check
+            return None
         if name == "Tom" and int(number) % 8 == 3 and len(turns) == 3:
             raise ValueError("nothing to say")
         if name == "Tom" and int(number) % 32 == 5:
