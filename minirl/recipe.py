@@ -322,7 +322,7 @@ def check_model(config: Config, folder: Path, kind: str = "") -> None:
     if known and max(stops, default=0) >= known:
         rule = f"the model has only the tokens below {known}"
         raise RecipeError("rollout.stop_tokens", stops, rule, "take the others out")
-    needed = kv_bytes_per_token(config, sizes) * longest / 2**30
+    needed = kv_bytes_per_token(config, sizes) * -(-longest // 32) * 32 / 2**30  # in whole blocks
     if kind == "cpu" and config.devices.kind != "cuda" and needed > config.rollout.kv_cache_gib:
         rule = f"one sequence of {longest} tokens needs {needed:.3g}"
         raise RecipeError("rollout.kv_cache_gib", config.rollout.kv_cache_gib, rule, "raise it")

@@ -65,7 +65,7 @@ def test_it_is_refused(
 
 def test_only_layers_that_keep_all_tokens_count_for_the_kv_cache(folder: Path) -> None:
     config = load(folder / "r.toml", ["rollout.kv_cache_gib=3.7e-4"]).config
-    check_model(config, folder / "model", "cpu")  # vLLM starts with this
+    check_model(config, folder / "model", "cpu")
     check_model(load(None, ["rollout.kv_cache_gib=1e-9"]).config, folder / "model", "cuda")
     sizes = json.loads((folder / "model/config.json").read_text())
     assert kv_bytes_per_token(config, sizes) == 2 * 2 * 2 * 32 * 4
