@@ -6,8 +6,8 @@ eats memory is one line with method, file and line, not the end of the controlle
 
 Before each call the board shows method and line: tasks.timeout_s counts from there, and a process
 that ends is blamed on that call. faulthandler's dump in the log says where it was.
-Leaves out: minirl's own methods, which may download and have no limit. What passed runs in the
-controller afterwards without limits: import, load and example, for prompts.
+Leaves out: minirl's own tasks and methods, which may download and have no limit. What passed runs
+in the controller afterwards without limits: import, load and example, for prompts.
 """
 
 import os
@@ -44,6 +44,9 @@ KEPT = {"HF_TOKEN"}  # for data of one's own on the hub; what passes runs with a
 def checking(config: Config, folder: Path | None) -> Iterator[Callable[[], Checked]]:
     """Starts at once; the function waits, and raises RecipeError for a task that fails. `folder` is
     the tokenizer's; where there is none (yet), prompts are not encoded."""
+    if config.tasks.kind in registry.BUILT_IN:  # not a user's code: no process, a quicker start
+        yield lambda: _check(config, folder)
+        return
     env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     place = Placement("cpu", env=env | {name: os.environ[name] for name in KEPT & {*os.environ}})
     with TemporaryDirectory(prefix="minirl-check-") as logs, signals():
@@ -92,16 +95,16 @@ def run(setup: tuple[Config, Path | None], board: BoardWriter, pipe: Connection)
     """The body of the process."""
     limit_memory(setup[0])
     try:
-        pipe.send(_check(*setup, board))
+        pipe.send(_check(*setup, _Watch(board)))
     except RecipeError as error:
         pipe.send(error)
 
 
-def _check(config: Config, folder: Path | None, board: BoardWriter) -> Checked:
-    kind = config.tasks.kind
-    watch = _Watch(board, is_on=kind not in registry.BUILT_IN)
-    task = watch.call("import", 1, lambda: registry.make_task(config))
-    watch.methods_of(task)
+def _check(config: Config, folder: Path | None, watch: "_Watch | None" = None) -> Checked:
+    kind, make = config.tasks.kind, partial(registry.make_task, config)
+    task = watch.call("import", 1, make) if watch else make()
+    if watch:
+        watch.methods_of(task)
     shown = registry.self_check(task, kind)
     registry.check_functions(config)
     test = task.heldout(config.eval.num_prompts)
@@ -120,18 +123,18 @@ def _check(config: Config, folder: Path | None, board: BoardWriter) -> Checked:
 class _Watch:
     """Shows calls of the user's code on the board. A call inside another counts as that one."""
 
-    def __init__(self, board: BoardWriter, is_on: bool):
-        self.board, self.is_off = board, not is_on
+    def __init__(self, board: BoardWriter):
+        self.board, self.is_inside = board, False
 
     def call(self, name: str, line: int, function: Callable[[], Any]) -> Any:
-        if self.is_off:
+        if self.is_inside:
             return function()
-        self.is_off = True
+        self.is_inside = True
         self.board.serving(line, CALLS.index(name))
         self.board.enter(State.GRADING, anew=True)
         result = list(function()) if name == "load" else function()  # a generator runs here, too
         self.board.enter(State.STARTING)  # not after an exception: it ends the check
-        self.is_off = False
+        self.is_inside = False
         return result
 
     def methods_of(self, task: Task) -> None:
