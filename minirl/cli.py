@@ -15,7 +15,7 @@ import typer
 from typer import Argument, Option
 
 import minirl
-from minirl.errors import MinirlError, RecipeError, one_line
+from minirl.errors import MinirlError, RecipeError, Unreachable, one_line
 from minirl.run_dir import RUNS, choose_run_dir, holds_run, new_run_dir, open_run
 from minirl.view.runs import find_step, list_runs, run_rows, sample_texts, trajectory_rows
 
@@ -112,17 +112,30 @@ def train(
     minirl train recipes/smoke.toml --set train.steps=10 --set buffer.max_staleness=0
     minirl train recipes/gsm8k.toml --run-dir runs/mine    # again: resumes it
     """
-    from minirl.recipe import load
-    from minirl.tools import doctor as check
+    from minirl.recipe import find_model, load
 
     loaded = load(recipe, overrides or [])
-    rows = check.plan_rows(loaded.config)  # checks task, loggers and model
-    chosen = choose_run_dir(recipe, run_dir, resume)
-    if dry_run:
-        _show([*rows, *check.machine_notes(loaded.config), ("recipe ok", "")])
-        return
-    from minirl.launch import train as launch
+    config = loaded.config
+    if not dry_run:  # imports take a second
+        typer.echo(f"loading {config.model.path} and checking {config.tasks.kind} …")
+    from minirl.tasks.check import checking
+    from minirl.tools import doctor
 
+    with checking(config, find_model(config)) as check:  # while the rest is checked and imported
+        rows = doctor.plan_rows(config)  # checks loggers and model
+        chosen = choose_run_dir(recipe, run_dir, resume)
+        if dry_run:
+            rows += doctor.machine_notes(config)
+            try:
+                shown = check().shown
+            except Unreachable as error:
+                shown = f"not run: {error}"
+            _show([*rows, ("self-check", shown), ("recipe ok", "")])
+            return
+        from minirl.launch import train as launch
+
+        if warning := check().warning:
+            typer.echo(f"warning: {warning}; `minirl data {recipe}` shows one")
     raise typer.Exit(launch(loaded, recipe, chosen, resume or holds_run(chosen), plain))
 
 
@@ -224,21 +237,22 @@ def data(
 
     minirl data recipes/gsm8k.toml --set tasks.data=my_rows.jsonl --show 5
     """
-    from minirl.model import load_tokenizer_alone
+    from minirl.model import local_folder, tokenizer_of
     from minirl.recipe import check_task, load
+    from minirl.tasks.check import checking
     from minirl.tasks.prompts import render
-    from minirl.tasks.registry import make_task, self_check
+    from minirl.tasks.registry import make_task
     from minirl.tools.data import data_rows
 
     config = load(recipe, overrides or []).config
     check_task(config)
-    task = make_task(config)
-    checked = self_check(task, config.tasks.kind)
-    tokenizer = load_tokenizer_alone(config)
+    with checking(config, None) as check:  # prompts that are too long are shown
+        tokenizer = tokenizer_of(config, local_folder(config, weights=False))
+        checked, task = check().shown, make_task(config)
     for example in map(task.train, range(min(count, task.num_train))):
         typer.echo(f"{render(example, tokenizer)}\n--- reference: {example.reference}\n")
     source = config.tasks.data or getattr(task, "data", "")
-    rows = [("task", f"{config.tasks.kind} {source}"), ("self-check", str(checked))]
+    rows = [("task", f"{config.tasks.kind} {source}"), ("self-check", checked)]
     _show([*rows, *data_rows(config, task, tokenizer)])
 
 

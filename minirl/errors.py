@@ -12,6 +12,7 @@ A failed rollout or reward is data: a dropped group with a reason and a count.
 """
 
 import json
+from typing import Any
 
 # What readers raise at a file that is not what it should be.
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -31,6 +32,13 @@ class RecipeError(MinirlError):
         shown = one_line(toml_value(value))
         super().__init__(f"{one_line(key)} = {shown}: {rule}; {remedy}{where}")
         self.key, self.value, self.rule, self.remedy = key, value, rule, remedy
+
+    def __reduce__(self) -> tuple[Any, ...]:  # it goes through the pipe of a self-check
+        return type(self), (self.key, self.value, self.rule, self.remedy)
+
+
+class Unreachable(RecipeError):
+    """On the hub, which does not answer: a dry run goes without it."""
 
 
 class WorkerDied(MinirlError): ...

@@ -8,12 +8,11 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from minirl import devices, model
 from minirl.balance import measured
@@ -24,17 +23,16 @@ from minirl.errors import MinirlError, RecipeError
 from minirl.loop import Loop
 from minirl.messages import RankSetup, Role, Stop, TrainerSetup
 from minirl.recipe import Loaded, check_devices, check_memory, check_model, to_toml
-from minirl.records import Example, Prompt
 from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
 from minirl.rollout.worker import RolloutSetup
 from minirl.run_dir import RunDir, hold, holds_run, write_text
 from minirl.run_log import RunLog
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
-from minirl.tasks import Task
-from minirl.tasks.prompts import Consumed, PromptStream, encode
-from minirl.tasks.registry import check_functions, make_task, self_check
-from minirl.tasks.turns import Dialogue, dialogue_of, has_turns
+from minirl.tasks import Task, has_turns
+from minirl.tasks.prompts import Consumed, PromptStream, short_prompts
+from minirl.tasks.registry import check_functions, make_task
+from minirl.tasks.turns import Dialogue, dialogue_of
 from minirl.tasks.verifier import VerifierSetup
 from minirl.train import checkpoint
 from minirl.train.bad_batch import BatchSaver
@@ -88,7 +86,6 @@ def _make_job(config: Config, recipe: Path, run_dir: Path) -> Job:
     check_devices(config, kind, available)
     check_memory(config, devices.free_memory_bytes())
     task = make_task(config)
-    self_check(task, config.tasks.kind)
     check_functions(config)
     return Job(config, task, run_dir, recipe, kind, *devices.place(config, kind, available))
 
@@ -111,7 +108,7 @@ def _prepare(job: Job, resume: bool, is_plain: bool) -> int:
         if config.model.trust_remote_code:
             view.note(f"warning: model.trust_remote_code: code of {config.model.path} is run here")
         source = model.local_folder(config)
-        check_model(config, source)
+        check_model(config, source, job.kind)
         model.check_folder(source)
         is_new = not holds_run(run_dir)
         with _make_run_dir(config, run_dir, job.kind):
@@ -132,7 +129,7 @@ def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
     num_workers = len(job.engines) + len(job.ranks) + config.tasks.verifiers
     trace = run_dir / "trace.json" if config.log.trace else None
     workers = Workers(run_dir / "logs", num_workers, trace)
-    load = partial(model.load_tokenizer, source, config.model.trust_remote_code)
+    load = partial(model.tokenizer_of, config, source)
     try:
         # Without turns the tokenizer loads while workers start.
         dialogue = dialogue_of(task, config.tasks.kind, load()) if has_turns(task) else None
@@ -261,17 +258,6 @@ def _make_run_dir(config: Config, run_dir: Path, kind: str) -> IO[str]:
         rule = f"cannot be written to ({error.strerror})"
         raise RecipeError("--run-dir", str(run_dir), rule, "name another, or make room") from None
     return lock
-
-
-def short_prompts(config: Config, examples: Sequence[Example], tokenizer: Any) -> list[Prompt]:
-    """Without those that are too long; that all are is a wrong recipe."""
-    prompts = [Prompt(i, e, encode(e, tokenizer)) for i, e in enumerate(examples)]
-    limit, lengths = config.tasks.max_prompt_tokens, [len(p.tokens) for p in prompts]
-    if min(lengths, default=limit + 1) > limit:
-        rule = f"none of {len(lengths)} prompts is as short as that"
-        remedy = f"raise it to {max(lengths)}" if lengths else "the task must give examples"
-        raise RecipeError("tasks.max_prompt_tokens", limit, rule, remedy)
-    return [prompt for prompt in prompts if len(prompt.tokens) <= limit]
 
 
 def _signals(loop: Loop, view: ConsoleView) -> AbstractContextManager[list[int]]:

@@ -5,7 +5,7 @@ they are in shared memory (shm/), and messages name cells and versions.
     worker    is sent                          says
     any       Stop                             Started; Died comes from workers.py
     engine    Submit, Abort, Continue          Pinned, Finished, TurnEnded, Gone
-    verifier  Grade, Ask                       Graded, Replied
+    verifier  Grade, Ask                       Graded, Replied (of a self-check: Checked)
     rank      Train, Score, Save               Trained, Saved (of `minirl sft`: Learned, Saved)
 """
 
@@ -135,6 +135,15 @@ class Replied:
     place: int
     tokens: tuple[int, ...]  # none: the conversation is over
     error: str = ""  # else: there is no reply, as this says
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A task has passed its self-check (tasks/check.py)."""
+
+    shown: str
+    warning: str = ""  # held-out prompts that are trained on
+    is_offline: bool = False  # the hub was asked, and nothing answered
 
 
 # Trainer ranks ------------------------------------------------------------------------------------

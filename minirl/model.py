@@ -5,13 +5,19 @@ safetensors headers) and its tokenizer. This is all of the model that the contro
 """
 
 import json
+import os
+import sys
 from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 from minirl import devices
 from minirl.config import TINY, TINY_FOLDER, Config
 from minirl.errors import RecipeError, one_line
+from minirl.recipe import find_model
 
 if TYPE_CHECKING:
     from minirl.shm.weights import TensorSpec
@@ -22,9 +28,10 @@ WHOLE = ("PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer", "Qwen
 
 def local_folder(config: Config, weights: bool = True) -> Path:
     """A local folder as it is; a hub name by download, or from the cache without a network."""
-    path = config.model.path
+    path, found = config.model.path, find_model(config)
     if path == TINY or Path(path).is_dir():
-        return TINY_FOLDER if path == TINY else Path(path)
+        return found or TINY_FOLDER
+    ask_hub()
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.txt", "*.jinja", "*.model", *(["*.safetensors"] if weights else ())]
@@ -34,6 +41,29 @@ def local_folder(config: Config, weights: bool = True) -> Path:
         rule = f"cannot be had from the hub ({type(error).__name__})"
         remedy = "check the name and the network, or give a local folder"
         raise RecipeError("model.path", path, rule, remedy) from None
+
+
+@cache
+def ask_hub() -> None:
+    """Without a network the hub's libraries retry each file for many seconds. So it is asked once,
+    and if nothing answers they use their cache alone, here and in all workers."""
+    if not is_offline():
+        try:
+            urlopen(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=10).close()
+        except HTTPError:
+            pass  # an answer too
+        except OSError:
+            go_offline()
+
+
+def is_offline() -> bool:
+    return bool(os.environ.get("HF_HUB_OFFLINE"))
+
+
+def go_offline() -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
+    if loaded := sys.modules.get("huggingface_hub.constants"):
+        loaded.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
 
 
 def weight_table(folder: Path) -> "tuple[TensorSpec, ...]":
@@ -68,9 +98,21 @@ def check_folder(folder: Path) -> None:
         raise RecipeError("model.path", str(folder), "has no tokenizer.json", remedy)
 
 
-def load_tokenizer_alone(config: Config) -> Any:
-    """The tokenizer of the recipe's model without its weights."""
-    return load_tokenizer(local_folder(config, weights=False), config.model.trust_remote_code)
+def tokenizer_of(config: Config, folder: Path) -> Any:
+    """The folder's tokenizer, whose chat template is given tasks.template."""
+    tokenizer, options = (
+        load_tokenizer(folder, config.model.trust_remote_code),
+        config.tasks.template,
+    )
+    for name in options:
+        if name not in str(tokenizer.chat_template):
+            rule = f"the model's chat template does not read {name}"
+            if tokenizer.chat_template is None:
+                rule = "the model has no chat template"
+            raise RecipeError("tasks.template", options, rule, "leave it out")
+    if options:
+        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **options)
+    return tokenizer
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:

@@ -122,6 +122,8 @@ def _anchored(key: str, value: Any, folder: Path) -> Any:
     """A value that names a file beside its recipe, or else in the working folder, with the whole
     path: the run can then be resumed from anywhere."""
     file, colon, name = "", "", ""
+    if key in ("tasks.data", "model.path") and isinstance(value, str) and value.startswith("~"):
+        value = os.path.expanduser(value)
     if key == "tasks.data" and isinstance(value, str):
         file = value
     elif key in BUILT_IN and isinstance(value, str) and ".py:" in value:
@@ -271,6 +273,11 @@ def check_loggers(config: Config) -> None:
             raise RecipeError("log.to", config.log.to, f"{name} is not installed", remedy)
 
 
+def is_path(name: str) -> bool:
+    """A name that may be one of the hub, but can only be a path here."""
+    return name[:1] in "./~" or ("/" in name and os.path.isdir(os.path.dirname(name)))
+
+
 def find_model(config: Config) -> Path | None:
     """The model's folder, or that of the hub's local cache; None where it is not here (yet)."""
     path = config.model.path
@@ -279,6 +286,8 @@ def find_model(config: Config) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     try:
+        if is_path(path):
+            raise ValueError
         found = try_to_load_from_cache(path, "config.json")
     except ValueError:
         remedy = f'name an existing folder, a hub name such as "Qwen/Qwen3-0.6B", or "{TINY}"'
@@ -296,8 +305,8 @@ def read_model_config(config: Config, folder: Path) -> dict[str, Any]:
     raise RecipeError("model.path", config.model.path, rule, remedy)
 
 
-def check_model(config: Config, folder: Path) -> None:
-    """What only the model's config.json can tell."""
+def check_model(config: Config, folder: Path, kind: str = "") -> None:
+    """What only the model's config.json can tell; `kind` is that of the devices of engines."""
     model_config = read_model_config(config, folder)
     sizes = model_config.get("text_config") or model_config
     limit, longest = sizes.get("max_position_embeddings"), config.max_tokens_per_trajectory
@@ -309,6 +318,27 @@ def check_model(config: Config, folder: Path) -> None:
     if heads and heads % parallel:
         rule = f"must divide the model's {heads} attention heads"
         raise RecipeError("devices.tensor_parallel", parallel, rule, "1 does")
+    known, stops = sizes.get("vocab_size"), config.rollout.stop_tokens
+    if known and max(stops, default=0) >= known:
+        rule = f"the model has only the tokens below {known}"
+        raise RecipeError("rollout.stop_tokens", stops, rule, "take the others out")
+    needed = kv_bytes_per_token(config, sizes) * -(-longest // 32) * 32 / 2**30  # in whole blocks
+    if kind == "cpu" and config.devices.kind != "cuda" and needed > config.rollout.kv_cache_gib:
+        rule = f"one sequence of {longest} tokens needs {needed:.3g}"
+        raise RecipeError("rollout.kv_cache_gib", config.rollout.kv_cache_gib, rule, "raise it")
+
+
+def kv_bytes_per_token(config: Config, sizes: Mapping[str, Any]) -> int:
+    """On one device, at least: layers that do not keep all tokens are not counted."""
+    num_layers = sizes.get("num_hidden_layers", 0)
+    is_full = sizes.get("layer_types") or ["full_attention"] * num_layers
+    if sizes.get("kv_lora_rank") or (sizes.get("sliding_window") and "layer_types" not in sizes):
+        return 0
+    heads = sizes.get("num_attention_heads", 1)
+    head_dim = sizes.get("head_dim") or sizes.get("hidden_size", 0) // heads
+    kv_heads = max(1, sizes.get("num_key_value_heads", heads) // config.devices.tensor_parallel)
+    num_bytes = 4 if config.model.dtype == "float32" else 2
+    return 2 * is_full.count("full_attention") * kv_heads * head_dim * num_bytes
 
 
 def to_toml(config: Config, origins: Mapping[str, str] | None = None) -> str:

@@ -306,7 +306,7 @@ def _environment(extra: dict[str, str]) -> Iterator[None]:
     before = dict(os.environ)
     try:
         os.environ.update(extra)
-        for name in filter(SECRET.search, before):
+        for name in filter(SECRET.search, before.keys() - extra.keys()):
             del os.environ[name]
         yield
     finally:

@@ -61,6 +61,8 @@ class Moody(Again):
 
     def reply(self, example: Example, turns: tuple[str, ...]) -> str | None:
         name, _, number, _ = str(example.prompt).split()
+        if turns == ("right",):  # the self-check
+            return None
         if name == "Tom" and int(number) % 8 == 3 and len(turns) == 3:
             raise ValueError("nothing to say")
         if name == "Tom" and int(number) % 32 == 5:
@@ -76,7 +78,8 @@ class UnsureAgain(EvenLength):
     turn_stop = Again.turn_stop
 
     def reply(self, example: Example, turns: tuple[str, ...]) -> str | None:
-        return None if len(turns) == 3 else fail("nothing to say", turns[-1], 6, 9) or AGAIN
+        is_over = len(turns) == 3 or turns == ("right",)  # the self-check
+        return None if is_over else fail("nothing to say", turns[-1], 6, 9) or AGAIN
 
     def reward(self, example: Example, answer: Answer) -> float:
         if answer.text != "right":

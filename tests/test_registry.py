@@ -34,8 +34,11 @@ def test_a_task_is_found_by_its_name_and_proves_itself(kind: str) -> None:
     [
         ("import no_such_package", "No module named 'no_such_package'"),
         ("class Mine(:", "SyntaxError"),
-        ("class Other: pass", "has no attribute 'Mine'"),
-        ("def Mine(config, seed): raise OSError('no disk')", "(OSError: no disk)"),
+        ("class Other: pass", "(LookupError: there is no Mine in it, but Other)"),
+        (
+            "def Mine(config, seed): raise OSError('no disk')",
+            "(OSError: no disk (mine.py, line 1, in Mine))",
+        ),
         *((kind, "cannot be loaded") for kind in ("no.py:Task", "no_module:Task", "nonsense", ":")),
     ],
 )
@@ -88,8 +91,12 @@ WRONG, OTHER = "a wrong answer scores 1", "its own reference scores 0, not 1"
         (Plain(lambda text, right: int(text) - int(right) in (0, 1)), WRONG),
         (Plain(lambda text, right: {}[text]), r"its self-check failed \(KeyError: '0'\)"),
         (Plain(lambda text, right: text == right != "31"), OTHER),
-        (Plain(lambda text, right: float("nan")), "its own reference scores nan, not 1"),
+        (Plain(lambda text, right: float("nan")), "ValueError: the reward is nan, not a finite"),
         (Plain(Task(TasksConfig()).reward), "Task has no reward"),
+        (
+            type("Short", (), {"reward": 1})(),
+            "it has no num_train, train, heldout, solution; write",
+        ),
         (Plain(lambda t, right: t == right != "b", heldout=lambda _: [Example("", "b")]), OTHER),
     ],
 )

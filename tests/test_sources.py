@@ -87,7 +87,8 @@ BAD = [
     ("train.parquet", b"no", "cannot be read at row 1 ("),
     ("x.txt", b"no", "of another kind than .jsonl, .csv and .parquet"),
     ("dev.jsonl", b"{}", FOLDER),
-    ("gone.jsonl", None, FOLDER),
+    ("", None, FOLDER),
+    *((name, None, "no such path") for name in ("./gone", "gone.jsonl", "tests/gone", "~/x/y")),
 ]
 
 

@@ -44,6 +44,7 @@ def test_the_tutorials_code_trains_as_the_built_in_ones(
         ("objective", "def f(tokens): ...", "TypeError: too many positional arguments"),
         ("estimator", "def f(rewards, kl): ...", "TypeError: missing a required argument"),
         ("estimator", "f = 3", "TypeError: 3 is not a callable"),
+        ("objective", "def g(tokens, train): ...", "LookupError"),
         ("objective", "import nothing_like_it", "ModuleNotFoundError"),
     ],
 )

@@ -95,6 +95,10 @@ class Task:
         return examples
 
 
+def has_turns(task: Task) -> bool:
+    return getattr(type(task), "reply", Task.reply) is not Task.reply
+
+
 class Generated(Task):
     """A task whose examples are drawn without end, not read."""
 

@@ -7,11 +7,13 @@ restart exactly the prompts that were in flight are requeued.
 
 import heapq
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import count
 from typing import Any
 
+from minirl.config import Config
+from minirl.errors import RecipeError
 from minirl.records import Example, Prompt
 from minirl.tasks import Task
 
@@ -72,6 +74,30 @@ class Consumed:
 
     def __contains__(self, index: int) -> bool:
         return index < self.below or index in self.above
+
+
+def short_prompts(config: Config, examples: Sequence[Example], tokenizer: Any) -> list[Prompt]:
+    """Without those that are too long; that all are is a wrong recipe."""
+    prompts = [Prompt(i, e, encode(e, tokenizer)) for i, e in enumerate(examples)]
+    limit, lengths = config.tasks.max_prompt_tokens, [len(p.tokens) for p in prompts]
+    if min(lengths, default=limit + 1) > limit:
+        rule = f"none of {len(lengths)} prompts is as short as that"
+        remedy = f"raise it to {max(lengths)}" if lengths else "the task must give examples"
+        raise RecipeError("tasks.max_prompt_tokens", limit, rule, remedy)
+    return [prompt for prompt in prompts if len(prompt.tokens) <= limit]
+
+
+def trained_on(test: Iterable[Example], train: Iterable[Example]) -> list[str]:
+    """The held-out prompts that are also among those to train on, as `key_of` writes them."""
+    trained = {*map(key_of, train)}
+    return [key for key in map(key_of, test) if key in trained]
+
+
+def key_of(example: Example) -> str:
+    """One text for prompts that differ only in case and white space."""
+    prompt = example.prompt
+    text = prompt if isinstance(prompt, str) else " ".join(m["content"] for m in prompt)
+    return " ".join(text.casefold().split())
 
 
 def encode(example: Example, tokenizer: Any) -> tuple[int, ...]:

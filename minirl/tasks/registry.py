@@ -1,22 +1,26 @@
 """From `tasks.kind` to a task, from `train.objective` and `train.estimator` to a user's function.
-Code is imported late, so that its own dependencies are needed only where it is used.
+Code is imported late, so that its own dependencies are needed only where it is used. What a user's
+code raises is said in one line, with the last line of the task's own file that it came through.
+Leaves out: limits of time and memory (check.py at start, the verifiers afterwards).
 """
 
 import importlib
 import importlib.util
 import inspect
+import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from minirl.config import Config, get
 from minirl.errors import MinirlError, RecipeError, one_line
 from minirl.records import Answer, Example, StopReason
-from minirl.tasks import Task
+from minirl.tasks import Task, has_turns
 
 BUILT_IN = {
     "arithmetic": "minirl.tasks.arithmetic:Arithmetic",
@@ -28,23 +32,54 @@ BUILT_IN = {
 }
 FUNCTIONS = {"train.objective": ("tokens", "train"), "train.estimator": ("groups",)}
 """Keys that may name a user's function, and what it must take."""
+CHECK = "its self-check failed"
+NEEDED = ("num_train", "train", "heldout", "reward", "solution")
+
+
+class Frame(NamedTuple):
+    file: str
+    line: int
+    name: str
 
 
 @contextmanager
-def _as_recipe_error(key: str, value: str, what: str, remedy: str) -> Iterator[None]:
+def _as_recipe_error(key: str, value: str, what: str, remedy: str, *outer: Frame) -> Iterator[None]:
     try:
         yield
     except MinirlError:  # it says what is wrong itself
         raise
     except Exception as error:  # the user's code may raise anything
-        why = one_line(f"{type(error).__name__}: {error}")
-        raise RecipeError(key, value, f"{what} ({why})", remedy) from None
+        raise RecipeError(key, value, f"{what} ({failure(error, value, *outer)})", remedy) from None
+
+
+def failure(error: Exception, kind: str, *outer: Frame) -> str:
+    """What was raised, and where in the file of `kind`; `outer` counts if it is nowhere in it."""
+    found = traceback.walk_tb(error.__traceback__)
+    frames = [Frame(f.f_code.co_filename, line, f.f_code.co_name) for f, line in found]
+    return one_line(f"{type(error).__name__}: {error}") + where([*outer, *frames], kind)
+
+
+def where(frames: Sequence[Frame], kind: str) -> str:
+    """The innermost line of the file of `kind`, and its function; "" where there is none."""
+    file, _, _ = BUILT_IN.get(kind, kind).rpartition(":")
+    file = file if file.endswith(".py") else f"{file.replace('.', '/')}.py"
+    own = [frame for frame in frames if frame.file.endswith(file)]
+    if not own:
+        return ""
+    name = own[-1].name.replace("<module>", "its import")
+    outer = f", from {own[0].name}" if own[0].name not in (name, "<module>") else ""
+    return f" ({Path(file).name}, line {own[-1].line}, in {name}{outer})"
+
+
+def definition(function: Any) -> Frame:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return Frame(code.co_filename, code.co_firstlineno, code.co_name) if code else Frame("", 0, "")
 
 
 def make_task(config: Config) -> Task:
     """A task class is called with the recipe's [tasks] section and the seed."""
-    kind = config.tasks.kind
-    with _as_recipe_error("tasks.kind", kind, "cannot be loaded", "check file and class"):
+    kind, remedy = config.tasks.kind, "check it: class MyTask(Task), from minirl.tasks import Task"
+    with _as_recipe_error("tasks.kind", kind, "cannot be loaded", remedy):
         return _load(BUILT_IN.get(kind, kind))(config.tasks, config.seed)
 
 
@@ -69,17 +104,20 @@ def check_functions(config: Config) -> None:
 def _load(name: str) -> Any:
     """What "file.py:name" or "package.module:name" says."""
     place, _, inside = name.rpartition(":")
-    module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    if place.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(f"minirl_user_{Path(place).stem}", place)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # as the import system does: dataclasses look themselves up
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(place)
+    if not hasattr(module, inside):
+        own = [
+            n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__
+        ]
+        raise LookupError(f"there is no {inside} in it, but {', '.join(own) or 'nothing else'}")
     return getattr(module, inside)
-
-
-def _from_file(path: Path) -> object:
-    spec = importlib.util.spec_from_file_location(f"minirl_user_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # as the import system does: dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
 
 
 def self_check(task: Task, kind: str) -> str:
@@ -87,23 +125,44 @@ def self_check(task: Task, kind: str) -> str:
     references may be one answer in two spellings (0.5 and 1/2): then each is right for the other,
     which is fine unless it is the rule."""
     remedy = "look at its load, example and reward"
-    with _as_recipe_error("tasks.kind", kind, "its self-check failed", remedy):
+    if missing := [name for name in NEEDED if name not in dir(task)]:
+        rule = f"it has no {', '.join(missing)}"
+        remedy = "write these, or let it inherit them: class MyTask(Task)"
+        raise RecipeError("tasks.kind", kind, rule, remedy)
+    with _as_recipe_error("tasks.kind", kind, CHECK, remedy):
         examples = [task.train(i) for i in range(min(32, task.num_train))]
         for example in [*examples, *task.heldout(8)]:
-            if (right := _score(task, example, example)) != 1.0:
+            if (right := _score(task, kind, example, example)) != 1.0:
                 rule = f"its own reference scores {right:g}, not 1"
                 raise RecipeError("tasks.kind", kind, rule, f"look at {str(example)[:160]!r}")
         pairs = pairwise([*examples, *examples[:1]])
         others = [(a, b) for a, b in pairs if a.reference != b.reference]
-        alike = [(a, b) for a, b in others if _score(task, a, b) >= 1.0]
+        alike = [(a, b) for a, b in others if _score(task, kind, a, b) >= 1.0]
         for here, there in alike:
-            if 2 * len(alike) > len(others) or _score(task, there, here) < 1.0:
+            if 2 * len(alike) > len(others) or _score(task, kind, there, here) < 1.0:
                 rule = "a wrong answer scores 1"
                 raise RecipeError("tasks.kind", kind, rule, f"look at {str(here)[:160]!r}")
+        if has_turns(task):
+            for example in examples[:8]:
+                reply = task.reply(example, (task.solution(example),))
+                if reply is not None and (not isinstance(reply, str) or not reply):
+                    rule = f"its reply is {one_line(repr(reply), 80)}"
+                    raise RecipeError("tasks.kind", kind, rule, "text, or None at the end")
         num_wrong = len(others) - len(alike)
         return f"{len(examples)} references score 1, {num_wrong} shuffled ones less"
 
 
-def _score(task: Task, asked: Example, answered: Example) -> float:
+def _score(task: Task, kind: str, asked: Example, answered: Example) -> float:
     text = task.solution(answered)
-    return float(task.reward(asked, Answer(text, StopReason.STOP, 1, (text,))))
+    with _as_recipe_error("tasks.kind", kind, CHECK, "look at it", definition(task.reward)):
+        return score(task, asked, Answer(text, StopReason.STOP, 1, (text,)))
+
+
+def score(task: Task, example: Example, answer: Answer) -> float:
+    """The task's reward, if it is a number: text is none, even if it reads like one."""
+    given, reward = task.reward(example, answer), math.nan
+    with suppress(TypeError, ValueError, OverflowError):
+        reward = math.nan if isinstance(given, str | bytes) else float(given)
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward is {one_line(repr(given), 80)}, not a finite number")
+    return reward

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from minirl.config import TasksConfig
-from minirl.errors import RecipeError, one_line
+from minirl.errors import RecipeError, Unreachable, one_line
+from minirl.model import ask_hub
+from minirl.recipe import is_path
 
 KINDS = (".jsonl", ".csv", ".parquet")
 
@@ -65,8 +67,10 @@ def _rows(data: str, split: str) -> Iterator[SourceRow]:
     if parts := [path] if path.is_file() else _parts(path, split) if data else []:
         return (row for part in parts for row in _file_rows(part))
     try:
-        if not data or path.is_dir() or data[0] in "./~" or data.endswith(KINDS):
-            raise FileNotFoundError(f"a folder needs {split}.jsonl, {split}.csv or {split}.parquet")
+        if is_path(data) or path.is_dir() or data.endswith(KINDS):
+            folder = f"a folder needs {split}.jsonl, {split}.csv or {split}.parquet"
+            raise FileNotFoundError(folder if path.is_dir() else "there is no such path")
+        ask_hub()
         from datasets import load_dataset
 
         rows = load_dataset(name, config or None, split=split)
@@ -74,7 +78,8 @@ def _rows(data: str, split: str) -> Iterator[SourceRow]:
         why = one_line(f"{type(error).__name__}: {error}".split("\n")[0], 120)
         rule = f"there is no split {split} in such a file, folder or hub set ({why})"
         remedy = 'check name, splits and network; a set with several configs takes "name:config"'
-        raise RecipeError("tasks.data", data, rule, remedy) from None
+        found = Unreachable if isinstance(error, ConnectionError) else RecipeError
+        raise found("tasks.data", data, rule, remedy) from None
     return as_rows(rows, f"{split} of {data}")
 
 

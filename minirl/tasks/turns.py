@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from minirl.errors import RecipeError
 from minirl.records import Example
 from minirl.shm.ring import TrajectoryView
-from minirl.tasks import Task
+from minirl.tasks import Task, has_turns
 from minirl.tasks.prompts import has_template
 
 
@@ -28,10 +28,6 @@ class Dialogue:
     end: str = ""  # what a chat template puts after an answer: its first token
     before: str = ""  # the rest, up to the user's message
     after: str = ""  # what it puts after that, up to the model's next answer
-
-
-def has_turns(task: Task) -> bool:
-    return getattr(type(task), "reply", Task.reply) is not Task.reply
 
 
 def dialogue_of(task: Task, kind: str, tokenizer: Any) -> Dialogue | None:

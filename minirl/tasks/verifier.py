@@ -8,7 +8,6 @@ one hangs or crashes, the board shows which one was GRADING: the controller repl
 Leaves out: what the recipe makes of a reward (rewards.py), time limits (the controller's).
 """
 
-import math
 import resource
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -21,7 +20,7 @@ from minirl.records import Answer
 from minirl.shm.board import BEAT_S, BoardWriter, State
 from minirl.shm.ring import TrajectoryRing
 from minirl.tasks import Task
-from minirl.tasks.registry import make_task
+from minirl.tasks.registry import definition, failure, make_task, score
 from minirl.tasks.turns import Dialogue, readable, reply_tokens, texts_of
 
 
@@ -39,9 +38,7 @@ def run(setup: VerifierSetup, board: BoardWriter, pipe: Connection) -> None:
 
     tokenizer = Tokenizer.from_file(str(Path(setup.folder) / "tokenizer.json"))
     verifier = Verifier(setup, make_task(setup.config), tokenizer, board)
-    # Private memory only: the ring's shared memory does not count. Beyond it, MemoryError.
-    limit = int(setup.config.tasks.memory_gib * 2**30)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    limit_memory(setup.config)
     while True:
         board.enter(State.WAITING_FOR_ANSWERS)
         if not pipe.poll(BEAT_S):
@@ -53,6 +50,12 @@ def run(setup: VerifierSetup, board: BoardWriter, pipe: Connection) -> None:
                 pipe.send(verifier.reply(request))
             case _:
                 return
+
+
+def limit_memory(config: Config) -> None:
+    """Private memory only: the ring's shared memory does not count. Beyond it, MemoryError."""
+    limit = int(config.tasks.memory_gib * 2**30)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 @dataclass(frozen=True)
@@ -74,14 +77,11 @@ class Verifier:
             answer = Answer(turns[-1], trajectory.stop, int(view.mask.sum()), turns)
             texts[place] = readable(turns)
             try:
-                reward = float(self.task.reward(request.example, answer))
-                if not math.isfinite(reward):
-                    raise ValueError(f"reward is {reward}")
-                rewards[place] = reward
+                rewards[place] = score(self.task, request.example, answer)
             except MemoryError:
                 raise  # too little may be left for the next reward
-            except Exception as failure:  # a task is the user's code: whatever it raises
-                error, num_failed = f"{type(failure).__name__}: {failure}", num_failed + 1
+            except Exception as failed:  # a task is the user's code: whatever it raises
+                error, num_failed = self._why(failed, self.task.reward), num_failed + 1
                 if num_failed > request.max_failures:
                     return Graded(request.group_id, (), (), error)
         return Graded(request.group_id, tuple(rewards), tuple(texts), error)
@@ -99,11 +99,14 @@ class Verifier:
                     raise ValueError("the reply has no token; None ends the conversation")
         except MemoryError:
             raise
-        except Exception as failure:  # the user's code, or the cell is another group's by now
-            error = f"{type(failure).__name__}: {failure}"
+        except Exception as failed:  # the user's code, or the cell is another group's by now
+            error = self._why(failed, self.task.reply)
         # As many as max_new_tokens never fit, and more need not be sent.
         sent = tuple(tokens[: self.setup.config.rollout.max_new_tokens])
         return Replied(request.group_id, request.place, sent, error)
+
+    def _why(self, failed: Exception, method: Any) -> str:
+        return failure(failed, self.setup.config.tasks.kind, definition(method))
 
     def _show(self, group_id: int, place: int, **facts: Any) -> None:
         """Anew: tasks.timeout_s counts for each reward."""

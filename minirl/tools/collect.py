@@ -72,6 +72,9 @@ def resolve(
     if run is not None:
         folder = last_checkpoint(run) if run == Path(name) else Path(name)
         path = path or run / "recipe.toml"
+    elif recipe.is_path(name) and not Path(name).expanduser().exists():
+        remedy = "name a run, a checkpoint, a model's folder or a hub name"
+        raise RecipeError("MODEL_OR_RUN", name, "there is no such path", remedy)
     else:
         values = [*as_overrides({"model.path": name}), *values]
     loaded = recipe.load(path, values)
@@ -132,8 +135,7 @@ class Collector:
     workers_replaced: float = 0.0
 
     def __post_init__(self) -> None:
-        kind, is_trusted = self.config.tasks.kind, self.config.model.trust_remote_code
-        self.tokenizer = model.load_tokenizer(self.folder, is_trusted)
+        kind, self.tokenizer = self.config.tasks.kind, model.tokenizer_of(self.config, self.folder)
         self.dialogue = dialogue_of(self.task, kind, self.tokenizer) if self.task else None
 
     @contextmanager

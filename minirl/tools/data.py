@@ -10,11 +10,11 @@ from statistics import fmean
 from typing import Any
 
 from minirl.config import Config
+from minirl.errors import toml_value
 from minirl.records import Example
 from minirl.tasks import Task
-from minirl.tasks.prompts import encode, has_template
-
-MOST_LOOKED_AT = 10_000  # training examples
+from minirl.tasks.check import MOST_LOOKED_AT
+from minirl.tasks.prompts import encode, has_template, key_of, trained_on
 
 
 def data_rows(
@@ -26,12 +26,14 @@ def data_rows(
     yield from _side(train, config.tasks.max_prompt_tokens, tokenizer)
     yield "held out", f"{len(test):,} examples"
     yield from _side(test, config.tasks.max_prompt_tokens, tokenizer)
-    trained = {key_of(example) for example in train}
-    both = [key for example in test if (key := key_of(example)) in trained]
+    both = trained_on(test, train)
     shown = f"{len(both)} of {len(test)} held-out prompts are trained on"
-    yield "in both", shown + (f', such as "{both[0][:60]}"' if both else "")
+    such = f', such as "{both[0][:60]}": accuracy on them says little' if both else ""
+    yield "WARNING" if both else "in both", shown + such
     none = "the model has none: a single message is its text and a line break (docs/tasks.md)"
-    template = "applied" if has_template(tokenizer) else none
+    options = config.tasks.template
+    how = f"applied with {toml_value(options)}" if options else "applied"
+    template = how if has_template(tokenizer) else none
     is_text = isinstance(train[0].prompt, str)
     yield "chat template", "not used: prompts are text" if is_text else template
 
@@ -46,9 +48,3 @@ def _side(examples: Sequence[Example], limit: int, tokenizer: Any) -> Iterator[t
     share = f"{longer} of {num} ({longer / num:.1%})"
     yield "  too long", f"{share} above tasks.max_prompt_tokens = {limit}{remedy}"
     yield "  duplicates", f"{num - len({*map(key_of, examples)})} prompts that came before"
-
-
-def key_of(example: Example) -> str:
-    prompt = example.prompt
-    text = prompt if isinstance(prompt, str) else " ".join(m["content"] for m in prompt)
-    return " ".join(text.casefold().split())

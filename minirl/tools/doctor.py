@@ -15,8 +15,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from minirl import devices, recipe
-from minirl.config import Config
+from minirl import devices, model, recipe
+from minirl.config import TINY_FOLDER, Config
 from minirl.devices import find_devices, free_memory_bytes, num_cores, torch_cuda, version_of
 from minirl.errors import RecipeError
 from minirl.tasks.sandbox import why_not
@@ -143,7 +143,9 @@ def _model(config: Config) -> str:
     path, folder = config.model.path, recipe.find_model(config)
     if folder is None:
         return f"{path} (not in the local cache: not checked)"
-    recipe.check_model(config, folder)
+    recipe.check_model(config, folder, find_devices(config.devices.kind)[0])
+    if folder == TINY_FOLDER or os.path.isdir(path) or any(folder.glob("*.safetensors")):
+        model.check_folder(folder)  # of the hub perhaps only a tokenizer is here yet
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return f"{path}, {num_bytes / 2**20:,.1f} MiB of safetensors"
 

@@ -17,14 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from minirl import model, recipe
+from minirl import devices, model, recipe
 from minirl.config import BYTES_PER_TOKEN, Config
 from minirl.errors import RecipeError
-from minirl.launch import short_prompts
 from minirl.records import Prompt
 from minirl.run_dir import read_lines, write_text
 from minirl.statistics import bootstrap, interval_of, mcnemar, pass_at, usual_ks
-from minirl.tasks.registry import make_task, self_check
+from minirl.tasks.check import checking
+from minirl.tasks.prompts import short_prompts
+from minirl.tasks.registry import make_task
 from minirl.tools.collect import Attempt, Collector, Target, resolve, run_of
 from minirl.view.console import Bar
 
@@ -118,12 +119,12 @@ def summary_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
 def evaluate(target: Target, out: Path | None) -> tuple[list[Result], dict[str, Any]]:
     """The results and their summary. Ctrl-C leaves the problems that were done in results.jsonl."""
     config, bar = target.config, Bar("problems")
-    task = make_task(config)
-    self_check(task, config.tasks.kind)
-    folder = choose_folder(target, out)
+    with checking(config, target.folder or recipe.find_model(config)) as check:
+        check()
+    task, folder = make_task(config), choose_folder(target, out)
     bar.note(f"{target.folder or target.name} on {config.tasks.kind}; results in {folder}")
     source = target.folder or model.local_folder(config)
-    recipe.check_model(config, source)
+    recipe.check_model(config, source, devices.find_devices(config.devices.kind)[0])
     (folder / "recipe.toml").write_text(recipe.to_toml(config))
     there = Collector(config, source, folder / "logs", bar.note, task)
     problems = task.heldout(config.eval.num_prompts)

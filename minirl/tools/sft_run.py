@@ -20,9 +20,9 @@ from minirl.config import Config
 from minirl.launch import INTERRUPTED, spawn_ranks
 from minirl.messages import Learned, Role, SftSetup, Stop
 from minirl.metrics import metrics_line
-from minirl.recipe import check_devices, check_model, to_toml
+from minirl.recipe import check_devices, check_model, find_model, to_toml
 from minirl.run_dir import JsonLines, write_text
-from minirl.tasks.registry import make_task, self_check
+from minirl.tasks.check import checking
 from minirl.view.console import Bar
 from minirl.workers import Workers, graceful, signals
 
@@ -33,7 +33,8 @@ def sft(config: Config, run_dir: Path) -> int:
     """Gives the exit code."""
     kind, available = devices.find_devices(config.devices.kind)
     check_devices(config, kind, available, rollout=0)
-    self_check(make_task(config), config.tasks.kind)
+    with checking(config, find_model(config)) as check:
+        check()
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     (run_dir / "recipe.toml").write_text(to_toml(config))
     workers, bar = Workers(run_dir / "logs", config.devices.train), Bar("steps")

@@ -20,7 +20,7 @@ from minirl import devices
 from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.messages import Learned, RankSetup, Saved, SftSetup
-from minirl.model import load_tokenizer
+from minirl.model import tokenizer_of
 from minirl.records import Example
 from minirl.shm.board import BoardWriter, State
 from minirl.tasks import Task
@@ -104,7 +104,7 @@ def run(setup: SftSetup, board: BoardWriter, pipe: Connection) -> None:
     join_ranks(setup)
     config, source = setup.config, Path(setup.folder)
     own = SftRank(setup, build_policy(config, setup.folder))
-    tokenizer = load_tokenizer(source, config.model.trust_remote_code)
+    tokenizer = tokenizer_of(config, source)
     data = SftData(config, make_task(config), tokenizer)
     heldout, every = data.heldout(config.eval.num_prompts), config.eval.every
     values: dict[str, float | None] = {"sft/heldout_loss": own.loss(heldout)}

@@ -7,10 +7,9 @@ asks the same; but some training prompts, drawn from a seed by their place, have
     slow     its reward takes a while      must be trained like any other
 
 So the soak knows by itself what must be dropped, beside the run's own counts (ledger.py). Rewards
-are bad in verifiers only: the self-check in the controller and held-out prompts are not affected.
+are bad for sampled answers only: the self-check and held-out prompts are not affected.
 """
 
-import multiprocessing
 import os
 import random
 import time
@@ -59,7 +58,8 @@ class BadRewards:
         return BadExample(**{f.name: getattr(example, f.name) for f in fields(Example)}, bad=bad)
 
     def reward(self, example: Example, answer: Answer) -> float:
-        if isinstance(example, BadExample) and multiprocessing.parent_process() is not None:
+        is_sampled = answer.num_tokens > 1  # the self-check's answers count as one token
+        if isinstance(example, BadExample) and is_sampled:
             misbehave(example.bad)
         return super().reward(example, answer)  # type: ignore[misc]
 

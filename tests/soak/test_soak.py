@@ -100,7 +100,7 @@ def test_bad_rewards_are_as_many_as_asked_for_and_a_task_stays_what_it_is() -> N
     bad = [example for i in range(100) if isinstance(example := made.train(i), BadExample)]
     assert 15 < len(bad) < 45 and bad[0].prompt and made.train(3) == made.train(3)
     assert not any(isinstance(example, BadExample) for example in made.heldout(100))
-    assert self_check(made, "soak").startswith("32 "), "in the controller no reward is bad"
+    assert self_check(made, "soak").startswith("32 "), "its answers are not sampled"
 
 
 # -- accuracy and the command

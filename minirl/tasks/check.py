@@ -1,0 +1,156 @@
+"""The self-check of a task (rule 7) in a verifier process: user code that hangs, exits, crashes or
+eats memory is one line with method, file and line, not the end of the controller.
+
+    controller   checking(config) spawns the process; the function that it gives waits for Checked
+    process      imports the task, calls each method, encodes prompts as a run would
+
+Before each call the board shows method and line: tasks.timeout_s counts from there, and a process
+that ends is blamed on that call. faulthandler's dump in the log says where it was.
+Leaves out: minirl's own tasks and methods, which may download and have no limit. What passed runs
+in the controller afterwards without limits: import, load and example, for prompts.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from inspect import getattr_static
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FunctionType, new_class
+from typing import Any
+
+from minirl import model
+from minirl.config import Config
+from minirl.devices import Placement
+from minirl.errors import RecipeError, WorkerDied
+from minirl.messages import Checked, Died, Role
+from minirl.shm.board import BoardWriter, State
+from minirl.tasks import Task, registry
+from minirl.tasks.prompts import SHUFFLED_UP_TO, short_prompts, trained_on
+from minirl.tasks.registry import Frame, definition, where
+from minirl.tasks.turns import dialogue_of
+from minirl.tasks.verifier import limit_memory
+from minirl.workers import LISTEN_S, Workers, signals
+
+CALLS = ("import", "load", "example", "reply", *registry.NEEDED)
+MOST_LOOKED_AT = 10_000  # training examples
+KEPT = {"HF_TOKEN"}  # for data of one's own on the hub; what passes runs with all secrets anyway
+
+
+@contextmanager
+def checking(config: Config, folder: Path | None) -> Iterator[Callable[[], Checked]]:
+    """Starts at once; the function waits, and raises RecipeError for a task that fails. `folder` is
+    the tokenizer's; where there is none (yet), prompts are not encoded."""
+    if config.tasks.kind in registry.BUILT_IN:  # not a user's code: no process, a quicker start
+        yield lambda: _check(config, folder)
+        return
+    env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    place = Placement("cpu", env=env | {name: os.environ[name] for name in KEPT & {*os.environ}})
+    with TemporaryDirectory(prefix="minirl-check-") as logs, signals():
+        workers = Workers(Path(logs), 1)
+        try:
+            workers.spawn(Role.VERIFY, 0, "minirl.tasks.check:run", (config, folder), place)
+            yield partial(_result, config, workers)
+        finally:
+            workers.kill()
+
+
+def _result(config: Config, workers: Workers) -> Checked:
+    limit_s = config.tasks.timeout_s
+    while True:
+        for _, message in workers.receive(LISTEN_S):
+            match message:
+                case Checked():
+                    if message.is_offline:
+                        model.go_offline()
+                    return message
+                case RecipeError():
+                    raise message
+                case Died():
+                    raise _refusal(config, workers, f"ended its process ({message.how})")
+        row = workers.board.row(0)
+        if row.state is State.GRADING and row.since_s > limit_s:
+            workers.stacks()
+            raise _refusal(config, workers, f"took longer than tasks.timeout_s = {limit_s:g}")
+
+
+def _refusal(config: Config, workers: Workers, what: str) -> Exception:
+    row, kind = workers.board.row(0), config.tasks.kind
+    if row.state is not State.GRADING:
+        return WorkerDied(f"the self-check of {kind} {what}\n{workers.log_tail(workers.all[0])}")
+    log = (workers.log_dir / f"{workers.all[0].name}.log").read_text(errors="replace")
+    # The dump's innermost frame comes first.
+    dump = re.findall(r'File "(.+)", line (\d+) in (.+)', log.rpartition("Current thread")[2])
+    frames = [Frame(file, int(line), name) for file, line, name in reversed(dump)]
+    file, call = kind.rpartition(":")[0], CALLS[row.running]
+    found = where(frames, kind) or where([Frame(file, row.version, call)], file + ":")
+    remedy = "mend it, or raise tasks.timeout_s or tasks.memory_gib"
+    return RecipeError("tasks.kind", kind, f"its {call} {what}{found}", remedy)
+
+
+def run(setup: tuple[Config, Path | None], board: BoardWriter, pipe: Connection) -> None:
+    """The body of the process."""
+    limit_memory(setup[0])
+    try:
+        pipe.send(_check(*setup, _Watch(board)))
+    except RecipeError as error:
+        pipe.send(error)
+
+
+def _check(config: Config, folder: Path | None, watch: "_Watch | None" = None) -> Checked:
+    kind, make = config.tasks.kind, partial(registry.make_task, config)
+    task = watch.call("import", 1, make) if watch else make()
+    if watch:
+        watch.methods_of(task)
+    shown = registry.self_check(task, kind)
+    registry.check_functions(config)
+    test = task.heldout(config.eval.num_prompts)
+    if folder is not None and (folder / "tokenizer.json").is_file():
+        tokenizer = model.tokenizer_of(config, folder)
+        dialogue_of(task, kind, tokenizer)
+        short_prompts(config, [task.train(i) for i in range(min(64, task.num_train))], tokenizer)
+        short_prompts(config, test, tokenizer)
+    both = list[str]()
+    if task.num_train <= SHUFFLED_UP_TO:  # a generated task keeps them apart itself
+        both = trained_on(test, map(task.train, range(min(task.num_train, MOST_LOOKED_AT))))
+    warning = f"{len(both)} of {len(test)} held-out prompts are trained on" if both else ""
+    return Checked(shown, warning, model.is_offline())
+
+
+class _Watch:
+    """Shows calls of the user's code on the board. A call inside another counts as that one."""
+
+    def __init__(self, board: BoardWriter):
+        self.board, self.is_inside = board, False
+
+    def call(self, name: str, line: int, function: Callable[[], Any]) -> Any:
+        if self.is_inside:
+            return function()
+        self.is_inside = True
+        self.board.serving(line, CALLS.index(name))
+        self.board.enter(State.GRADING, anew=True)
+        result = list(function()) if name == "load" else function()  # a generator runs here, too
+        self.board.enter(State.STARTING)  # not after an exception: it ends the check
+        self.is_inside = False
+        return result
+
+    def methods_of(self, task: Task) -> None:
+        """In a subclass that is made here, since methods call each other through `self`."""
+        cls, watched = type(task), {"__slots__": ()}
+        for name in CALLS[1:]:
+            found: Any = getattr_static(cls, name, None)  # or a property, or a staticmethod
+            function = getattr(found, "fget", None) or getattr(found, "__func__", found)
+            if isinstance(function, FunctionType) and not function.__module__.startswith("minirl."):
+                method = self._method(name, function)
+                watched[name] = method if function is found else type(found)(method)
+        task.__class__ = new_class(cls.__name__, (cls,), exec_body=lambda own: own.update(watched))
+
+    def _method(self, name: str, function: FunctionType) -> Any:
+        @wraps(function)
+        def method(*args: Any, **options: Any) -> Any:
+            return self.call(name, definition(function).line, lambda: function(*args, **options))
+
+        return method
