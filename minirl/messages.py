@@ -6,7 +6,7 @@ they are in shared memory (shm/), and messages name cells and versions.
     any       Stop                             Started; Died comes from workers.py
     engine    Submit, Abort, Continue          Pinned, Finished, TurnEnded, Gone
     verifier  Grade, Ask                       Graded, Replied
-    rank      Train, Save                      Trained, Saved (of `minirl sft`: Learned, Saved)
+    rank      Train, Score, Save               Trained, Saved (of `minirl sft`: Learned, Saved)
 """
 
 from dataclasses import dataclass, field
@@ -167,6 +167,15 @@ class SftSetup(RankSetup):  # [train] of its config has the values of [sft]
 @dataclass(frozen=True)
 class Train:
     batch: Batch  # the whole: each rank works out its own part
+
+
+@dataclass(frozen=True)
+class Score:
+    """To rank 0 while it trains from `version`: finished trajectories with tokens of that version,
+    whose logprobs are compared with the trainer's."""
+
+    version: int
+    cells: tuple[tuple[int, int], ...]  # (cell, group id)
 
 
 @dataclass(frozen=True)

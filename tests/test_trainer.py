@@ -5,6 +5,8 @@ a recipe may ask of them: algorithms, LoRA, a critic, shards; a batch that blows
 Most run in this process with one rank; what ranks must agree on runs in real processes.
 """
 
+import multiprocessing
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +29,7 @@ from ranks import (
     RECIPES,
     STALE,
     Data,
+    GroupWriter,
     LocalRank,
     Ranks,
     Recipe,
@@ -36,15 +39,18 @@ from ranks import (
     ranks,
     relative_error,
     resumed,
+    setup_of,
     with_reward,
     with_train,
 )
 
 from minirl.buffer import History
 from minirl.config import ALGORITHMS, Config, ModelConfig
-from minirl.messages import CheckpointState
-from minirl.records import Batch
+from minirl.messages import CheckpointState, Score, Started, Stop, Train
+from minirl.records import Batch, Group
+from minirl.shm.board import Board
 from minirl.shm.ring import TrajectoryRing
+from minirl.train import trainer
 from minirl.train.checkpoint import read_state
 
 from transformers import AutoModelForCausalLM, AutoTokenizer  # isort: skip
@@ -314,3 +320,54 @@ def test_a_rank_on_cuda_learns_the_same_and_resumes_from_its_checkpoint(
         two.save(again)
     assert relative_error(momentum(again), momentum(folders[1])) < 1e-3
     assert relative_error(masters(again), masters(folders[1]), masters(folders[0])) < 1e-2
+
+
+def test_every_version_has_a_gap_whatever_the_staleness_of_its_batch(tied_folder: Path) -> None:
+    """Measured before the first update, over the batch's own tokens and those to score. A score of
+    another version and a cell that was reused count nothing."""
+    ring, version = TrajectoryRing(12, LONGEST), FIRST_VERSION
+    model = plain_script.load(tied_folder)
+    writer = GroupWriter(model, ring)
+    kinds = (Recipe(versions=(-1,)), Recipe(versions=(-1,)), FRESH, Recipe(noise=0.5))
+    old, older, fresh, noisy = (writer.write(kind, i, version) for i, kind in enumerate(kinds))
+    errors = []
+    for trajectory in noisy.trajectories:
+        view = ring.read(trajectory.cell, noisy.id)
+        exact = plain_script.logprobs(model, view.tokens.tolist(), CONFIG.rollout.temperature)
+        errors += np.abs(view.logprobs - exact.detach().numpy())[view.mask == 1].tolist()
+    cells = tuple((trajectory.cell, noisy.id) for trajectory in noisy.trajectories)
+
+    def gap(groups: tuple[Group, ...], *scores: Score) -> float | None:
+        rank = LocalRank(tied_folder, with_train(num_minibatches=2), ring)
+        rank.trainer.scores = lambda: scores
+        return rank.train(Batch(1, version, groups))["train/logprob_gap"]
+
+    score = Score(version, cells)
+    assert gap((old, older)) is None
+    assert gap((old, older), Score(version - 1, cells), Score(version, ((cells[0][0], 9),))) is None
+    assert gap((old, older), score) == pytest.approx(np.mean(errors), abs=1e-5)
+    num_fresh = sum(trajectory.num_written for trajectory in fresh.trajectories)
+    expected = sum(errors) / (len(errors) + num_fresh)
+    assert gap((fresh, old), score) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_rank_takes_scores_from_its_pipe_while_it_trains(data: Data, tied_folder: Path) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    batch, found = data.of(STALE), []
+    cells = tuple((t.cell, g.id) for g in data.of(FRESH).groups for t in g.trajectories)
+    score = Score(data.of(FRESH).version, cells)
+    for message in (score, Train(replace(batch, version=score.version)), score):  # the first: late
+        ours.send(message)
+
+    def control() -> None:
+        assert isinstance(ours.recv(), Started)
+        found.append(ours.recv())
+        for message in (score, Stop()):
+            ours.send(message)
+
+    setup = setup_of(tied_folder, CONFIG, data.ring, version=score.version)
+    controller = threading.Thread(target=control, daemon=True)
+    controller.start()
+    trainer.run(setup, Board(1).writer(0), theirs)
+    controller.join()
+    assert found[0].values["train/logprob_gap"] == pytest.approx(0, abs=1e-5)

@@ -1,6 +1,7 @@
 """Stage 7, update: a trainer rank. Takes Train (the whole batch's descriptors) and Save from the
 controller, gives version n+1 in the weight store, then Trained; inside a step it waits for the
-other ranks.
+other ranks. Rank 0 takes Score too, while it trains: answers of the version that the step starts
+from, so that each version's logprobs are compared with the engines', however stale the batch is.
 
 The loss is normalised by the trained tokens of the whole minibatch over all ranks, so neither the
 number of ranks nor the micro-batch split changes the update. An update whose loss, gradient or
@@ -11,6 +12,8 @@ not finite themselves end the run before they are published.
 import math
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,25 +26,38 @@ from torch import Tensor
 
 from minirl import devices
 from minirl.errors import MinirlError, RecipeError, one_line
-from minirl.messages import AnswerTokens, Save, Saved, Started, Train, Trained, TrainerSetup
+from minirl.messages import (
+    AnswerTokens,
+    Save,
+    Saved,
+    Score,
+    Started,
+    Train,
+    Trained,
+    TrainerSetup,
+)
 from minirl.records import Batch
 from minirl.shm.board import BEAT_S, BoardWriter, State
+from minirl.shm.ring import TornEntry
 from minirl.shm.weights import CANARY_TOKENS, canary_tokens
 from minirl.train import attention, checkpoint, lora
-from minirl.train.batch import MicroBatch, staleness_metrics, trained_staleness
-from minirl.train.objective import Sums, micro_loss, value_loss
+from minirl.train.batch import MicroBatch, item_of, pack, staleness_metrics, trained_staleness
+from minirl.train.objective import Sums, gaps, micro_loss, value_loss
 from minirl.train.optimizer import Replica, join_ranks, over_ranks
 from minirl.train.policy import build_critic, build_policy, load_policy
 from minirl.train.prepare import Minibatch, Prepared, Preparer
 
 MAX_SHOWN_TOKENS = 512  # of an answer: a few dozen kB per step at most
 
+Scores = Callable[[], Iterable[Score]]  # those that have come by now
+
 
 class Trainer:
-    def __init__(self, setup: TrainerSetup, board: BoardWriter):
-        self.setup, self.config, self.board = setup, setup.config, board
+    def __init__(self, setup: TrainerSetup, board: BoardWriter, scores: Scores = tuple):
+        self.setup, self.config, self.board, self.scores = setup, setup.config, board, scores
         self.device = setup.placement.torch_device
         # Of the last batch:
+        self.version = setup.version  # that its step started from
         self.problem = ""  # why its first update was left out
         self.bad_gradients: list[str] = []  # parameters whose gradient was not finite then
         self.logprobs_A: Tensor  # by the trainer; NaN: not known
@@ -77,6 +93,7 @@ class Trainer:
         lr, *_ = [replica.begin_step(batch.step - 1) for replica in self.replicas]
         prepared = self.preparer.prepare(batch)
         self.problem, self.bad_gradients, self.prepared = "", [], prepared
+        self.version = batch.version
         num_tokens = len(prepared.advantages)
         self.logprobs_A = torch.zeros(num_tokens, device=self.device)
         sums: Sums = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
@@ -125,6 +142,8 @@ class Trainer:
             logprobs += torch.where(micro.trainable_T, logprobs_T, 0.0).sum()
             behav += torch.where(micro.trainable_T, micro.behav_T, 0.0).sum()
             self.keep_logprobs(micro, logprobs_T)
+        if minibatch.progress == 0:  # the last moment at which the weights are those of the version
+            self.measure_gap(sums)
         self.heartbeat("optimizer step")
         norms = [replica.clip() for replica in self.replicas]
         # In the order in which one spoils the next.
@@ -144,6 +163,20 @@ class Trainer:
         for replica in self.replicas:
             replica.optimizer.step()
         return float(norms[0])
+
+    @torch.no_grad()
+    def measure_gap(self, sums: Sums) -> None:
+        """By rank 0 alone: no collective is in it."""
+        scored = [cell for s in self.scores() if s.version == self.version for cell in s.cells]
+        for cell in scored:
+            self.heartbeat("logprob gap")
+            with suppress(TornEntry):  # its group was dropped, and the cell reused
+                view = self.setup.ring.read(*cell)
+                micro = pack([item_of(view, self.version)], self.device)
+                self.setup.ring.read(*cell)  # still that entry: the copy is whole
+                logprobs_T, _ = self.policy(*micro.inputs, self.config.rollout.temperature)
+                for name, value in gaps(micro, logprobs_T).items():
+                    sums[name] += value
 
     def bad_weight(self) -> str:
         """The first parameter that is not finite, or ""."""
@@ -247,7 +280,12 @@ def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
     devices.use_training_device(setup.placement, setup.store.memory)
     torch.manual_seed(setup.config.seed)
     join_ranks(setup)
-    trainer = Trainer(setup, board)
+
+    def scores() -> Iterator[Score]:
+        while pipe.poll():  # nothing else is sent while a batch is trained
+            yield pipe.recv()
+
+    trainer = Trainer(setup, board, scores)
     if bad := trainer.bad_weight():
         raise RecipeError("model.path", setup.folder, f"its {bad} is not finite", "take another")
     if setup.rank == 0:
@@ -267,5 +305,5 @@ def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
             saved = trainer.save(request)
             if setup.rank == 0:
                 pipe.send(saved)
-        else:
+        elif not isinstance(request, Score):  # one that came too late is of no use
             return
