@@ -10,10 +10,11 @@ not finite themselves end the run before they are published.
 """
 
 import math
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -119,7 +120,7 @@ class Trainer:
         """One optimizer step. Gives the policy's gradient norm before clipping, or None if the
         step could not be taken."""
         for replica in self.replicas:
-            replica.optimizer.zero_grad()
+            replica.zero_grad()
         total, logprobs, behav = torch.zeros(3, device=self.device).unbind()
         # DDP averages over ranks; the loss is a sum over all of them.
         scale = self.setup.num_ranks / minibatch.num_trainable
@@ -259,20 +260,33 @@ class Trainer:
         return logprobs_T.float().cpu().numpy()
 
     def save(self, request: Save) -> Saved:
-        """By rank 0. A disk that is full or gone does not end the run: what was saved stays."""
+        """A disk that is full or gone does not end the run: what was saved stays."""
         self.board.enter(State.SAVING)
-        for replica in self.replicas:
-            replica.gather_state()
-        source, folder = Path(self.setup.tokenizer_folder), Path(request.folder)
-        try:
-            if self.setup.rank == 0:
+        folder, rank, errors = Path(request.folder), self.setup.rank, list[str]()
+        num_shares = self.setup.num_ranks if self.config.train.shard_optimizer else 1
+        with _noting(errors):
+            if rank < num_shares:
+                checkpoint.save_share(folder, self.replicas, rank, num_shares)
+        num_failed = int(over_ranks(torch.tensor(len(errors), device=self.device)))
+        if rank == 0 and not num_failed:
+            with _noting(errors):
+                source = Path(self.setup.tokenizer_folder)
                 checkpoint.save(folder, self.replicas, source, request.state)
                 keep, run_dir = self.config.checkpoint.keep, folder.parent.parent
                 checkpoint.prune(run_dir, keep, request.accuracies)
-        except (OSError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            return Saved(request.folder, f"it could not be written ({one_line(reason)})")
-        return Saved(request.folder)
+        if rank == 0:
+            shutil.rmtree(checkpoint.shares_of(folder), ignore_errors=True)
+            errors += ["another rank could not write its share"] if num_failed else []
+        return Saved(request.folder, errors[0] if errors else "")
+
+
+@contextmanager
+def _noting(errors: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        errors.append(f"it could not be written ({one_line(reason)})")
 
 
 def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
