@@ -58,6 +58,7 @@ METRICS = {
     "train/logprob_gap": "mean |vLLM's logprob - the trainer's|, tokens of staleness 0",
     "train/spliced_gap": "the same over tokens that follow older versions' tokens",
     "train/tokens_per_s": "tokens trained on, prompts included / seconds of training",
+    "train/mfu": "model FLOPs (6·N a token, and attention) / those of the GPUs in bfloat16",
     "train/tokens": "trained tokens of this step",
     "train/idle_frac": "time rank 0 waited for a batch / seconds",
     "train/devices": "devices that trained in this step",

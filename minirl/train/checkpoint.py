@@ -199,8 +199,11 @@ def read_state(folder: Path) -> CheckpointState:
 def read_whole(folder: Path) -> CheckpointState:
     """The state of a checkpoint whose files are all there and as long as their headers say."""
     shares = [path.stem for path in (folder / "trainer").glob("optimizer-*-of-*.safetensors")]
-    num = int(shares[0].rpartition("-of-")[2]) if shares else 1
-    names = [f"optimizer-{i}-of-{num}" for i in range(num)] if shares else ["optimizer"]
+    names = ["optimizer"]
+    if shares:
+        with as_one_line(folder / shares[0]):
+            num = int(shares[0].rpartition("-of-")[2])
+        names = [f"optimizer-{i}-of-{num}" for i in range(num)]
     needed = ["model.safetensors", *(f"trainer/{name}.safetensors" for name in names)]
     for path in sorted({*(folder / name for name in needed), *folder.rglob("*.safetensors")}):
         with as_one_line(path), safe_open(path, framework="np"):

@@ -10,7 +10,7 @@ Axes: T tokens of all sequences, N tokens whose logprob is needed, C of them in 
 V vocabulary, E width of the model, S1 sequences + 1.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -210,6 +210,16 @@ def build_policy(config: Config, folder: str) -> Policy:
         policy.model.base_model.compile(dynamic=True)
         policy.head = Head(*(torch.compile(part, dynamic=True) for part in policy.head))
     return policy
+
+
+def model_flops(policy: Policy, lengths: Sequence[int]) -> float:
+    """Of a forward and a backward over sequences: 6 for each weight and token (4 where the weight
+    is not trained), and causal attention. What is computed again does not count."""
+    config = policy.model.config.get_text_config()
+    heads, size = config.num_attention_heads, getattr(config, "head_dim", None)
+    width = heads * (size or config.hidden_size // heads) * config.num_hidden_layers
+    per_token = sum((4 + 2 * p.requires_grad) * p.numel() for p in policy.parameters())
+    return float(sum(per_token * n + 6 * width * n * n for n in lengths))
 
 
 def build_critic(config: Config, folder: str) -> Critic:

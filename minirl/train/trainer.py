@@ -45,7 +45,7 @@ from minirl.train import attention, checkpoint, lora
 from minirl.train.batch import MicroBatch, item_of, pack, staleness_metrics, trained_staleness
 from minirl.train.objective import Sums, gaps, micro_loss, value_loss
 from minirl.train.optimizer import Replica, join_ranks, over_ranks
-from minirl.train.policy import build_critic, build_policy, load_policy
+from minirl.train.policy import build_critic, build_policy, load_policy, model_flops
 from minirl.train.prepare import Minibatch, Prepared, Preparer
 
 MAX_SHOWN_TOKENS = 512  # of an answer: a few dozen kB per step at most
@@ -110,8 +110,11 @@ class Trainer:
             "train/grad_norm": float(np.mean(taken)) if taken else None,
             "train/skipped_updates": len(norms) - len(taken),
             "train/lr": lr,
-            "train/tokens_per_s": num_tokens / (time.perf_counter() - started),
+            "train/tokens_per_s": num_tokens / (seconds := time.perf_counter() - started),
         }
+        if peak := self.setup.peak_flops:
+            flops = model_flops(self.policy, [item.length for item in prepared.items])
+            values["train/mfu"] = flops / (seconds * peak * self.setup.num_ranks)
         counts = tuple(np.bincount(trained_staleness(prepared.items)).tolist())
         samples = self.shown_answers(prepared)
         return Trained(batch.version + 1, values, counts, self.problem, samples)
