@@ -15,7 +15,7 @@ from minirl.errors import MinirlError
 from minirl.train import attention
 from minirl.train.attention import boundaries
 from minirl.train.optimizer import build_optimizer, learning_rate
-from minirl.train.policy import EAGER, Head, Policy, build_policy, check_head, load_policy
+from minirl.train.policy import Head, Policy, build_policy, check_head, load_policy
 
 import transformers  # isort: skip  (after minirl, which hides a broken torchvision)
 from transformers import (  # isort: skip
@@ -172,8 +172,8 @@ def test_a_compiled_head_gives_the_same(tied_folder: Path, monkeypatch: pytest.M
     """At temperature 1, where nothing is divided, and at another; over several chunks."""
     monkeypatch.setattr("minirl.train.policy.CHUNK", 7)
     policy, tokens_T, found = load_policy(str(tied_folder)), random_tokens(), []
-    compiled = Head(*(torch.compile(part, dynamic=True, backend="eager") for part in EAGER))
-    for policy.head in (EAGER, compiled):
+    compiled = Head(*(torch.compile(part, dynamic=True, backend="eager") for part in Head()))
+    for policy.head in (Head(), compiled):
         for temperature in (1.0, TEMPERATURE):
             policy.zero_grad()
             logprobs_T, entropy_T = policy(tokens_T, *boundaries(LENGTHS), temperature)
@@ -183,4 +183,4 @@ def test_a_compiled_head_gives_the_same(tied_folder: Path, monkeypatch: pytest.M
     torch.testing.assert_close(found[2:], found[:2])
     assert not torch.equal(found[0][0], found[1][0])
     recipe = replace(Config(), train=replace(Config().train, compile=True))
-    assert build_policy(recipe, str(tied_folder)).head != EAGER
+    assert build_policy(recipe, str(tied_folder)).head != Head()

@@ -198,14 +198,10 @@ def read_state(folder: Path) -> CheckpointState:
 
 def read_whole(folder: Path) -> CheckpointState:
     """The state of a checkpoint whose files are all there and as long as their headers say."""
-    shares = [path.stem for path in (folder / "trainer").glob("optimizer-*-of-*.safetensors")]
-    names = ["optimizer"]
-    if shares:
-        with as_one_line(folder / shares[0]):
-            num = int(shares[0].rpartition("-of-")[2])
-        names = [f"optimizer-{i}-of-{num}" for i in range(num)]
-    needed = ["model.safetensors", *(f"trainer/{name}.safetensors" for name in names)]
-    for path in sorted({*(folder / name for name in needed), *folder.rglob("*.safetensors")}):
+    shares = [path.stem for path in (folder / "trainer").glob("optimizer*.safetensors")]
+    if not shares or not shares[0].endswith(("optimizer", f"-of-{len(shares)}")):
+        raise MinirlError(f"{folder} lacks the optimizer's state, or a share of it")
+    for path in sorted({folder / "model.safetensors", *folder.rglob("*.safetensors")}):
         with as_one_line(path), safe_open(path, framework="np"):
             pass
     with as_one_line(folder / "config.json"):

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.nn.parallel import DistributedDataParallel
 
 from minirl.messages import RankSetup
 from minirl.train import attention
 
 STATE = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, for each parameter
-NUM_SETTLING = 16  # tokens of the backwards that settle DDP's buckets
 
 
 def build_optimizer(
@@ -77,17 +77,16 @@ class Replica:
         self.named: Any = getattr(module, "model", module)  # whose names a checkpoint has
         decay, is_sharded = self.config.weight_decay, self.config.shard_optimizer
         self.optimizer = build_optimizer(module, lr, decay, is_sharded)
+        self._local: Any = getattr(self.optimizer, "optim", self.optimizer)  # of its own share
         if setup.num_ranks > 1:
             ids = [0] if setup.placement.kind == "cuda" else None
-            self.parallel = nn.parallel.DistributedDataParallel(
-                module, device_ids=ids, gradient_as_bucket_view=True
-            )
+            self.parallel = DistributedDataParallel(module, ids, gradient_as_bucket_view=True)
             # The first backward orders the buckets, and only with the next that syncs are gradients
             # views of them. Until then there are two copies: now, beside no state of AdamW.
             device = setup.placement.torch_device
-            tokens_T = torch.zeros(NUM_SETTLING, dtype=torch.int64, device=device)
+            tokens_T, bounds = torch.arange(2, device=device), attention.boundaries([2], device)
             for _ in range(2):
-                out = self.parallel(tokens_T, *attention.boundaries([NUM_SETTLING], device))
+                out = self.parallel(tokens_T, *bounds)
                 (out[0] if isinstance(out, tuple) else out).sum().backward()
 
     def zero_grad(self) -> None:
@@ -145,11 +144,6 @@ class Replica:
             if f"{name}/step" in found:  # `step` too: a fused AdamW keeps it where the weights are
                 state = {field: found[f"{name}/{field}"].to(p.device) for field in STATE}
                 self._local.state[p] = state
-
-    @property
-    def _local(self) -> optim.Optimizer:
-        """The optimizer of what this rank updates itself."""
-        return getattr(self.optimizer, "optim", self.optimizer)
 
     def _owned(self) -> list[tuple[str, Tensor]]:
         """Names and parameters."""

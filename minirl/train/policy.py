@@ -36,7 +36,7 @@ class Policy(nn.Module):
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32):
         super().__init__()
-        self.model, self.dtype, self.head = model, dtype, EAGER
+        self.model, self.dtype, self.head = model, dtype, Head()
 
     def forward(
         self,
@@ -123,14 +123,10 @@ def _chunk_forward(
 
 
 def _chunk_backward(
-    hidden_CE: Tensor,
-    weight_VE: Tensor,
-    targets_C1: Tensor,
-    lse_C1: Tensor,
-    grad_C1: Tensor,
-    temperature: float,
+    hidden_CE: Tensor, weight_VE: Tensor, columns_C1: list[Tensor], temperature: float
 ) -> Tensor:
-    """The gradient of the product of hidden states and weights."""
+    """The gradient of the product. The columns: targets, log-sum-exp, gradient of logprobs."""
+    targets_C1, lse_C1, grad_C1 = columns_C1
     probs_CV = _logits(hidden_CE, weight_VE, temperature).sub_(lse_C1).exp_()
     d_logits_CV = probs_CV.mul_(-grad_C1).scatter_add_(1, targets_C1, grad_C1)
     d_logits_CV = d_logits_CV if temperature == 1 else d_logits_CV.div_(temperature)
@@ -142,9 +138,6 @@ class Head(NamedTuple):
 
     forward: Callable[..., Any] = _chunk_forward
     backward: Callable[..., Any] = _chunk_backward
-
-
-EAGER = Head()
 
 
 class HeadLogprobs(torch.autograd.Function):
@@ -161,7 +154,7 @@ class HeadLogprobs(torch.autograd.Function):
         temperature: float,
         chunk: int,
         dtype: torch.dtype,
-        head: Head = EAGER,
+        head: Head,
     ) -> tuple[Tensor, Tensor]:
         product_VE = weight_VE.to(dtype)
         num = len(hidden_NE)
@@ -183,9 +176,9 @@ class HeadLogprobs(torch.autograd.Function):
         # Under LoRA the weight is not trained.
         d_weight_VE = torch.zeros_like(weight_VE) if ctx.needs_input_grad[1] else None
         for at in _chunks(len(hidden_NE), ctx.chunk):
-            hidden_CE, columns = hidden_NE[at].to(ctx.dtype), (targets_N, lse_N, grad_N)
-            own_C1 = [column_N[at, None] for column_N in columns]
-            d_product_CV = ctx.head.backward(hidden_CE, product_VE, *own_C1, ctx.temperature)
+            hidden_CE = hidden_NE[at].to(ctx.dtype)
+            columns_C1 = [column_N[at, None] for column_N in (targets_N, lse_N, grad_N)]
+            d_product_CV = ctx.head.backward(hidden_CE, product_VE, columns_C1, ctx.temperature)
             d_hidden_NE[at] = d_product_CV @ product_VE
             if d_weight_VE is not None:
                 d_weight_VE += d_product_CV.T @ hidden_CE
@@ -273,6 +266,9 @@ def check_loaded(folder: str, info: dict[str, Any]) -> None:
 def check_head(policy: Policy) -> None:
     """The policy's logprobs, packed, must be those of the model's own forward of one sequence."""
     model, exact = policy.model, Policy(policy.model)  # in float32, also where autocast is used
+    name, rest = type(model).__name__, "minirl cannot train it yet"
+    kinds = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - SEPARABLE
+    across = f"{', '.join(sorted(kinds)) or 'its'} layers look across packed sequences"
     tokens_T, lengths = torch.arange(1, 9, device=next(model.parameters()).device), [8, 8, 5]
     alone, packed = (attention.boundaries(n, tokens_T.device) for n in (lengths[:1], lengths))
     bounds = {"cu_seqlens": alone.cu_seqlens_S1, "max_seqlen": alone.max_seqlen}
@@ -280,18 +276,12 @@ def check_head(policy: Policy) -> None:
         logits_TV = model(tokens_T[None], use_cache=False, **bounds).logits[0]
         ours_A, _ = exact(torch.cat([tokens_T[:n] for n in lengths]), *packed)
     except TypeError:  # of a layer that takes the boundaries for another's
-        raise MinirlError(_cannot_pack(model)) from None
+        raise MinirlError(f"{name}: {across}: {rest}") from None
     own_T = logits_TV[:-1].float().log_softmax(-1).gather(1, tokens_T[1:, None])[:, 0]
     own_A = torch.cat([F.pad(own_T, (1, 0))[:n] for n in lengths])
     first, *others = [gap_T.max().item() for gap_T in (ours_A - own_A).abs().split(lengths)]
     if not first < 1e-3:
         does = f"does more to its logits than a product (logprobs differ by {first:.1e})"
-        raise MinirlError(f"{type(model).__name__} {does}: minirl cannot train it yet")
+        raise MinirlError(f"{name} {does}: {rest}")
     if not max(others) < 1e-3:
-        raise MinirlError(_cannot_pack(model))
-
-
-def _cannot_pack(model: PreTrainedModel) -> str:
-    kinds = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())}
-    does = f"{', '.join(sorted(kinds - SEPARABLE)) or 'its'} layers look across packed sequences"
-    return f"{type(model).__name__}: {does}: minirl cannot train it yet"
+        raise MinirlError(f"{name}: {across}: {rest}")

@@ -27,16 +27,7 @@ from torch import Tensor
 
 from minirl import devices
 from minirl.errors import MinirlError, RecipeError, one_line
-from minirl.messages import (
-    AnswerTokens,
-    Save,
-    Saved,
-    Score,
-    Started,
-    Train,
-    Trained,
-    TrainerSetup,
-)
+from minirl.messages import AnswerTokens, Save, Saved, Score, Started, Train, Trained, TrainerSetup
 from minirl.records import Batch
 from minirl.shm.board import BEAT_S, BoardWriter, State
 from minirl.shm.ring import TornEntry

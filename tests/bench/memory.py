@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from minirl.train.policy import CHUNK, HeadLogprobs
+from minirl.train.policy import CHUNK, Head, HeadLogprobs
 
 VOCAB, WIDTH = 150_000, 128
 CHUNKED, FULL = "chunked", "full"
@@ -25,7 +25,7 @@ def peak_bytes(pipe: Connection, kind: str, num_tokens: int) -> int:
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
     if kind == CHUNKED:
-        arguments = (hidden_NE, weight_VE, targets_N, 1.0, CHUNK, torch.float32)
+        arguments = (hidden_NE, weight_VE, targets_N, 1.0, CHUNK, torch.float32, Head())
         logprobs_N, _ = HeadLogprobs.apply(*arguments)
     else:
         logprobs_NV = (hidden_NE @ weight_VE.T).log_softmax(-1)
