@@ -224,7 +224,7 @@ def test_a_sharded_optimizer_trains_as_a_whole_one_and_resumes_to_the_bit(
         (shares_of(other) / "optimizer-1-of-2.safetensors").mkdir(parents=True)  # in the way
         one.send(Save(str(other), STATE))
         error = one.inbox.take(one.workers[0], Saved).error
-        assert error == "another rank could not write its share"
+        assert error == "it could not be written (another rank could not write its share)"
         assert not other.exists() and not shares_of(other).exists()
         one.save(other)
     names = sorted(path.name for path in (folder / "trainer").iterdir())
@@ -245,7 +245,7 @@ def test_a_sharded_optimizer_trains_as_a_whole_one_and_resumes_to_the_bit(
         assert relative_error(rank.momentum(), momentum(other)) < 1e-4
     read_whole(folder)
     (folder / "trainer" / names[0]).unlink()
-    with pytest.raises(MinirlError, match=f"{names[0]} cannot be read"):
+    with pytest.raises(MinirlError, match="lacks the optimizer's state, or a share of it"):
         read_whole(folder)
 
 
@@ -365,7 +365,9 @@ def test_every_version_has_a_gap_whatever_the_staleness_of_its_batch(tied_folder
 
     def gap(groups: tuple[Group, ...], *scores: Score) -> float | None:
         rank = LocalRank(tied_folder, with_train(num_minibatches=2), ring)
-        rank.trainer.scores = lambda: scores
+        ours, rank.trainer.pipe = multiprocessing.Pipe()
+        for score in scores:
+            ours.send(score)
         return rank.train(Batch(1, version, groups))["train/logprob_gap"]
 
     score = Score(version, cells)

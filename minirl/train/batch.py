@@ -89,10 +89,6 @@ class MicroBatch:
         """Tokens whose logprob is of use: those that train, and those that can be compared."""
         return self.trainable_T | self.at_equal_version_T
 
-    @property
-    def num_sequences(self) -> int:
-        return len(self.cu_seqlens_S1) - 1
-
     def with_columns(self, columns_A: dict[str, Any]) -> "MicroBatch":
         """With its own part of columns of the whole batch."""
         return replace(self, **{name: column[self.index_T] for name, column in columns_A.items()})

@@ -200,7 +200,7 @@ def micro_loss(
         micro.advantages_T,
         micro.trainable_T,
         micro.sequence_T,
-        micro.num_sequences,
+        len(micro.cu_seqlens_S1) - 1,
         micro.weights_T,
         micro.ref_T if config.train.kl_in == "loss" else None,
     )

@@ -13,8 +13,7 @@ import math
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,7 +32,7 @@ from minirl.shm.board import BEAT_S, BoardWriter, State
 from minirl.shm.ring import TornEntry
 from minirl.shm.weights import CANARY_TOKENS, canary_tokens
 from minirl.train import attention, checkpoint, lora
-from minirl.train.batch import MicroBatch, item_of, pack, staleness_metrics, trained_staleness
+from minirl.train.batch import item_of, pack, staleness_metrics, trained_staleness
 from minirl.train.objective import Sums, gaps, micro_loss, value_loss
 from minirl.train.optimizer import Replica, join_ranks, over_ranks
 from minirl.train.policy import build_critic, build_policy, load_policy, model_flops
@@ -41,12 +40,10 @@ from minirl.train.prepare import Minibatch, Prepared, Preparer
 
 MAX_SHOWN_TOKENS = 512  # of an answer: a few dozen kB per step at most
 
-Scores = Callable[[], Iterable[Score]]  # those that have come by now
-
 
 class Trainer:
-    def __init__(self, setup: TrainerSetup, board: BoardWriter, scores: Scores = tuple):
-        self.setup, self.config, self.board, self.scores = setup, setup.config, board, scores
+    def __init__(self, setup: TrainerSetup, board: BoardWriter, pipe: Connection | None = None):
+        self.setup, self.config, self.board, self.pipe = setup, setup.config, board, pipe
         self.device = setup.placement.torch_device
         # Of the last batch:
         self.version = setup.version  # that its step started from
@@ -136,9 +133,12 @@ class Trainer:
             # Apart from the loss: a cap or a clip may hide an infinite one from it.
             logprobs += torch.where(micro.trainable_T, logprobs_T, 0.0).sum()
             behav += torch.where(micro.trainable_T, micro.behav_T, 0.0).sum()
-            self.keep_logprobs(micro, logprobs_T)
+            if not micro.is_dummy:  # no value leaves the device: no micro-batch is waited for
+                known_T = logprobs_T if micro.prox_T is None else micro.prox_T
+                known_T = torch.where(micro.needed_T, known_T.float(), torch.nan)
+                self.logprobs_A[micro.index_T] = known_T
         if minibatch.progress == 0:  # the last moment at which the weights are those of the version
-            self.measure_gap(sums)
+            self.take_scores(sums)
         self.heartbeat("optimizer step")
         norms = [replica.clip() for replica in self.replicas]
         # In the order in which one spoils the next.
@@ -160,18 +160,18 @@ class Trainer:
         return float(norms[0])
 
     @torch.no_grad()
-    def measure_gap(self, sums: Sums) -> None:
+    def take_scores(self, sums: Sums) -> None:
         """By rank 0 alone: no collective is in it."""
-        scored = [cell for s in self.scores() if s.version == self.version for cell in s.cells]
-        for cell in scored:
-            self.heartbeat("logprob gap")
-            with suppress(TornEntry):  # its group was dropped, and the cell reused
-                view = self.setup.ring.read(*cell)
-                micro = pack([item_of(view, self.version)], self.device)
-                self.setup.ring.read(*cell)  # still that entry: the copy is whole
-                logprobs_T, _ = self.policy(*micro.inputs, self.config.rollout.temperature)
-                for name, value in gaps(micro, logprobs_T).items():
-                    sums[name] += value
+        while self.pipe is not None and self.pipe.poll():
+            score = self.pipe.recv()  # nothing else is sent while a batch is trained
+            for cell in score.cells if score.version == self.version else ():
+                with suppress(TornEntry):  # its group was dropped, and the cell reused
+                    view = self.setup.ring.read(*cell)
+                    micro = pack([item_of(view, self.version)], self.device)
+                    self.setup.ring.read(*cell)  # still that entry: the copy is whole
+                    logprobs_T, _ = self.policy(*micro.inputs, self.config.rollout.temperature)
+                    for name, value in gaps(micro, logprobs_T).items():
+                        sums[name] += value
 
     def bad_weight(self) -> str:
         """The first parameter that is not finite, or ""."""
@@ -194,13 +194,6 @@ class Trainer:
         }
 
     # -- what readable answers show of their tokens
-
-    def keep_logprobs(self, micro: MicroBatch, logprobs_T: Tensor) -> None:
-        """No value leaves the device here, so that no micro-batch is waited for."""
-        if not micro.is_dummy:
-            logprobs_T = logprobs_T if micro.prox_T is None else micro.prox_T
-            known_T = torch.where(micro.needed_T, logprobs_T.float(), torch.nan)
-            self.logprobs_A[micro.index_T] = known_T
 
     def shown_answers(self, prepared: Prepared) -> tuple[AnswerTokens, ...]:
         """The first answer of the first log.samples groups; rank 0 gets what others computed."""
@@ -256,31 +249,30 @@ class Trainer:
     def save(self, request: Save) -> Saved:
         """A disk that is full or gone does not end the run: what was saved stays."""
         self.board.enter(State.SAVING)
-        folder, rank, errors = Path(request.folder), self.setup.rank, list[str]()
-        num_shares = self.setup.num_ranks if self.config.train.shard_optimizer else 1
-        with _noting(errors):
-            if rank < num_shares:
-                checkpoint.save_share(folder, self.replicas, rank, num_shares)
-        num_failed = int(over_ranks(torch.tensor(len(errors), device=self.device)))
-        if rank == 0 and not num_failed:
-            with _noting(errors):
-                source = Path(self.setup.tokenizer_folder)
+        folder, setup = Path(request.folder), self.setup
+        num_shares = setup.num_ranks if self.config.train.shard_optimizer else 1
+        num_done = torch.zeros((), device=self.device)
+        try:
+            try:
+                if setup.rank < num_shares:
+                    checkpoint.save_share(folder, self.replicas, setup.rank, num_shares)
+                num_done += 1
+            finally:  # also a rank that fails: the others wait for it
+                over_ranks(num_done)
+            if num_done < setup.num_ranks:
+                raise OSError("another rank could not write its share")
+            if setup.rank == 0:
+                source = Path(setup.tokenizer_folder)
                 checkpoint.save(folder, self.replicas, source, request.state)
                 keep, run_dir = self.config.checkpoint.keep, folder.parent.parent
                 checkpoint.prune(run_dir, keep, request.accuracies)
-        if rank == 0:
-            shutil.rmtree(checkpoint.shares_of(folder), ignore_errors=True)
-            errors += ["another rank could not write its share"] if num_failed else []
-        return Saved(request.folder, errors[0] if errors else "")
-
-
-@contextmanager
-def _noting(errors: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        errors.append(f"it could not be written ({one_line(reason)})")
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            return Saved(request.folder, f"it could not be written ({one_line(reason)})")
+        finally:
+            if setup.rank == 0:
+                shutil.rmtree(checkpoint.shares_of(folder), ignore_errors=True)
+        return Saved(request.folder)
 
 
 def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
@@ -288,12 +280,7 @@ def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
     devices.use_training_device(setup.placement, setup.store.memory)
     torch.manual_seed(setup.config.seed)
     join_ranks(setup)
-
-    def scores() -> Iterator[Score]:
-        while pipe.poll():  # nothing else is sent while a batch is trained
-            yield pipe.recv()
-
-    trainer = Trainer(setup, board, scores)
+    trainer = Trainer(setup, board, pipe if setup.rank == 0 else None)
     if bad := trainer.bad_weight():
         raise RecipeError("model.path", setup.folder, f"its {bad} is not finite", "take another")
     if setup.rank == 0:
