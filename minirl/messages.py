@@ -172,8 +172,8 @@ class Train:
 
 @dataclass(frozen=True)
 class Score:
-    """To rank 0 while it trains from `version`: finished trajectories with tokens of that version,
-    whose logprobs are compared with the trainer's."""
+    """To rank 0, which trains from `version`: answers that ended under it, to compare the engine's
+    logprobs with its own. It skips a cell that is reused by then (TornEntry) or comes too late."""
 
     version: int
     cells: tuple[tuple[int, int], ...]  # (cell, group id)
