@@ -1,16 +1,14 @@
 """Packed attention: equals SDPA under a block mask, boundaries are right, refusals are clear."""
 
-import inspect
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import varlen
 
 from minirl.errors import MinirlError
-from minirl.train.attention import _varlen, boundaries, packed_attention
+from minirl.train.attention import boundaries, packed_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
@@ -46,34 +44,19 @@ ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 def test_equals_sdpa_with_a_block_mask(lengths: list[int], device: str) -> None:
     dtype, tolerance = (torch.float32, 1e-5) if device == "cpu" else (torch.bfloat16, 3e-2)
     qkv = random_qkv(sum(lengths), device, dtype)
+    assert_equals_block_mask(qkv, lengths, tolerance)
+
+
+def assert_equals_block_mask(qkv: list[Tensor], lengths: list[int], tolerance: float) -> None:
     mask_TT = torch.block_diag(*(torch.ones(n, n).tril() for n in lengths)).bool()
     expected_1HTD = F.scaled_dot_product_attention(
-        *qkv, attn_mask=mask_TT.to(device), scale=0.3, enable_gqa=True
+        *qkv, attn_mask=mask_TT.to(qkv[0].device), scale=0.3, enable_gqa=True
     )
     outs = (packed(qkv, lengths), expected_1HTD.transpose(1, 2))
     weight_1THD = torch.randn_like(outs[0])
     ours, theirs = ([out, *torch.autograd.grad((out * weight_1THD).sum(), qkv)] for out in outs)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
-
-
-def test_varlen_is_called_as_this_torch_declares_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel needs CUDA; what we hand it does not."""
-    signature, calls = inspect.signature(varlen.varlen_attn), []
-
-    def record(*args: Any, **kwargs: Any) -> Tensor:
-        calls.append(signature.bind(*args, **kwargs).arguments)
-        return args[0]
-
-    monkeypatch.setattr(varlen, "varlen_attn", record)
-    query_THD, key_THD, value_THD = (x[0].transpose(0, 1) for x in random_qkv(4))
-    bounds = boundaries([3, 1])[1:]
-    _varlen([query_THD, key_THD, value_THD.bfloat16()], *bounds, 0.3)
-    (call,) = calls
-    assert {call[name].dtype for name in ("query", "key", "value")} == {torch.bfloat16}
-    assert call["cu_seq_q"].tolist() == call["cu_seq_k"].tolist() == [0, 3, 4]
-    assert (call["max_q"], call["max_k"], call["scale"]) == (3, 3, 0.3)
-    assert call["window_size"] == (-1, 0) and call["enable_gqa"]
 
 
 def test_a_sliding_window_is_refused_only_where_it_would_matter() -> None:

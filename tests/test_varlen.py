@@ -86,4 +86,4 @@ def test_a_policy_in_bfloat16_has_the_same_logprobs_compiled_or_not(
     assert dynamo.utils.counters["stats"]["unique_graphs"] == 1
     for one in (runs, compiled):
         assert (one[0] - varlen[0]).abs().max() < 5e-2
-        assert (one[1] - varlen[1]).norm() < 1e-2 * varlen[1].norm()
+        assert (one[1] - varlen[1]).norm() < 3e-2 * varlen[1].norm()

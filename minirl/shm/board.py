@@ -98,7 +98,7 @@ class BoardWriter:
     """One worker's pen. Time in a waiting state adds to its idle total by itself."""
 
     def __init__(self, board: Board, worker: int, name: str):
-        self._row = board._rows[worker]
+        self.board, self._row = board, board._rows[worker]
         self.tracer = Tracer(board.trace, name) if board.trace else None  # where log.trace is on
 
     def enter(self, state: State, anew: bool = False, **facts: object) -> None:

@@ -77,7 +77,7 @@ class ScriptedEngine:
 
     @property
     def version(self) -> int:
-        return max(0, self.board._board.row(self.script.trainer_row).version)
+        return max(0, self.board.board.row(self.script.trainer_row).version)
 
     def read_inbox(self) -> bool:
         self.board.enter(State.GENERATING)
