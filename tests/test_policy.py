@@ -172,7 +172,7 @@ def test_a_compiled_head_gives_the_same(tied_folder: Path, monkeypatch: pytest.M
     """At temperature 1, where nothing is divided, and at another; over several chunks."""
     monkeypatch.setattr("minirl.train.policy.CHUNK", 7)
     policy, tokens_T, found = load_policy(str(tied_folder)), random_tokens(), []
-    compiled = Head(*(torch.compile(part, dynamic=True, backend="eager") for part in Head()))
+    compiled = Head(*(torch.compile(part, dynamic=True, backend="eager") for part in Head()[:2]))
     for policy.head in (Head(), compiled):
         for temperature in (1.0, TEMPERATURE):
             policy.zero_grad()

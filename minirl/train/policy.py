@@ -57,15 +57,10 @@ class Policy(nn.Module):
         hidden_TE, dtype = hidden_states(self.model.base_model, self.dtype, tokens_T, bounds)
         predicted_T = positions_T > 0 if needed_T is None else (positions_T > 0) & needed_T
         at_N = predicted_T.nonzero()[:, 0]
-        logprobs_N, entropy_N = HeadLogprobs.apply(
-            hidden_TE.index_select(0, at_N - 1),
-            self.model.get_output_embeddings().weight,
-            tokens_T[at_N],
-            temperature,
-            CHUNK,
-            dtype,
-            self.head,
-        )
+        hidden_NE = hidden_TE.index_select(0, at_N - 1)
+        weight_VE = self.model.get_output_embeddings().weight
+        head = self.head._replace(temperature=temperature, dtype=dtype)
+        logprobs_N, entropy_N = HeadLogprobs.apply(hidden_NE, weight_VE, tokens_T[at_N], head)
         zeros_T = logprobs_N.new_zeros(len(tokens_T))
         return zeros_T.index_put((at_N,), logprobs_N), zeros_T.index_put((at_N,), entropy_N)
 
@@ -134,60 +129,55 @@ def _chunk_backward(
 
 
 class Head(NamedTuple):
-    """What is computed of one chunk; `train.compile` compiles both."""
+    """How logprobs are computed; `train.compile` compiles what is done with one chunk."""
 
     forward: Callable[..., Any] = _chunk_forward
     backward: Callable[..., Any] = _chunk_backward
+    temperature: float = 1.0
+    dtype: torch.dtype = torch.float32  # of products; everything else is float32
 
 
 class HeadLogprobs(torch.autograd.Function):
     """(logprobs_N with gradient, entropy_N without) of softmax(hidden · weight / temperature), in
     chunks whose logits are computed again in backward: d logprob / d logits = onehot(target) -
-    softmax. Products are computed in `dtype`, everything else in float32."""
+    softmax."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_NE: Tensor,
-        weight_VE: Tensor,
-        targets_N: Tensor,
-        temperature: float,
-        chunk: int,
-        dtype: torch.dtype,
-        head: Head,
+        ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, head: Head
     ) -> tuple[Tensor, Tensor]:
-        product_VE = weight_VE.to(dtype)
+        product_VE = weight_VE.to(head.dtype)
         num = len(hidden_NE)
         logprobs_N, entropy_N, lse_N = hidden_NE.new_empty(3, num, dtype=torch.float32).unbind()
-        for at in _chunks(num, chunk):
+        for at in _chunks(num):
             logprobs_N[at], entropy_N[at], lse_N[at] = head.forward(
-                hidden_NE[at].to(dtype), product_VE, targets_N[at, None], temperature
+                hidden_NE[at].to(head.dtype), product_VE, targets_N[at, None], head.temperature
             )
         ctx.save_for_backward(hidden_NE, weight_VE, targets_N, lse_N)
-        ctx.temperature, ctx.chunk, ctx.dtype, ctx.head = temperature, chunk, dtype, head
+        ctx.head = head
         ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (hidden_NE, weight_VE, targets_N, lse_N), grad_N = ctx.saved_tensors, grads[0]
-        product_VE = weight_VE.to(ctx.dtype)
+        head, product_VE = ctx.head, weight_VE.to(ctx.head.dtype)
         d_hidden_NE = torch.empty_like(hidden_NE)
         # Under LoRA the weight is not trained.
         d_weight_VE = torch.zeros_like(weight_VE) if ctx.needs_input_grad[1] else None
-        for at in _chunks(len(hidden_NE), ctx.chunk):
-            hidden_CE = hidden_NE[at].to(ctx.dtype)
+        for at in _chunks(len(hidden_NE)):
+            hidden_CE = hidden_NE[at].to(head.dtype)
             columns_C1 = [column_N[at, None] for column_N in (targets_N, lse_N, grad_N)]
-            d_product_CV = ctx.head.backward(hidden_CE, product_VE, columns_C1, ctx.temperature)
+            d_product_CV = head.backward(hidden_CE, product_VE, columns_C1, head.temperature)
             d_hidden_NE[at] = d_product_CV @ product_VE
             if d_weight_VE is not None:
                 d_weight_VE += d_product_CV.T @ hidden_CE
             del d_product_CV  # or it would lie beside the next chunk's logits
-        return d_hidden_NE, d_weight_VE, *[None] * 5
+        return d_hidden_NE, d_weight_VE, None, None
 
 
-def _chunks(num: int, chunk: int) -> list[slice]:
-    return [slice(start, start + chunk) for start in range(0, num, chunk)]
+def _chunks(num: int) -> list[slice]:
+    return [slice(start, start + CHUNK) for start in range(0, num, CHUNK)]
 
 
 def build_policy(config: Config, folder: str) -> Policy:
@@ -201,7 +191,8 @@ def build_policy(config: Config, folder: str) -> Policy:
             policy.model.enable_input_require_grads()
     if train.compile:
         policy.model.base_model.compile(dynamic=True)
-        policy.head = Head(*(torch.compile(part, dynamic=True) for part in policy.head))
+        forward = torch.compile(_chunk_forward, dynamic=True)
+        policy.head = Head(forward, torch.compile(_chunk_backward, dynamic=True))
     return policy
 
 
