@@ -59,6 +59,7 @@ class Job:
     kind: str
     engines: list[Placement]
     ranks: list[Placement]
+    peak_flops: float | None  # of one GPU, for train/mfu
 
 
 def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: bool = False) -> int:
@@ -77,17 +78,22 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: b
 
 def _make_job(config: Config, recipe: Path, run_dir: Path) -> Job:
     kind, available = devices.find_devices(config.devices.kind)
-    if config.devices.split == "auto":
+    gpu = None
+    if kind == "cuda":
         from minirl.tools import plan  # the only tool that the train path uses, and only here
 
-        found = devices.gpus() if kind == "cuda" else []
-        gpu = plan.recognise(found[0].name, found[0].memory_bytes) if found else None
-        config = plan.with_auto_split(config, gpu)
+        first = devices.gpus()[0]
+        gpu = plan.recognise(first.name, first.memory_bytes)
+        if config.devices.split == "auto":
+            config = plan.with_auto_split(config, gpu)
     check_devices(config, kind, available)
     check_memory(config, devices.free_memory_bytes())
     task = make_task(config)
     check_functions(config)
-    return Job(config, task, run_dir, recipe, kind, *devices.place(config, kind, available))
+    places = devices.place(config, kind, available)
+    return Job(
+        config, task, run_dir, recipe, kind, *places, 1e12 * gpu.bf16_tflops if gpu else None
+    )
 
 
 def _prepare(job: Job, resume: bool, is_plain: bool) -> int:
@@ -209,6 +215,7 @@ def _spawn(
         store=store,
         is_resumed=start.folder is not None,
         version=start.state.history.version,
+        peak_flops=job.peak_flops,
     )
     spawn_ranks(workers, Role.TRAIN, first, job.ranks)
     seed = config.seed * 1000 + 1 + 1_000_003 * start.state.step  # a resumed run samples anew

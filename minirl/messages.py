@@ -166,6 +166,7 @@ class TrainerSetup(RankSetup):
     store: WeightStore
     version: int
     is_resumed: bool = False
+    peak_flops: float | None = None  # of its GPU, in bfloat16, per second; None: not known
 
 
 @dataclass(frozen=True, kw_only=True)

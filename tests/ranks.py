@@ -242,8 +242,10 @@ def are_equal(ours: Weights, theirs: Weights) -> bool:
 
 
 def momentum(checkpoint: Path) -> Weights:
-    state = load_file(checkpoint / "trainer" / "optimizer.safetensors")
-    end = "/exp_avg"
+    """From one file, or from all shares."""
+    state, end = {}, "/exp_avg"
+    for path in (checkpoint / "trainer").glob("optimizer*.safetensors"):
+        state |= load_file(path)
     return {key.removesuffix(end): state[key] for key in state if key.endswith(end)}
 
 

@@ -1,6 +1,8 @@
 """The policy: packed equals a plain forward in logprobs and gradients, for each kind of model."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import plain_script
 import pytest
@@ -8,10 +10,17 @@ import tiny_models
 import torch
 from torch import Tensor
 
+from minirl.config import Config
 from minirl.errors import MinirlError
+from minirl.train import attention
 from minirl.train.attention import boundaries
 from minirl.train.optimizer import build_optimizer, learning_rate
-from minirl.train.policy import load_policy
+from minirl.train.policy import Head, Policy, build_policy, check_head, load_policy
+
+import transformers  # isort: skip  (after minirl, which hides a broken torchvision)
+from transformers import (  # isort: skip
+    AutoModelForCausalLM,
+)
 
 LENGTHS = [9, 5, 5, 1, 12, 1]
 TEMPERATURE = 0.7
@@ -89,3 +98,67 @@ def test_the_learning_rate_warms_up_and_then_stays_or_falls_to_zero() -> None:
     assert of("linear", 1) == [2.0, 4.0, 3.0, 2.0, 1.0]
     assert of("cosine", 0) == pytest.approx([4.0, 2 + 2 * 0.5**0.5, 2.0, 2 - 2 * 0.5**0.5])
     assert learning_rate(9, 4.0, 1, "linear", 5) == 0.0  # a run that was made longer: no negative
+
+
+SMALL: dict[str, Any] = dict(
+    vocab_size=300,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+LINEAR = dict(linear_num_value_heads=4, linear_num_key_heads=2)
+FAMILIES = {  # the layers that look across packed sequences, and the config's own values
+    "Qwen3Config": ("", {"head_dim": 16}),
+    "LlamaConfig": ("", {}),
+    "Qwen3MoeConfig": ("", dict(head_dim=16, **EXPERTS)),
+    "Lfm2Config": ("conv", {"layer_types": ["conv", "full_attention"]}),
+    "GraniteMoeHybridConfig": (
+        "linear_attention",
+        dict(num_local_experts=0, mamba_expand=1, layer_types=["mamba", "attention"], **MAMBA),
+    ),
+    "FalconH1Config": ("hybrid", dict(mamba_d_ssm=64, mamba_chunk_size=16, **MAMBA)),
+    "Qwen3_5TextConfig": (  # it has its own use of the boundaries: a TypeError
+        "linear_attention",
+        dict(head_dim=16, layer_types=["linear_attention", "full_attention"], **LINEAR),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_whose_layers_look_across_packed_sequences_is_refused(name: str) -> None:
+    layers, values = FAMILIES[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**SMALL, **values)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            torch.nn.init.normal_(parameter, std=0.1)
+    policy = Policy(model.float().eval())
+    if not layers:
+        check_head(policy)
+        return
+    refusal = f"ForCausalLM: {layers} layers look across packed sequences: minirl cannot train it"
+    with pytest.raises(MinirlError, match=refusal):
+        check_head(policy)
+
+
+def test_a_compiled_head_gives_the_same(tied_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At temperature 1, where nothing is divided, and at another; over several chunks."""
+    monkeypatch.setattr("minirl.train.policy.CHUNK", 7)
+    policy, tokens_T, found = load_policy(str(tied_folder)), random_tokens(), []
+    compiled = Head(*(torch.compile(part, dynamic=True, backend="eager") for part in Head()[:2]))
+    for policy.head in (Head(), compiled):
+        for temperature in (1.0, TEMPERATURE):
+            policy.zero_grad()
+            logprobs_T, entropy_T = policy(tokens_T, *boundaries(LENGTHS), temperature)
+            (logprobs_T * torch.linspace(-1, 1, len(tokens_T))).sum().backward()
+            grads = [parameter.grad for parameter in policy.parameters()]
+            found.append([logprobs_T, entropy_T, *grads])
+    torch.testing.assert_close(found[2:], found[:2])
+    assert not torch.equal(found[0][0], found[1][0])
+    recipe = replace(Config(), train=replace(Config().train, compile=True))
+    assert build_policy(recipe, str(tied_folder)).head != Head()

@@ -5,6 +5,8 @@ a recipe may ask of them: algorithms, LoRA, a critic, shards; a batch that blows
 Most run in this process with one rank; what ranks must agree on runs in real processes.
 """
 
+import multiprocessing
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,8 @@ import numpy as np
 import plain_script
 import pytest
 import torch
+import torch.distributed as dist
+import varlen_cpu  # noqa: F401  registers the kernel of packed attention
 from crew import CUDA_TRAINER_PLACE
 from plain_script import PlainScript, Weights
 from ranks import (
@@ -26,7 +30,9 @@ from ranks import (
     MIXED,
     RECIPES,
     STALE,
+    STATE,
     Data,
+    GroupWriter,
     LocalRank,
     Ranks,
     Recipe,
@@ -36,16 +42,23 @@ from ranks import (
     ranks,
     relative_error,
     resumed,
+    setup_of,
     with_reward,
     with_train,
 )
 
 from minirl.buffer import History
 from minirl.config import ALGORITHMS, Config, ModelConfig
-from minirl.messages import CheckpointState
-from minirl.records import Batch
+from minirl.errors import MinirlError
+from minirl.messages import CheckpointState, Save, Saved, Score, Started, Stop, Train
+from minirl.records import Batch, Group
+from minirl.shm.board import Board
 from minirl.shm.ring import TrajectoryRing
-from minirl.train.checkpoint import read_state
+from minirl.train import attention, policy, trainer
+from minirl.train.attention import boundaries
+from minirl.train.checkpoint import read_state, read_whole, shares_of
+from minirl.train.optimizer import Replica
+from minirl.train.policy import load_policy, model_flops
 
 from transformers import AutoModelForCausalLM, AutoTokenizer  # isort: skip
 
@@ -208,24 +221,43 @@ def test_two_ranks_give_the_update_of_one_and_leave_one_out_together(
 def test_a_sharded_optimizer_trains_as_a_whole_one_and_resumes_to_the_bit(
     data: Data, tied_folder: Path, tmp_path: Path
 ) -> None:
-    """Under a learning rate that changes every step, which each rank's share must follow."""
+    """Under a learning rate that changes every step, which each rank's share must follow. Other
+    numbers of ranks take the same shares."""
     options = {"weight_decay": 0.1, "warmup_steps": 1, "schedule": "linear", "steps": 3}
     config = with_train(shard_optimizer=True, **options)
     first, second = data.of(FRESH), data.of(MIXED, 2)
-    folder = tmp_path / "one" / "checkpoints" / "step-000001"
+    folder, other = (tmp_path / "one" / "checkpoints" / f"step-00000{i}" for i in (1, 2))
     with ranks(tmp_path / "one", tied_folder, config, data.ring, 2) as one:
         one.train(first)
         one.save(folder)
         one.train(second)
         uninterrupted = one.weights()
-    again = resumed(folder, second.version)
-    with ranks(tmp_path / "two", tied_folder, config, data.ring, 2, **again) as two:
-        two.train(second)
-        assert are_equal(two.weights(), uninterrupted)
-    alone = LocalRank(tied_folder, with_train(**options), data.ring)
-    rates = [alone.train(batch)["train/lr"] for batch in (first, second)]
-    assert rates[0] != rates[1]
-    assert relative_error(alone.weights(), uninterrupted) < 1e-6
+        (shares_of(other) / "optimizer-1-of-2.safetensors").mkdir(parents=True)  # in the way
+        one.send(Save(str(other), STATE))
+        error = one.inbox.take(one.workers[0], Saved).error
+        assert error == "it could not be written (another rank could not write its share)"
+        assert not other.exists() and not shares_of(other).exists()
+        one.save(other)
+    names = sorted(path.name for path in (folder / "trainer").iterdir())
+    assert names == [*(f"optimizer-{i}-of-2.safetensors" for i in (0, 1)), "state.json"]
+    again, alone = resumed(folder, second.version), with_train(**options)
+    for num in (2, 3):
+        with ranks(tmp_path / str(num), tied_folder, config, data.ring, num, **again) as more:
+            more.train(second)
+            found = more.weights()
+            assert are_equal(found, uninterrupted) or num == 3
+            assert relative_error(found, uninterrupted) < 1e-6
+    for whole in (LocalRank(tied_folder, alone, data.ring, **again), None):
+        rank = whole or LocalRank(tied_folder, alone, data.ring)
+        batches = (first, second) if whole is None else (second,)
+        rates = [rank.train(batch)["train/lr"] for batch in batches]
+        assert len({*rates}) == len(batches)
+        assert relative_error(rank.weights(), uninterrupted) < 1e-6
+        assert relative_error(rank.momentum(), momentum(other)) < 1e-4
+    read_whole(folder)
+    (folder / "trainer" / names[0]).unlink()
+    with pytest.raises(MinirlError, match="lacks the optimizer's state, or a share of it"):
+        read_whole(folder)
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
@@ -289,3 +321,116 @@ def test_a_rank_on_cuda_learns_the_same_and_resumes_from_its_checkpoint(
         two.save(again)
     assert relative_error(momentum(again), momentum(folders[1])) < 1e-3
     assert relative_error(masters(again), masters(folders[1]), masters(folders[0])) < 1e-2
+
+
+def test_every_version_has_a_gap_whatever_the_staleness_of_its_batch(tied_folder: Path) -> None:
+    """Measured before the first update, over the batch's own tokens and those to score. A score of
+    another version and a cell that was reused count nothing."""
+    ring, version = TrajectoryRing(12, LONGEST), FIRST_VERSION
+    model = plain_script.load(tied_folder)
+    writer = GroupWriter(model, ring)
+    kinds = (Recipe(versions=(-1,)), Recipe(versions=(-1,)), FRESH, Recipe(noise=0.5))
+    old, older, fresh, noisy = (writer.write(kind, i, version) for i, kind in enumerate(kinds))
+    errors = []
+    for trajectory in noisy.trajectories:
+        view = ring.read(trajectory.cell, noisy.id)
+        exact = plain_script.logprobs(model, view.tokens.tolist(), CONFIG.rollout.temperature)
+        errors += np.abs(view.logprobs - exact.detach().numpy())[view.mask == 1].tolist()
+    cells = tuple((trajectory.cell, noisy.id) for trajectory in noisy.trajectories)
+
+    def gap(groups: tuple[Group, ...], *scores: Score) -> float | None:
+        rank = LocalRank(tied_folder, with_train(num_minibatches=2), ring)
+        ours, rank.trainer.pipe = multiprocessing.Pipe()
+        for score in scores:
+            ours.send(score)
+        return rank.train(Batch(1, version, groups))["train/logprob_gap"]
+
+    score = Score(version, cells)
+    assert gap((old, older)) is None
+    assert gap((old, older), Score(version - 1, cells), Score(version, ((cells[0][0], 9),))) is None
+    assert gap((old, older), score) == pytest.approx(np.mean(errors), abs=1e-5)
+    num_fresh = sum(trajectory.num_written for trajectory in fresh.trajectories)
+    expected = sum(errors) / (len(errors) + num_fresh)
+    assert gap((fresh, old), score) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_rank_takes_scores_from_its_pipe_while_it_trains(data: Data, tied_folder: Path) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    batch, found = data.of(STALE), []
+    cells = tuple((t.cell, g.id) for g in data.of(FRESH).groups for t in g.trajectories)
+    score = Score(data.of(FRESH).version, cells)
+    for message in (score, Train(replace(batch, version=score.version)), score):  # the first: late
+        ours.send(message)
+
+    def control() -> None:
+        assert isinstance(ours.recv(), Started)
+        found.append(ours.recv())
+        for message in (score, Stop()):
+            ours.send(message)
+
+    setup = setup_of(tied_folder, CONFIG, data.ring, version=score.version)
+    controller = threading.Thread(target=control, daemon=True)
+    controller.start()
+    trainer.run(setup, Board(1).writer(0), theirs)
+    controller.join()
+    assert found[0].values["train/logprob_gap"] == pytest.approx(0, abs=1e-5)
+
+
+def test_under_ddp_gradients_are_its_buckets_from_the_start(
+    data: Data, tied_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else there would be a second copy of them, also in a micro-batch that does not sync."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    join = f"file://{tmp_path / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=join, rank=0, world_size=1)
+    try:
+        setup = setup_of(tied_folder, CONFIG, data.ring, num_ranks=2)
+        replica = Replica(load_policy(str(tied_folder)), setup, 1e-3)
+        parameters = list(replica.module.parameters())
+        before = [parameter.grad.data_ptr() for parameter in parameters]
+        for is_last in (False, True, False, True):
+            with replica.syncing(is_last):
+                replica.parallel(torch.arange(9), *boundaries([5, 4]))[0].sum().backward()
+            assert [parameter.grad.data_ptr() for parameter in parameters] == before
+            assert any(parameter.grad.any() for parameter in parameters)
+            replica.zero_grad()
+            assert not any(parameter.grad.any() for parameter in parameters)
+        assert len({p.grad.untyped_storage().data_ptr() for p in parameters}) < len(parameters)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_share_of_the_gpus_rate_that_is_used_is_a_metric_where_the_rate_is_known(
+    data: Data, tied_folder: Path
+) -> None:
+    batch = data.of(FRESH)
+    assert "train/mfu" not in LocalRank(tied_folder, CONFIG, data.ring).train(batch)
+    rank = LocalRank(tied_folder, CONFIG, data.ring, peak_flops=1e12)
+    values = rank.train(batch)
+    lengths = [t.length for group in batch.groups for t in group.trajectories]
+    num = sum(p.numel() for p in rank.trainer.policy.parameters())
+    attention = 6 * 2 * 128 * sum(n * n for n in lengths)  # layers, width of all heads
+    flops_per_token = 6 * num + attention / sum(lengths)
+    assert values["train/mfu"] == pytest.approx(
+        values["train/tokens_per_s"] * flops_per_token / 1e12
+    )
+    adapted = LocalRank(tied_folder, with_train(lora_rank=4), data.ring).trainer.policy
+    assert 4 * num < model_flops(adapted, [1]) < 5 * num
+
+
+def test_a_trainer_in_bfloat16_learns_as_one_in_float32_and_records_its_gap(
+    data: Data, tied_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA: autocast, and attention by the kernel for packed sequences."""
+    gaps, updates = [], []
+    for dtype in ("float32", "bfloat16"):
+        on = {"cpu"} if dtype == "bfloat16" else set()
+        monkeypatch.setattr(policy, "AUTOCAST_ON", on)
+        monkeypatch.setattr(attention, "VARLEN_ON", on)
+        rank = LocalRank(tied_folder, replace(CONFIG, model=ModelConfig(dtype=dtype)), data.ring)
+        values = rank.train(data.of(FRESH))
+        assert values["train/skipped_updates"] == 0
+        gaps.append(values["train/logprob_gap"])
+        updates.append(rank.momentum())
+    assert gaps[0] < 1e-5 < 1e-3 < gaps[1] < 0.1
+    assert 1e-4 < relative_error(*updates) < 0.1

@@ -39,11 +39,6 @@ def rloo(groups: Groups) -> list[list[float]]:
     return [[r - (fsum(group) - r) / (len(group) - 1) for r in group] for group in groups]
 
 
-def reinforce_pp(groups: Groups) -> list[list[float]]:
-    """REINFORCE++ with a group baseline."""
-    return over_batch(dr_grpo(groups))
-
-
 def batch(groups: Groups) -> list[list[float]]:
     """The AReaL paper's: rewards of 0 … 1 as -5 … 5, no baseline but the batch's mean."""
     return over_batch([[PLAIN_SCALE * (2 * r - 1) for r in group] for group in groups])
@@ -53,7 +48,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
-    "reinforce++": reinforce_pp,
+    "reinforce++": lambda groups: over_batch(dr_grpo(groups)),  # with a group baseline
     "batch": batch,
 }
 

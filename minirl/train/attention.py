@@ -58,7 +58,13 @@ def packed_attention(
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in each layer. `rest` holds its arguments for other kernels."""
-    _refuse_unsupported(type(module).__name__, max_seqlen, rest)
+    needs = [n for n in ("softcap", "s_aux", "position_bias") if rest.get(n) is not None]
+    window = rest.get("sliding_window")
+    if window is not None and window < max_seqlen:
+        needs.append(f"a sliding window of {window} tokens for sequences of {max_seqlen}")
+    if needs:
+        layer = type(module).__name__
+        raise MinirlError(f"{layer} needs {needs[0]}, which packed attention does not support")
     qkv_THD = [x[0].transpose(0, 1) for x in (query_1HTD, key_1HTD, value_1HTD)]
     if value_1HTD.device.type in VARLEN_ON and value_1HTD.dtype in HALF:
         return _varlen(qkv_THD, cu_seqlens, max_seqlen, scaling)[None], None
@@ -82,7 +88,8 @@ def _varlen(
 
 @torch.compiler.disable  # its shapes are new in every micro-batch: each would be compiled
 def _by_runs(qkv_THD: list[Tensor], cu_seqlens_S1: Tensor, scaling: float | None) -> Tensor:
-    runs = equal_runs(cu_seqlens_S1)
+    lengths = [end - start for start, end in pairwise(cu_seqlens_S1.tolist())]
+    runs = [(len(list(run)), length) for length, run in groupby(lengths)]  # neighbours of a length
     sizes = [num * length for num, length in runs]
     outs = []
     # split, not slices: the backward of a slice writes a gradient of all T tokens, for each slice.
@@ -93,21 +100,6 @@ def _by_runs(qkv_THD: list[Tensor], cu_seqlens_S1: Tensor, scaling: float | None
         )
         outs.append(out_BHLD.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs)
-
-
-def equal_runs(cu_seqlens_S1: Tensor) -> list[tuple[int, int]]:
-    """(how many, length) of each run of neighbouring sequences of one length."""
-    lengths = [end - start for start, end in pairwise(cu_seqlens_S1.tolist())]
-    return [(len(list(run)), length) for length, run in groupby(lengths)]
-
-
-def _refuse_unsupported(layer: str, max_seqlen: int, rest: dict[str, Any]) -> None:
-    needs = [n for n in ("softcap", "s_aux", "position_bias") if rest.get(n) is not None]
-    window = rest.get("sliding_window")
-    if window is not None and window < max_seqlen:
-        needs.append(f"a sliding window of {window} tokens for sequences of {max_seqlen}")
-    if needs:
-        raise MinirlError(f"{layer} needs {needs[0]}, which packed attention does not support")
 
 
 AttentionInterface.register(NAME, packed_attention)

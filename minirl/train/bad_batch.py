@@ -125,13 +125,20 @@ class BatchSaver:
 
     def save_bad(self, batch: Batch, version: int, why: str, must_save: bool = True) -> str:
         """With the weights of `version`. Returns the end of a sentence that says where it is."""
+        from safetensors.torch import save_file
+
         if not batch.groups or (self.num_saved >= MAX_SAVED and not must_save):
             return ""
         self.num_saved += 1
         folder = self.run_dir / "bad_batches" / f"step-{batch.step:06d}"
         try:
             with checkpoint.written_aside(folder) as aside:
-                self._write_weights(aside / "weights", version)
+                if (found := self.store.snapshot(version)) is None:
+                    raise MinirlError(f"version {version} is no longer in memory")
+                (weights := aside / "weights").mkdir()
+                save_file(found, weights / "model.safetensors", {"format": "pt"})
+                shutil.copy2(self.source / "config.json", weights)
+                checkpoint.copy_tokenizer(self.source, weights)
                 write(aside / FILE, self.take(batch, why=why))
         except Exception as error:  # safetensors has its own kind for a full disk
             return f"; its batch could not be saved: {one_line(str(error))}"
@@ -147,16 +154,6 @@ class BatchSaver:
         columns = {name: np.concatenate([getattr(v, name) for v in views]) for name in COLUMNS}
         batch = replace(batch, groups=tuple(groups))
         return SavedBatch(batch, self.config, self.threads, columns=columns, **about)
-
-    def _write_weights(self, folder: Path, version: int) -> None:
-        from safetensors.torch import save_file
-
-        if (found := self.store.snapshot(version)) is None:
-            raise MinirlError(f"version {version} is no longer in memory")
-        folder.mkdir()
-        save_file(found, folder / "model.safetensors", {"format": "pt"})
-        shutil.copy2(self.source / "config.json", folder)
-        checkpoint.copy_tokenizer(self.source, folder)
 
 
 class Replayed(NamedTuple):

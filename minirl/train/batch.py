@@ -89,10 +89,6 @@ class MicroBatch:
         """Tokens whose logprob is of use: those that train, and those that can be compared."""
         return self.trainable_T | self.at_equal_version_T
 
-    @property
-    def num_sequences(self) -> int:
-        return len(self.cu_seqlens_S1) - 1
-
     def with_columns(self, columns_A: dict[str, Any]) -> "MicroBatch":
         """With its own part of columns of the whole batch."""
         return replace(self, **{name: column[self.index_T] for name, column in columns_A.items()})
@@ -105,13 +101,20 @@ def items_of(batch: Batch, ring: TrajectoryRing, max_staleness: int) -> list[lis
         items = []
         for place, trajectory in enumerate(group.trajectories):
             view = ring.read(trajectory.cell, group.id)
-            written = view.mask == 1
-            staleness = np.where(written, batch.version - view.versions, 0).astype(np.int32)
-            trainable = written & (staleness <= max_staleness) & (place not in group.masked)
-            items.append(Item(view, group.rewards[place], start, written, staleness, trainable))
+            item = item_of(view, batch.version, max_staleness)
+            trainable = item.trainable & (place not in group.masked)
+            reward = group.rewards[place]
+            items.append(replace(item, reward=reward, start=start, trainable=trainable))
             start += len(view.tokens)
         groups.append(items)
     return groups
+
+
+def item_of(view: TrajectoryView, version: int, max_staleness: int = 0) -> Item:
+    """Alone, for a step that starts from `version`."""
+    written = view.mask == 1
+    staleness = np.where(written, version - view.versions, 0).astype(np.int32)
+    return Item(view, 0.0, 0, written, staleness, written & (staleness <= max_staleness))
 
 
 def num_trainable(items: Sequence[Item]) -> int:
@@ -174,7 +177,7 @@ def example_item(prompt: Sequence[int], answer: Sequence[int]) -> Item:
     tokens = np.array([*prompt, *answer], np.int32)
     written, zeros = np.arange(len(tokens)) >= len(prompt), np.zeros_like(tokens)
     view = TrajectoryView(tokens, written.astype(np.uint8), zeros.astype(np.float32), zeros)
-    return Item(view, 0.0, 0, written, zeros, written)
+    return item_of(view, version=0)
 
 
 def trained_staleness(items: Sequence[Item]) -> NDArray[np.int32]:

@@ -3,7 +3,8 @@
     step-000040/          config.json, model.safetensors, tokenizer and chat template
     step-000040/trainer/  state.json (the controller's part), optimizer.safetensors,
                           master.safetensors where the model is saved in less than float32,
-                          critic.safetensors and critic_optimizer.safetensors where there is one
+                          critic.safetensors and critic_optimizer.safetensors where there is one;
+                          of a sharded optimizer each rank's share: optimizer-0-of-2.safetensors
     step-000040/adapter/  with LoRA: the adapter alone, as peft reads it; the model above is merged
 
 Written aside, flushed and renamed, so a folder of this name is whole. Only saving and loading
@@ -13,11 +14,12 @@ import torch: the controller looks at checkpoints without it.
 import json
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from minirl.train.policy import Policy
 
 STATE = "trainer/state.json"
-WEIGHTS = ("model.safetensors", "trainer/optimizer.safetensors")  # of every checkpoint
+OPTIMIZERS = ("optimizer", "critic_optimizer")
 BESIDE_WEIGHTS = ("*token*", "chat_template*", "vocab*", "merges.txt", "generation_config.json")
 
 
@@ -61,27 +63,42 @@ def _flush(path: Path) -> None:
         os.close(fd)
 
 
-def save(folder: Path, replicas: "list[Replica]", source: Path, state: CheckpointState) -> None:
-    """`replicas` are the policy's, and the critic's where there is one; `source` is the model
-    folder whose tokenizer files are copied."""
-    import torch
+def shares_of(folder: Path) -> Path:
+    """Where ranks put their optimizers' states before rank 0 saves all else."""
+    return folder.with_name(f".{folder.name}.shares")
+
+
+def save_share(folder: Path, replicas: "list[Replica]", rank: int, num_shares: int) -> None:
+    """By each rank that has a part of the optimizers' states: all where they are sharded."""
+    end = f"-{rank}-of-{num_shares}" if num_shares > 1 else ""
+    shares_of(folder).mkdir(parents=True, exist_ok=True)
+    for name, replica in zip(OPTIMIZERS, replicas, strict=False):
+        _write(shares_of(folder) / f"{name}{end}.safetensors", replica.state_by_name())
+
+
+def _write(path: Path, tensors: "dict[str, Any]") -> None:
     from safetensors.torch import save_file
+
+    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
+
+
+def save(folder: Path, replicas: "list[Replica]", source: Path, state: CheckpointState) -> None:
+    """By rank 0, when all shares are saved. `replicas` are the policy's, and the critic's where
+    there is one; `source` is the model folder whose tokenizer files are copied."""
+    import torch
 
     from minirl.train import lora
 
-    learner, *critics = replicas
-    policy, files = cast("Policy", learner.module), {"optimizer": learner.state_by_name()}
-    if policy.dtype != torch.float32 and not lora.is_adapted(policy.model):
-        files["master"] = dict(policy.model.named_parameters())
-    for critic in critics:
-        files["critic"] = dict(critic.module.named_parameters())
-        files["critic_optimizer"] = critic.state_by_name()
+    policy, *critics = (cast(Any, replica.module) for replica in replicas)
     with written_aside(folder) as aside:
         save_model(aside, policy, source)
-        (aside / "trainer").mkdir()
-        for name, tensors in files.items():
-            own = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-            save_file(own, aside / "trainer" / f"{name}.safetensors")
+        os.rename(shares_of(folder), aside / "trainer")
+        if policy.dtype != torch.float32 and not lora.is_adapted(policy.model):
+            own = dict(policy.model.named_parameters())
+            _write(aside / "trainer" / "master.safetensors", own)
+        for critic in critics:
+            own = dict(critic.named_parameters())
+            _write(aside / "trainer" / "critic.safetensors", own)
         (aside / STATE).write_text(json.dumps(asdict(state)))
 
 
@@ -108,7 +125,9 @@ def load(folder: Path, replicas: "list[Replica]") -> None:
 
     from minirl.train import lora
 
-    files = {path.stem: load_file(path) for path in (folder / "trainer").glob("*.safetensors")}
+    files: dict[str, dict[str, Any]] = defaultdict(dict)
+    for path in (folder / "trainer").glob("*.safetensors"):
+        files[path.stem.partition("-")[0]] |= load_file(path)  # of all shares
     learner, *critics = replicas
     if lora.is_adapted(learner.named):
         lora.load_adapter(learner.named, folder / "adapter")
@@ -179,7 +198,10 @@ def read_state(folder: Path) -> CheckpointState:
 
 def read_whole(folder: Path) -> CheckpointState:
     """The state of a checkpoint whose files are all there and as long as their headers say."""
-    for path in sorted({*(folder / name for name in WEIGHTS), *folder.rglob("*.safetensors")}):
+    shares = [path.stem for path in (folder / "trainer").glob("optimizer*.safetensors")]
+    if not shares or not shares[0].endswith(("optimizer", f"-of-{len(shares)}")):
+        raise MinirlError(f"{folder} lacks the optimizer's state, or a share of it")
+    for path in sorted({folder / "model.safetensors", *folder.rglob("*.safetensors")}):
         with as_one_line(path), safe_open(path, framework="np"):
             pass
     with as_one_line(folder / "config.json"):

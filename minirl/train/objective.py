@@ -200,16 +200,22 @@ def micro_loss(
         micro.advantages_T,
         micro.trainable_T,
         micro.sequence_T,
-        micro.num_sequences,
+        len(micro.cu_seqlens_S1) - 1,
         micro.weights_T,
         micro.ref_T if config.train.kl_in == "loss" else None,
     )
     loss, sums = loss_of(config.train.objective, tokens, config.train)
     is_comparable = progress == 0 or micro.prox_T is not None  # else the weights have moved on
-    gap_T = (prox_T - micro.behav_T).abs()
+    sums |= gaps(micro, prox_T, is_comparable)
+    sums |= {"loss": loss.detach(), "entropy": entropy_T[micro.trainable_T].sum()}
+    return loss, logprobs_T.detach(), sums
+
+
+def gaps(micro: MicroBatch, logprobs_T: Tensor, is_comparable: bool = True) -> Sums:
+    """|the engine's logprob - the trainer's|, under the version that the step starts from."""
+    sums, gap_T = {}, (logprobs_T - micro.behav_T).abs()
     for name, at_T in {"": micro.at_equal_version_T, "spliced_": micro.spliced_T}.items():
         at_T = at_T & is_comparable
         sums[f"{name}gap"] = torch.where(at_T, gap_T, 0.0).sum()
         sums[f"{name}compared"] = at_T.sum()
-    sums |= {"loss": loss.detach(), "entropy": entropy_T[micro.trainable_T].sum()}
-    return loss, logprobs_T.detach(), sums
+    return sums

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.nn.parallel import DistributedDataParallel
 
 from minirl.messages import RankSetup
+from minirl.train import attention
 
 STATE = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, for each parameter
 
@@ -75,9 +77,21 @@ class Replica:
         self.named: Any = getattr(module, "model", module)  # whose names a checkpoint has
         decay, is_sharded = self.config.weight_decay, self.config.shard_optimizer
         self.optimizer = build_optimizer(module, lr, decay, is_sharded)
+        self._local: Any = getattr(self.optimizer, "optim", self.optimizer)  # of its own share
         if setup.num_ranks > 1:
             ids = [0] if setup.placement.kind == "cuda" else None
-            self.parallel = nn.parallel.DistributedDataParallel(module, device_ids=ids)
+            self.parallel = DistributedDataParallel(module, ids, gradient_as_bucket_view=True)
+            # The first backward orders the buckets, and only with the next that syncs are gradients
+            # views of them. Until then there are two copies: now, beside no state of AdamW.
+            device = setup.placement.torch_device
+            tokens_T, bounds = torch.arange(2, device=device), attention.boundaries([2], device)
+            for _ in range(2):
+                out = self.parallel(tokens_T, *bounds)
+                (out[0] if isinstance(out, tuple) else out).sum().backward()
+
+    def zero_grad(self) -> None:
+        """In place under DDP, or the gradient would leave its bucket."""
+        self.optimizer.zero_grad(set_to_none=self.parallel is self.module)
 
     def begin_step(self, step: int) -> float:
         """Sets the learning rate of step 0, 1, … and gives it."""
@@ -116,31 +130,23 @@ class Replica:
         bad = (~norms.isfinite()).nonzero()
         return named[int(bad[0, 0])][0] if len(bad) else ""
 
-    def gather_state(self) -> None:
-        """By every rank before rank 0 asks for `state_by_name`; nothing to do unless sharded."""
-        if hasattr(self.optimizer, "consolidate_state_dict"):
-            self.optimizer.consolidate_state_dict(to=0)
-
     def state_by_name(self) -> dict[str, Tensor]:
-        state = self.optimizer.state_dict()["state"]
+        """Of a sharded optimizer: this rank's share."""
         return {
             f"{name}/{field}": torch.as_tensor(value)
-            for index, (name, _) in enumerate(self._trained())
-            for field, value in state.get(index, {}).items()
+            for name, parameter in self._owned()
+            for field, value in self._local.state.get(parameter, {}).items()
         }
 
     def load_state(self, found: dict[str, Tensor]) -> None:
         """Each rank is given all of it and keeps what is its own."""
-        state = optim.Optimizer.state_dict(self.optimizer)  # a sharded one has its own
-        state["state"] = {  # `step` too: a fused AdamW keeps it where the weights are
-            index: {field: found[f"{name}/{field}"].to(p.device) for field in STATE}
-            for index, (name, p) in enumerate(self._trained())
-            if f"{name}/step" in found
-        }
-        self.optimizer.load_state_dict(state)
+        for name, p in self._owned():
+            if f"{name}/step" in found:  # `step` too: a fused AdamW keeps it where the weights are
+                state = {field: found[f"{name}/{field}"].to(p.device) for field in STATE}
+                self._local.state[p] = state
 
-    def _trained(self) -> list[tuple[str, Tensor]]:
-        """Names and parameters in the optimizer's order."""
+    def _owned(self) -> list[tuple[str, Tensor]]:
+        """Names and parameters."""
         names = {id(parameter): name for name, parameter in self.named.named_parameters()}
-        groups = self.optimizer.param_groups
+        groups = self._local.param_groups
         return [(names[id(p)], p) for group in groups for p in group["params"]]

@@ -10,7 +10,8 @@ Axes: T tokens of all sequences, N tokens whose logprob is needed, C of them in 
 V vocabulary, E width of the model, S1 sequences + 1.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ hide_broken_torchvision()
 from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 
 CHUNK = 1024  # rows of logits in memory at once: 600 MB at a vocabulary of 150 k
+SEPARABLE = {"full_attention", "sliding_attention", "attention"}  # layers that can be packed
 AUTOCAST_ON = {"cuda"}  # on a CPU bfloat16 is slower than float32
 
 
@@ -34,7 +36,7 @@ class Policy(nn.Module):
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32):
         super().__init__()
-        self.model, self.dtype = model, dtype
+        self.model, self.dtype, self.head = model, dtype, Head()
 
     def forward(
         self,
@@ -55,14 +57,10 @@ class Policy(nn.Module):
         hidden_TE, dtype = hidden_states(self.model.base_model, self.dtype, tokens_T, bounds)
         predicted_T = positions_T > 0 if needed_T is None else (positions_T > 0) & needed_T
         at_N = predicted_T.nonzero()[:, 0]
-        logprobs_N, entropy_N = HeadLogprobs.apply(
-            hidden_TE.index_select(0, at_N - 1),
-            self.model.get_output_embeddings().weight,
-            tokens_T[at_N],
-            temperature,
-            CHUNK,
-            dtype,
-        )
+        hidden_NE = hidden_TE.index_select(0, at_N - 1)
+        weight_VE = self.model.get_output_embeddings().weight
+        head = self.head._replace(temperature=temperature, dtype=dtype)
+        logprobs_N, entropy_N = HeadLogprobs.apply(hidden_NE, weight_VE, tokens_T[at_N], head)
         zeros_T = logprobs_N.new_zeros(len(tokens_T))
         return zeros_T.index_put((at_N,), logprobs_N), zeros_T.index_put((at_N,), entropy_N)
 
@@ -103,64 +101,83 @@ def hidden_states(
     return hidden_TE, torch.bfloat16 if use_bf16 else hidden_TE.dtype
 
 
+def _logits(hidden_CE: Tensor, weight_VE: Tensor, temperature: float) -> Tensor:
+    logits_CV = (hidden_CE @ weight_VE.T).float()
+    return logits_CV if temperature == 1 else logits_CV.div_(temperature)
+
+
+def _chunk_forward(
+    hidden_CE: Tensor, weight_VE: Tensor, targets_C1: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(logprobs_C, entropy_C, the logits' log-sum-exp)."""
+    logits_CV = _logits(hidden_CE, weight_VE, temperature)
+    lse_C = logits_CV.logsumexp(-1)
+    probs_CV = (logits_CV - lse_C[:, None]).exp_()
+    entropy_C = lse_C - torch.einsum("cv,cv->c", probs_CV, logits_CV)
+    return logits_CV.gather(1, targets_C1)[:, 0] - lse_C, entropy_C, lse_C
+
+
+def _chunk_backward(
+    hidden_CE: Tensor, weight_VE: Tensor, columns_C1: list[Tensor], temperature: float
+) -> Tensor:
+    """The gradient of the product. The columns: targets, log-sum-exp, gradient of logprobs."""
+    targets_C1, lse_C1, grad_C1 = columns_C1
+    probs_CV = _logits(hidden_CE, weight_VE, temperature).sub_(lse_C1).exp_()
+    d_logits_CV = probs_CV.mul_(-grad_C1).scatter_add_(1, targets_C1, grad_C1)
+    d_logits_CV = d_logits_CV if temperature == 1 else d_logits_CV.div_(temperature)
+    return d_logits_CV.to(hidden_CE.dtype)
+
+
+class Head(NamedTuple):
+    """How logprobs are computed; `train.compile` compiles what is done with one chunk."""
+
+    forward: Callable[..., Any] = _chunk_forward
+    backward: Callable[..., Any] = _chunk_backward
+    temperature: float = 1.0
+    dtype: torch.dtype = torch.float32  # of products; everything else is float32
+
+
 class HeadLogprobs(torch.autograd.Function):
     """(logprobs_N with gradient, entropy_N without) of softmax(hidden · weight / temperature), in
     chunks whose logits are computed again in backward: d logprob / d logits = onehot(target) -
-    softmax. Products are computed in `dtype`, everything else in float32."""
+    softmax."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_NE: Tensor,
-        weight_VE: Tensor,
-        targets_N: Tensor,
-        temperature: float,
-        chunk: int,
-        dtype: torch.dtype,
+        ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, head: Head
     ) -> tuple[Tensor, Tensor]:
-        product_VE = weight_VE.to(dtype)
+        product_VE = weight_VE.to(head.dtype)
         num = len(hidden_NE)
         logprobs_N, entropy_N, lse_N = hidden_NE.new_empty(3, num, dtype=torch.float32).unbind()
-        for at in _chunks(num, chunk):
-            logits_CV = _logits(hidden_NE[at].to(dtype), product_VE, temperature)
-            lse_N[at] = logits_CV.logsumexp(-1)
-            target_C = logits_CV.gather(1, targets_N[at, None])[:, 0]
-            logprobs_N[at] = target_C - lse_N[at]
-            probs_CV = (logits_CV - lse_N[at, None]).exp_()
-            entropy_N[at] = lse_N[at] - torch.einsum("cv,cv->c", probs_CV, logits_CV)
-            del logits_CV, probs_CV  # or they would lie beside the next chunk's
+        for at in _chunks(num):
+            logprobs_N[at], entropy_N[at], lse_N[at] = head.forward(
+                hidden_NE[at].to(head.dtype), product_VE, targets_N[at, None], head.temperature
+            )
         ctx.save_for_backward(hidden_NE, weight_VE, targets_N, lse_N)
-        ctx.temperature, ctx.chunk, ctx.dtype = temperature, chunk, dtype
+        ctx.head = head
         ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (hidden_NE, weight_VE, targets_N, lse_N), grad_N = ctx.saved_tensors, grads[0]
-        product_VE = weight_VE.to(ctx.dtype)
+        head, product_VE = ctx.head, weight_VE.to(ctx.head.dtype)
         d_hidden_NE = torch.empty_like(hidden_NE)
         # Under LoRA the weight is not trained.
         d_weight_VE = torch.zeros_like(weight_VE) if ctx.needs_input_grad[1] else None
-        for at in _chunks(len(hidden_NE), ctx.chunk):
-            hidden_CE = hidden_NE[at].to(ctx.dtype)
-            logits_CV = _logits(hidden_CE, product_VE, ctx.temperature)
-            probs_CV = logits_CV.sub_(lse_N[at, None]).exp_()
-            d_logits_CV = probs_CV.mul_(-grad_N[at, None])
-            d_logits_CV.scatter_add_(1, targets_N[at, None], grad_N[at, None])
-            d_product_CV = d_logits_CV.div_(ctx.temperature).to(ctx.dtype)
+        for at in _chunks(len(hidden_NE)):
+            hidden_CE = hidden_NE[at].to(head.dtype)
+            columns_C1 = [column_N[at, None] for column_N in (targets_N, lse_N, grad_N)]
+            d_product_CV = head.backward(hidden_CE, product_VE, columns_C1, head.temperature)
             d_hidden_NE[at] = d_product_CV @ product_VE
             if d_weight_VE is not None:
                 d_weight_VE += d_product_CV.T @ hidden_CE
-            del logits_CV, probs_CV, d_logits_CV, d_product_CV
-        return d_hidden_NE, d_weight_VE, None, None, None, None
+            del d_product_CV  # or it would lie beside the next chunk's logits
+        return d_hidden_NE, d_weight_VE, None, None
 
 
-def _chunks(num: int, chunk: int) -> list[slice]:
-    return [slice(start, start + chunk) for start in range(0, num, chunk)]
-
-
-def _logits(hidden_CE: Tensor, weight_VE: Tensor, temperature: float) -> Tensor:
-    return (hidden_CE @ weight_VE.T).float().div_(temperature)
+def _chunks(num: int) -> list[slice]:
+    return [slice(start, start + CHUNK) for start in range(0, num, CHUNK)]
 
 
 def build_policy(config: Config, folder: str) -> Policy:
@@ -174,7 +191,19 @@ def build_policy(config: Config, folder: str) -> Policy:
             policy.model.enable_input_require_grads()
     if train.compile:
         policy.model.base_model.compile(dynamic=True)
+        forward = torch.compile(_chunk_forward, dynamic=True)
+        policy.head = Head(forward, torch.compile(_chunk_backward, dynamic=True))
     return policy
+
+
+def model_flops(policy: Policy, lengths: Sequence[int]) -> float:
+    """Of a forward and a backward over sequences: 6 for each weight and token (4 where the weight
+    is not trained), and causal attention. What is computed again does not count."""
+    config = policy.model.config.get_text_config()
+    heads, size = config.num_attention_heads, getattr(config, "head_dim", None)
+    width = heads * (size or config.hidden_size // heads) * config.num_hidden_layers
+    per_token = sum((4 + 2 * p.requires_grad) * p.numel() for p in policy.parameters())
+    return float(sum(per_token * n + 6 * width * n * n for n in lengths))
 
 
 def build_critic(config: Config, folder: str) -> Critic:
@@ -226,14 +255,24 @@ def check_loaded(folder: str, info: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def check_head(policy: Policy) -> None:
-    """The policy's logprobs must be those of the model's own forward."""
-    tokens_T = torch.arange(1, 9, device=next(policy.parameters()).device)
-    bounds = attention.boundaries([len(tokens_T)], tokens_T.device)
-    packed = {"cu_seqlens": bounds.cu_seqlens_S1, "max_seqlen": bounds.max_seqlen}
-    logits_TV = policy.model(tokens_T[None], use_cache=False, **packed).logits[0]
+    """The policy's logprobs, packed, must be those of the model's own forward of one sequence."""
+    model, exact = policy.model, Policy(policy.model)  # in float32, also where autocast is used
+    name, rest = type(model).__name__, "minirl cannot train it yet"
+    kinds = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - SEPARABLE
+    across = f"{', '.join(sorted(kinds)) or 'its'} layers look across packed sequences"
+    tokens_T, lengths = torch.arange(1, 9, device=next(model.parameters()).device), [8, 8, 5]
+    alone, packed = (attention.boundaries(n, tokens_T.device) for n in (lengths[:1], lengths))
+    bounds = {"cu_seqlens": alone.cu_seqlens_S1, "max_seqlen": alone.max_seqlen}
+    try:
+        logits_TV = model(tokens_T[None], use_cache=False, **bounds).logits[0]
+        ours_A, _ = exact(torch.cat([tokens_T[:n] for n in lengths]), *packed)
+    except TypeError:  # of a layer that takes the boundaries for another's
+        raise MinirlError(f"{name}: {across}: {rest}") from None
     own_T = logits_TV[:-1].float().log_softmax(-1).gather(1, tokens_T[1:, None])[:, 0]
-    ours_T, _ = policy(tokens_T, *bounds)
-    gap = (ours_T[1:] - own_T).abs().max().item()
-    if not gap < 1e-3:
-        does = f"does more to its logits than a product (logprobs differ by {gap:.1e})"
-        raise MinirlError(f"{type(policy.model).__name__} {does}: minirl cannot train it yet")
+    own_A = torch.cat([F.pad(own_T, (1, 0))[:n] for n in lengths])
+    first, *others = [gap_T.max().item() for gap_T in (ours_A - own_A).abs().split(lengths)]
+    if not first < 1e-3:
+        does = f"does more to its logits than a product (logprobs differ by {first:.1e})"
+        raise MinirlError(f"{name} {does}: {rest}")
+    if not max(others) < 1e-3:
+        raise MinirlError(f"{name}: {across}: {rest}")

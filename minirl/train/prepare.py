@@ -79,7 +79,10 @@ class Preparer:
         flat = [micro for micro_batches in mine for micro in micro_batches]
         penalties_A, values = self.penalties(items, flat)
         if self.critic is None:
-            columns = {"advantages_T": self.by_trajectory(groups, penalties_A)}
+            rewards = [[item.reward for item in group] for group in groups]
+            penalties = [[float(penalties_A[i.place].sum()) for i in group] for group in groups]
+            advantages = estimate(train.estimator, rewards, penalties)
+            columns = {"advantages_T": over_tokens(advantages, groups)}
         else:
             columns = self.by_token(items, flat, penalties_A)
         if train.loss_norm != "token":  # else every token counts the same
@@ -137,12 +140,6 @@ class Preparer:
         kl_A[~trainable_A] = 0
         mean = float(kl_A.sum() / max(1, num_trainable(items)))
         return train.kl_coef * kl_A, {"train/kl": mean}
-
-    def by_trajectory(self, groups: list[list[Item]], penalties_A: Column) -> Column:
-        rewards = [[item.reward for item in group] for group in groups]
-        penalties = [[float(penalties_A[i.place].sum()) for i in group] for group in groups]
-        advantages = estimate(self.config.train.estimator, rewards, penalties)
-        return over_tokens(advantages, groups)
 
     def by_token(
         self, items: list[Item], flat: list[MicroBatch], penalties_A: Column

@@ -76,7 +76,7 @@ class SftRank:
     def learn(self, examples: Sequence[Item]) -> tuple[float | None, float | None]:
         """The loss before it, and the gradient's norm: None where it was not finite, and no step
         was taken. All ranks are given the same examples; each takes its own part."""
-        self.replica.optimizer.zero_grad()
+        self.replica.zero_grad()
         loss = self.loss(examples, is_learned=True)
         norm = float(self.replica.clip())
         if loss is None or not isfinite(loss + norm):  # the same on every rank

@@ -1,6 +1,7 @@
 """Stage 7, update: a trainer rank. Takes Train (the whole batch's descriptors) and Save from the
 controller, gives version n+1 in the weight store, then Trained; inside a step it waits for the
-other ranks.
+other ranks. Rank 0 takes Score too, while it trains: answers of the version that the step starts
+from, so that each version's logprobs are compared with the engines', however stale the batch is.
 
 The loss is normalised by the trained tokens of the whole minibatch over all ranks, so neither the
 number of ranks nor the micro-batch split changes the update. An update whose loss, gradient or
@@ -9,8 +10,10 @@ not finite themselves end the run before they are published.
 """
 
 import math
+import shutil
 import time
 from collections import defaultdict
+from contextlib import suppress
 from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,22 +29,24 @@ from minirl.errors import MinirlError, RecipeError, one_line
 from minirl.messages import AnswerTokens, Save, Saved, Score, Started, Train, Trained, TrainerSetup
 from minirl.records import Batch
 from minirl.shm.board import BEAT_S, BoardWriter, State
+from minirl.shm.ring import TornEntry
 from minirl.shm.weights import CANARY_TOKENS, canary_tokens
 from minirl.train import attention, checkpoint, lora
-from minirl.train.batch import MicroBatch, staleness_metrics, trained_staleness
-from minirl.train.objective import Sums, micro_loss, value_loss
+from minirl.train.batch import item_of, pack, staleness_metrics, trained_staleness
+from minirl.train.objective import Sums, gaps, micro_loss, value_loss
 from minirl.train.optimizer import Replica, join_ranks, over_ranks
-from minirl.train.policy import build_critic, build_policy, load_policy
+from minirl.train.policy import build_critic, build_policy, load_policy, model_flops
 from minirl.train.prepare import Minibatch, Prepared, Preparer
 
 MAX_SHOWN_TOKENS = 512  # of an answer: a few dozen kB per step at most
 
 
 class Trainer:
-    def __init__(self, setup: TrainerSetup, board: BoardWriter):
-        self.setup, self.config, self.board = setup, setup.config, board
+    def __init__(self, setup: TrainerSetup, board: BoardWriter, pipe: Connection | None = None):
+        self.setup, self.config, self.board, self.pipe = setup, setup.config, board, pipe
         self.device = setup.placement.torch_device
         # Of the last batch:
+        self.version = setup.version  # that its step started from
         self.problem = ""  # why its first update was left out
         self.bad_gradients: list[str] = []  # parameters whose gradient was not finite then
         self.logprobs_A: Tensor  # by the trainer; NaN: not known
@@ -77,6 +82,7 @@ class Trainer:
         lr, *_ = [replica.begin_step(batch.step - 1) for replica in self.replicas]
         prepared = self.preparer.prepare(batch)
         self.problem, self.bad_gradients, self.prepared = "", [], prepared
+        self.version = batch.version
         num_tokens = len(prepared.advantages)
         self.logprobs_A = torch.zeros(num_tokens, device=self.device)
         sums: Sums = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
@@ -92,8 +98,11 @@ class Trainer:
             "train/grad_norm": float(np.mean(taken)) if taken else None,
             "train/skipped_updates": len(norms) - len(taken),
             "train/lr": lr,
-            "train/tokens_per_s": num_tokens / (time.perf_counter() - started),
+            "train/tokens_per_s": num_tokens / (seconds := time.perf_counter() - started),
         }
+        if peak := self.setup.peak_flops:
+            flops = model_flops(self.policy, [item.length for item in prepared.items])
+            values["train/mfu"] = flops / (seconds * peak * self.setup.num_ranks)
         counts = tuple(np.bincount(trained_staleness(prepared.items)).tolist())
         samples = self.shown_answers(prepared)
         return Trained(batch.version + 1, values, counts, self.problem, samples)
@@ -102,7 +111,7 @@ class Trainer:
         """One optimizer step. Gives the policy's gradient norm before clipping, or None if the
         step could not be taken."""
         for replica in self.replicas:
-            replica.optimizer.zero_grad()
+            replica.zero_grad()
         total, logprobs, behav = torch.zeros(3, device=self.device).unbind()
         # DDP averages over ranks; the loss is a sum over all of them.
         scale = self.setup.num_ranks / minibatch.num_trainable
@@ -124,7 +133,12 @@ class Trainer:
             # Apart from the loss: a cap or a clip may hide an infinite one from it.
             logprobs += torch.where(micro.trainable_T, logprobs_T, 0.0).sum()
             behav += torch.where(micro.trainable_T, micro.behav_T, 0.0).sum()
-            self.keep_logprobs(micro, logprobs_T)
+            if not micro.is_dummy:  # no value leaves the device: no micro-batch is waited for
+                known_T = logprobs_T if micro.prox_T is None else micro.prox_T
+                known_T = torch.where(micro.needed_T, known_T.float(), torch.nan)
+                self.logprobs_A[micro.index_T] = known_T
+        if minibatch.progress == 0:  # the last moment at which the weights are those of the version
+            self.take_scores(sums)
         self.heartbeat("optimizer step")
         norms = [replica.clip() for replica in self.replicas]
         # In the order in which one spoils the next.
@@ -144,6 +158,20 @@ class Trainer:
         for replica in self.replicas:
             replica.optimizer.step()
         return float(norms[0])
+
+    @torch.no_grad()
+    def take_scores(self, sums: Sums) -> None:
+        """By rank 0 alone: no collective is in it."""
+        while self.pipe is not None and self.pipe.poll():
+            score = self.pipe.recv()  # nothing else is sent while a batch is trained
+            for cell in score.cells if score.version == self.version else ():
+                with suppress(TornEntry):  # its group was dropped, and the cell reused
+                    view = self.setup.ring.read(*cell)
+                    micro = pack([item_of(view, self.version)], self.device)
+                    self.setup.ring.read(*cell)  # still that entry: the copy is whole
+                    logprobs_T, _ = self.policy(*micro.inputs, self.config.rollout.temperature)
+                    for name, value in gaps(micro, logprobs_T).items():
+                        sums[name] += value
 
     def bad_weight(self) -> str:
         """The first parameter that is not finite, or ""."""
@@ -166,13 +194,6 @@ class Trainer:
         }
 
     # -- what readable answers show of their tokens
-
-    def keep_logprobs(self, micro: MicroBatch, logprobs_T: Tensor) -> None:
-        """No value leaves the device here, so that no micro-batch is waited for."""
-        if not micro.is_dummy:
-            logprobs_T = logprobs_T if micro.prox_T is None else micro.prox_T
-            known_T = torch.where(micro.needed_T, logprobs_T.float(), torch.nan)
-            self.logprobs_A[micro.index_T] = known_T
 
     def shown_answers(self, prepared: Prepared) -> tuple[AnswerTokens, ...]:
         """The first answer of the first log.samples groups; rank 0 gets what others computed."""
@@ -226,19 +247,31 @@ class Trainer:
         return logprobs_T.float().cpu().numpy()
 
     def save(self, request: Save) -> Saved:
-        """By rank 0. A disk that is full or gone does not end the run: what was saved stays."""
+        """A disk that is full or gone does not end the run: what was saved stays."""
         self.board.enter(State.SAVING)
-        for replica in self.replicas:
-            replica.gather_state()
-        source, folder = Path(self.setup.tokenizer_folder), Path(request.folder)
+        folder, setup = Path(request.folder), self.setup
+        num_shares = setup.num_ranks if self.config.train.shard_optimizer else 1
+        num_done = torch.zeros((), device=self.device)
         try:
-            if self.setup.rank == 0:
+            try:
+                if setup.rank < num_shares:
+                    checkpoint.save_share(folder, self.replicas, setup.rank, num_shares)
+                num_done += 1
+            finally:  # also a rank that fails: the others wait for it
+                over_ranks(num_done)
+            if num_done < setup.num_ranks:
+                raise OSError("another rank could not write its share")
+            if setup.rank == 0:
+                source = Path(setup.tokenizer_folder)
                 checkpoint.save(folder, self.replicas, source, request.state)
                 keep, run_dir = self.config.checkpoint.keep, folder.parent.parent
                 checkpoint.prune(run_dir, keep, request.accuracies)
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             return Saved(request.folder, f"it could not be written ({one_line(reason)})")
+        finally:
+            if setup.rank == 0:
+                shutil.rmtree(checkpoint.shares_of(folder), ignore_errors=True)
         return Saved(request.folder)
 
 
@@ -247,7 +280,7 @@ def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
     devices.use_training_device(setup.placement, setup.store.memory)
     torch.manual_seed(setup.config.seed)
     join_ranks(setup)
-    trainer = Trainer(setup, board)
+    trainer = Trainer(setup, board, pipe if setup.rank == 0 else None)
     if bad := trainer.bad_weight():
         raise RecipeError("model.path", setup.folder, f"its {bad} is not finite", "take another")
     if setup.rank == 0:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from minirl.train.policy import CHUNK, HeadLogprobs
+from minirl.train.policy import Head, HeadLogprobs
 
 VOCAB, WIDTH = 150_000, 128
 CHUNKED, FULL = "chunked", "full"
@@ -25,8 +25,7 @@ def peak_bytes(pipe: Connection, kind: str, num_tokens: int) -> int:
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
     if kind == CHUNKED:
-        arguments = (hidden_NE, weight_VE, targets_N, 1.0, CHUNK, torch.float32)
-        logprobs_N, _ = HeadLogprobs.apply(*arguments)
+        logprobs_N, _ = HeadLogprobs.apply(hidden_NE, weight_VE, targets_N, Head())
     else:
         logprobs_NV = (hidden_NE @ weight_VE.T).log_softmax(-1)
         logprobs_N = logprobs_NV.gather(1, targets_N[:, None])[:, 0]
