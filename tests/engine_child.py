@@ -50,15 +50,13 @@ def run(setups: dict[str, RolloutSetup], board: BoardWriter, pipe: Connection) -
             pipe.send(Result(error=error))
 
 
-def steps(engine: Engine, count: int) -> list[tuple[int, Chunk]]:
-    """So many steps at most; each chunk with the version that the engine says it serves."""
-    found = []
+def steps(engine: Engine, count: int) -> list[Chunk]:
+    """So many steps at most."""
+    found: list[Chunk] = []
     for _ in range(count):
         if not engine.is_busy:
             break
-        version = engine.version
-        plain = [Chunk(c.key, list(c.tokens), list(c.logprobs), c.stop) for c in engine.step()]
-        found += [(version, chunk) for chunk in plain]
+        found += [chunk._replace(tokens=list(chunk.tokens)) for chunk in engine.step()]
     return found
 
 

@@ -78,11 +78,11 @@ class Remote:
         return self.written[self.next_key]
 
     def step(self, count: int = 1000) -> None:
-        for version, chunk in self.call(engine_child.steps, count):
+        for chunk in self.call(engine_child.steps, count):
             written = self.written[chunk.key]
             written.tokens += chunk.tokens
             written.logprobs += chunk.logprobs
-            written.versions += [version] * len(chunk.tokens)
+            written.versions += [chunk.version] * len(chunk.tokens)
             written.stop = chunk.stop
 
     def errors(self, prompt: list[int], written: Written) -> np.ndarray:
