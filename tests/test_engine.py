@@ -102,6 +102,7 @@ SHORT = replace(  # shorter than the canary
     rollout=replace(CONFIG.rollout, max_new_tokens=4, stop=STOP_TEXTS, stop_tokens=STOP_TOKENS),
 )
 ENGINES = {"tied": CONFIG, "llama": CONFIG, "keep": KEEP, "short": SHORT}
+ENGINES |= {"async": CONFIG, "async keep": KEEP}
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +148,7 @@ def through_versions(engine: Remote, num_steps: int, num_updates: int) -> list[W
     return answers
 
 
-@pytest.mark.parametrize("name", ["tied", "llama"])
+@pytest.mark.parametrize("name", ["tied", "llama", "async"])
 def test_recompute_every_token_is_exact_under_the_version_that_wrote_it(
     name: str, engines: dict[str, Remote]
 ) -> None:
@@ -159,8 +160,11 @@ def test_recompute_every_token_is_exact_under_the_version_that_wrote_it(
         assert engine.errors(prompt, answer).max() < EXACT
 
 
-def test_keep_versions_are_right_and_the_first_span_is_exact(engines: dict[str, Remote]) -> None:
-    keep = engines["keep"]
+@pytest.mark.parametrize("name", ["keep", "async keep"])
+def test_keep_versions_are_right_and_the_first_span_is_exact(
+    name: str, engines: dict[str, Remote]
+) -> None:
+    keep = engines[name]
     first = keep.versions.store.latest
     answers = through_versions(keep, num_steps=15, num_updates=3)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
