@@ -83,7 +83,7 @@ def unplaced(engine: Engine) -> list[str]:
     """Tensors that are left to the canary, of all ranks."""
 
     def names(wrapper: Any) -> list[str]:
-        return wrapper.worker._loaded._unplaced
+        return wrapper.worker._loaded.unplaced
 
     return [name for rank in engine._engine.collective_rpc(names) for name in rank]
 

@@ -240,7 +240,7 @@ def test_a_wrong_canary_is_noticed_by_an_idle_engine_at_once(tied: Remote) -> No
     with pytest.raises(StaleWeights, match="nan off"):
         tied.update(np.full(CANARY_TOKENS, np.nan, np.float32))
     tied.update()
-    assert tied.call(getattr, "canary_gap") < EXACT
+    assert tied.call(getattr, "canary").gap < EXACT
 
 
 def test_a_wrong_canary_is_noticed_under_running_sequences_unless_newer_weights_overtake_it(
@@ -322,7 +322,7 @@ def test_short_answers_end_with_a_stop_text_or_a_stop_token_and_keep_it(
         assert len(answer.tokens) == 4 if is_cut else is_text or is_token or is_eos
         ends.update(text=is_text and not is_cut, token=is_token and not is_cut, length=is_cut)
     assert all(ends.values())
-    assert engine.call(getattr, "canary_gap") < EXACT
+    assert engine.call(getattr, "canary").gap < EXACT
 
 
 def test_a_seed_repeats_what_is_sampled(tied: Remote) -> None:

@@ -23,16 +23,9 @@ from minirl.records import StopReason
 from minirl.shm.weights import CANARY_TOKENS, Published, WeightStore
 
 CANARY_PRIORITY = -2  # before evaluation (-1) and training groups (their id)
-
-
-class CanaryLimits(NamedTuple):
-    """Of the gap: the mean |engine - trainer| of the canary's logprobs."""
-
-    least: float  # a run's own limit is never below it
-    first: float  # of the first load, where every tensor was compared: above it the two differ
-
-
-LIMITS = {"float32": CanaryLimits(1e-3, 1e-2), "bfloat16": CanaryLimits(0.25, 0.5)}
+# Of the canary's gap, the mean |engine - trainer| of its logprobs:
+LIMIT = {"float32": 1e-3, "bfloat16": 0.25}  # a run's own limit is never below it
+CEILING = {"float32": 1e-2, "bfloat16": 0.5}  # of the first load, where every value was compared
 MARGIN = 4.0  # a run's own limit, over the gap of its first load
 NOISE = 0.01  # share of the limit below which a gap says nothing
 NUM_NEARER = 3  # reloads in a row whose canary is twice as near to the version before
@@ -62,8 +55,8 @@ class Chunk(NamedTuple):
 class Canary:
     """Judges the engine's logprobs of the canary (rule 6)."""
 
-    def __init__(self, limits: CanaryLimits):
-        self._limits, self._limit = limits, 0.0  # until the first load
+    def __init__(self, dtype: str):
+        self._dtype, self._limit = dtype, 0.0  # until the first load
         self._before: np.ndarray | None = None  # the trainer's, of the version served before
         self._num_nearer = 0  # reloads in a row
         self.gap = 0.0
@@ -71,14 +64,14 @@ class Canary:
     def judge(self, engine: np.ndarray, trainer: np.ndarray) -> str:
         """What is wrong, or ""."""
         self.gap = float(np.abs(engine - trainer).mean())
-        limit = self._limit or self._limits.first
+        limit = self._limit or CEILING[self._dtype]
         off = f"the engine's logprobs of the canary are {self.gap:.2g} off the trainer's"
         if not self.gap <= limit:  # also when it is not a number
             differ = "" if self._limit else ": they compute this model differently"
             return f"{off} (limit {limit:.2g}){differ}"
-        self._limit = self._limit or max(self._limits.least, MARGIN * self.gap)
+        self._limit = self._limit or max(LIMIT[self._dtype], MARGIN * self.gap)
         # By chance noise hardly ever lies in the direction of the version before, never so often.
-        is_nearer = self._before is not None and self.gap > NOISE * self._limits.least
+        is_nearer = self._before is not None and self.gap > NOISE * LIMIT[self._dtype]
         is_nearer = is_nearer and np.abs(engine - self._before).mean() < self.gap / 2
         self._num_nearer = self._num_nearer + 1 if is_nearer else 0
         if self._num_nearer >= NUM_NEARER:
@@ -119,7 +112,7 @@ class Engine:
         self._stop, self._stop_tokens = list(config.rollout.stop), list(config.rollout.stop_tokens)
         self._store = store
         self._keeps_cache = config.rollout.on_update == "keep"
-        self._canary = Canary(LIMITS[config.model.dtype])
+        self.canary = Canary(config.model.dtype)
         self._expected: Published | None = None  # whose canary is on its way
         self._suspect: Published | None = None  # whose canary came back wrong once
         self._drained: list[Chunk] = []  # of steps that a reload had to take
@@ -144,10 +137,6 @@ class Engine:
     @property
     def is_busy(self) -> bool:
         return bool(self._drained) or self._engine.has_unfinished_requests()
-
-    @property
-    def canary_gap(self) -> float:
-        return self._canary.gap
 
     def reload(self) -> float:
         """Takes the newest weights; gives the seconds for which generation stood still. Two checks
@@ -278,7 +267,7 @@ class Engine:
         published, self._expected = self._expected, None
         pairs = zip(published.canary["tokens"].tolist(), prompt_logprobs, strict=True)
         ours = np.array([entry[token].logprob for token, entry in pairs if entry is not None])
-        wrong = self._canary.judge(ours, published.canary["logprobs"][1:])
+        wrong = self.canary.judge(ours, published.canary["logprobs"][1:])
         if wrong and self._suspect is not None:
             raise StaleWeights(f"version {published.version}: {wrong}")
         self._suspect = published if wrong else None

@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from minirl import devices
 from minirl.shm.weights import TensorSpec, WeightStore
 
 devices.keep_weights_writable()  # vLLM imports this file before it builds the model
 
+Weights = dict[str, Tensor]
+SIZES = "output_partition_sizes"  # vLLM's, of a fused layer: of each part, on this rank
 SAMPLES_PER_AXIS = 16  # what the check after a load compares of each tensor
 
 
@@ -44,10 +47,11 @@ class WeightLoader:
             loaded = LoadedTensors(self.model_runner.model, weights, self.rank, num_ranks)
             if self._store.stamp(slot) == stamp:  # else the writer was here: compare again
                 self._loaded = loaded
-                loaded.report()
+                if loaded.unplaced:  # a note in the worker's log
+                    print("checked by the canary alone:", *loaded.unplaced, flush=True)
         return loaded.absent(weights)
 
-    def copy(self, weights: dict[str, torch.Tensor]) -> None:
+    def copy(self, weights: Weights) -> None:
         if self._loaded is None:
             self.model_runner.model.load_weights(weights.items())
         else:
@@ -61,7 +65,7 @@ class WeightLoader:
 class Piece(NamedTuple):
     """What this rank holds of a published tensor: all of it, or its slice."""
 
-    held: torch.Tensor  # a view into the engine's parameter
+    held: Tensor  # a view into the engine's parameter
     of: tuple[slice, ...]  # the published tensor
     is_whole: bool
 
@@ -72,18 +76,11 @@ class LoadedTensors:
     that were found are copied there directly from then on. Others go through vLLM each time; whole
     ones count as lost, and those in an unknown layout are left to the canary."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        weights: dict[str, torch.Tensor],
-        rank: int = 0,
-        num_ranks: int = 1,
-    ):
+    def __init__(self, model: nn.Module, weights: Weights, rank: int, num_ranks: int):
         parameters = dict(model.named_parameters())
         self._addresses = [(p, p.data_ptr()) for p in parameters.values()]
         self._pieces: dict[str, Piece] = {}
-        self._lost: list[str] = []
-        self._unplaced: list[str] = []
+        self._lost, self.unplaced = list[str](), list[str]()
         for name, tensor in weights.items():
             region = find_region(model, parameters, name)
             piece = None if region is None else find_piece(region, tensor.shape, rank, num_ranks)
@@ -91,20 +88,14 @@ class LoadedTensors:
                 self._pieces[name] = piece
             else:
                 is_lost = piece is not None and piece.is_whole
-                (self._lost if is_lost else self._unplaced).append(name)
+                (self._lost if is_lost else self.unplaced).append(name)
 
     @property
     def is_outdated(self) -> bool:
         """Some parameter was given other memory than it had."""
         return any(parameter.data_ptr() != address for parameter, address in self._addresses)
 
-    def report(self) -> None:
-        """Into the worker's log."""
-        if self._unplaced:
-            count, first = len(self._unplaced), self._unplaced[0]
-            print(f"{count} tensors ({first}, …) are checked by the canary alone", flush=True)
-
-    def load(self, model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    def load(self, model: nn.Module, weights: Weights) -> None:
         direct = {name: piece for name, piece in self._pieces.items() if name in weights}
         if direct:
             sources = [weights[name][piece.of] for name, piece in direct.items()]
@@ -114,24 +105,22 @@ class LoadedTensors:
         if others:
             model.load_weights(others)  # type: ignore[operator]
 
-    def absent(self, weights: dict[str, torch.Tensor]) -> list[str]:
+    def absent(self, weights: Weights) -> list[str]:
         """Names whose values the model does not hold, by a grid of samples of each tensor."""
         found = self._pieces.items()
         pairs = ((n, _grid(piece.held), _grid(weights[n][piece.of])) for n, piece in found)
         return self._lost + [name for name, *pair in pairs if not _is_equal(*pair)]
 
 
-def _grid(tensor: torch.Tensor) -> torch.Tensor:
+def _grid(tensor: Tensor) -> Tensor:
     return tensor[tuple(slice(None, None, max(1, n // SAMPLES_PER_AXIS)) for n in tensor.shape)]
 
 
-def _is_equal(held: torch.Tensor, published: torch.Tensor) -> bool:
+def _is_equal(held: Tensor, published: Tensor) -> bool:
     return torch.equal(held.cpu(), published.to(held.dtype))
 
 
-def find_region(
-    model: torch.nn.Module, parameters: dict[str, torch.nn.Parameter], name: str
-) -> torch.Tensor | None:
+def find_region(model: nn.Module, parameters: dict[str, nn.Parameter], name: str) -> Tensor | None:
     """The part of the engine's parameters that holds a checkpoint's tensor, or a shard of it. vLLM
     fuses q, k and v, and gate and up."""
     if name in parameters:
@@ -141,16 +130,13 @@ def find_region(
             target = name.replace(f".{part}.", f".{fused}.")
             if target != name and target in parameters:
                 layer = model.get_submodule(target.rpartition(".")[0])
-                held, sizes = (
-                    parameters[target].detach(),
-                    getattr(layer, "output_partition_sizes", []),
-                )
+                held, sizes = parameters[target].detach(), getattr(layer, SIZES, [])
                 fits = len(sizes) == len(parts) and sum(sizes) == len(held)
                 return held.split(sizes)[i] if fits else None
     return None
 
 
-def find_piece(region: torch.Tensor, shape: torch.Size, rank: int, num_ranks: int) -> Piece | None:
+def find_piece(region: Tensor, shape: torch.Size, rank: int, num_ranks: int) -> Piece | None:
     """Where vLLM puts a tensor of this shape on a tensor-parallel rank: rows or columns are dealt
     out in order; a key-value head goes to several ranks where there are fewer heads than ranks;
     the vocabulary is padded at its end."""

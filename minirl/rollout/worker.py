@@ -185,7 +185,10 @@ class RolloutWorker:
 
     def admit(self) -> None:
         while (self.waiting or self.waiting_eval) and self.has_room():
-            priority, key, request = self.next_waiting()
+            share = max(1, int(EVAL_SHARE * self.config.rollout.max_num_seqs))
+            has_share = not self.waiting or self.num_running_eval < share
+            is_eval = self.waiting_eval and has_share
+            priority, key, request = heapq.heappop(self.waiting_eval if is_eval else self.waiting)
             group = request.group
             prompt = (*group.prompt, *request.tokens) if request.tokens else group.prompt
             try:
@@ -210,12 +213,6 @@ class RolloutWorker:
         needed = self.prompt_tokens + self.expected.tokens * num
         is_free = num <= self.config.rollout.max_num_seqs and needed <= self.engine.kv_tokens
         return is_free or not self.running
-
-    def next_waiting(self) -> tuple[int, int, Request]:
-        share = max(1, int(EVAL_SHARE * self.config.rollout.max_num_seqs))
-        if self.waiting_eval and (not self.waiting or self.num_running_eval < share):
-            return heapq.heappop(self.waiting_eval)
-        return heapq.heappop(self.waiting)
 
     def sampling(self, request: Request) -> Sampling:
         rollout = self.config.rollout
