@@ -12,6 +12,7 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,6 +118,7 @@ class Engine:
         self._suspect: Published | None = None  # whose canary came back wrong once
         self._drained: list[Chunk] = []  # of steps that a reload had to take
         self.version = 0 if store is None else -1
+        self._load_slot = partial(self._rpc, "load_slot")
         if store is not None:
             self._rpc("open_store", store.table, store.dtype, store.path)
 
@@ -146,7 +148,7 @@ class Engine:
         was_busy = self.is_busy
         assert self._store is not None
         self._drain()
-        self._use(self._store.read(lambda slot: self._rpc("load_slot", slot)))
+        self._use(self._store.read(self._load_slot))
         pause = time.perf_counter() - start
         while not was_busy and self._expected is not None:
             self.step()  # alone: what is sampled next does not depend on when it comes
@@ -163,7 +165,9 @@ class Engine:
             core.resume_scheduler()
 
     def _use(self, published: Published) -> None:
-        """These were loaded."""
+        """These were loaded. Sends their canary."""
+        from vllm import SamplingParams
+
         lost = [name for by_rank in published.loaded for name in by_rank]
         if lost:
             raise StaleWeights(
@@ -175,7 +179,14 @@ class Engine:
             raise StaleWeights(f"version {published.version}: vLLM kept KV of older weights")
         self.version = published.version
         self._engine.set_weight_version(str(self.version))
-        self._send_canary(published)
+        if self._expected is not None:  # new weights again, before the last canary came back
+            self._engine.abort_request([f"canary-{self._expected.version}"])
+        self._expected = published
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True
+        )
+        tokens = published.canary["tokens"].tolist()
+        self._add(f"canary-{self.version}", tokens, params, CANARY_PRIORITY)
 
     def reseed(self, seed: int) -> None:
         """What is sampled from here on depends on `seed` and on the requests alone: also on no KV
@@ -218,7 +229,12 @@ class Engine:
         drained, self._drained = self._drained, []
         chunks = drained + self._step()
         if self._suspect is not None and self._expected is None:
-            self._load_again()
+            # Load the same version again, also while an evaluation pins it. Where a newer one has
+            # its slot by now, the canary alone is asked for again.
+            assert self._store is not None
+            self._drain()
+            found = self._store.attempt(self.version, self._load_slot)
+            self._use(found or self._suspect)
         return chunks
 
     def _step(self) -> list[Chunk]:
@@ -250,18 +266,6 @@ class Engine:
             self._check_canary(canary)
         return chunks
 
-    def _send_canary(self, published: Published) -> None:
-        from vllm import SamplingParams
-
-        if self._expected is not None:  # new weights again, before the last canary came back
-            self._engine.abort_request([f"canary-{self._expected.version}"])
-        self._expected = published
-        params = SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True
-        )
-        tokens = published.canary["tokens"].tolist()
-        self._add(f"canary-{published.version}", tokens, params, CANARY_PRIORITY)
-
     def _check_canary(self, prompt_logprobs: Sequence[dict]) -> None:
         assert self._expected is not None
         published, self._expected = self._expected, None
@@ -271,14 +275,6 @@ class Engine:
         if wrong and self._suspect is not None:
             raise StaleWeights(f"version {published.version}: {wrong}")
         self._suspect = published if wrong else None
-
-    def _load_again(self) -> None:
-        """The same version, also while an evaluation pins it; where a newer one has its slot by
-        now, the canary alone is asked for again."""
-        assert self._suspect is not None and self._store is not None
-        self._drain()
-        found = self._store.attempt(self.version, lambda slot: self._rpc("load_slot", slot))
-        self._use(found or self._suspect)
 
     def shutdown(self) -> None:
         self._engine.engine_core.shutdown()

@@ -27,11 +27,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 CANARY_TOKENS = 64
 NUM_SLOTS = 2
 TENSORS_AT_ONCE = 32
-CANARY_TEXT = (
-    "Tom has 3 boxes with 12 pens in each. He gives 5 pens to Anna and 7 to Ben. How many pens are "
-    "left? There are 3 * 12 = 36 pens at first. He gives away 5 + 7 = 12 of them, so 36 - 12 = 24 "
-    "pens are left. The answer is 24."
-)
+CANARY_TEXT = """Tom has 3 boxes with 12 pens in each. He gives 5 pens to Anna, 7 to Ben. How many
+pens are left? At first there are 3 * 12 = 36 pens. He gives away 5 + 7 = 12, so 36 - 12 = 24."""
 CANARY = np.dtype([("tokens", np.int32), ("logprobs", np.float32)])
 CANARIES = ("canaries", CANARY, (NUM_SLOTS, CANARY_TOKENS))
 HEADER = np.dtype([("latest", np.int64), ("sequence", np.int64, NUM_SLOTS), CANARIES])
