@@ -29,7 +29,6 @@ from minirl.config import Config
 if TYPE_CHECKING:
     from torch import Tensor
 
-CU_MEMHOSTREGISTER_PORTABLE = 1
 PACKAGES = ("minirl", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 
@@ -270,7 +269,7 @@ def pin(shared: "Tensor") -> None:
 
     torch.cuda.synchronize()  # so that this process has a CUDA context
     register = ctypes.CDLL("libcuda.so.1").cuMemHostRegister_v2
-    size = ctypes.c_size_t(shared.nbytes)
-    if refused := register(ctypes.c_void_p(shared.data_ptr()), size, CU_MEMHOSTREGISTER_PORTABLE):
+    address, size = ctypes.c_void_p(shared.data_ptr()), ctypes.c_size_t(shared.nbytes)
+    if refused := register(address, size, 0):
         remedy = "raise the limit of locked memory (ulimit -l; docker run --ulimit memlock=-1)"
         print(f"weights are not page-locked (CUDA error {refused}), slower: {remedy}", flush=True)
