@@ -137,3 +137,5 @@ def test_canary_tokens_are_in_the_vocabulary_and_always_the_same(vocab_size: int
     assert len(tokens) == CANARY_TOKENS and tokens == canary_tokens(vocab_size)
     assert all(0 <= token < vocab_size for token in tokens)
     assert len(set(tokens)) == min(vocab_size, CANARY_TOKENS)
+    of_text = canary_tokens(vocab_size, [1, 0, 1])
+    assert len(of_text) == CANARY_TOKENS and of_text[:6] == [1, 0, 1, 1, 0, 1]
