@@ -45,13 +45,14 @@ def engine(
     with crew(tmp_path_factory.mktemp("engine"), 1) as inbox:
         place = devices.with_own_temp(place, inbox.workers.log_dir)
         worker = inbox.workers.spawn(Role.ROLLOUT, 0, "engine_child:run", {"": setup}, place)
-        inbox.take(worker, Result)
-        remote = Remote("", inbox, worker, versions)
-        remote.reload()
-        yield remote
-        worker.send("end")
-        worker.process.join(60)
-        devices.sweep_temp(inbox.workers.log_dir)
+        try:
+            inbox.take(worker, Result)
+            remote = Remote("", inbox, worker, versions)
+            remote.reload()
+            yield remote
+        finally:
+            inbox.workers.kill()
+            devices.sweep_temp(inbox.workers.log_dir)
 
 
 @pytest.mark.vllm
