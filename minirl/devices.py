@@ -5,6 +5,7 @@ vLLM or torch processes that both think they own all cores run up to 30 times sl
 `gpu` run what only a GPU can. Leaves out whether the machine is good enough (tools/doctor.py).
 """
 
+import ctypes
 import os
 import platform
 import re
@@ -64,11 +65,14 @@ def gpus() -> list[Gpu]:
     found = []
     with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
-        for gpu in _visible(pynvml.nvmlDeviceGetCount()):
+        every = range(pynvml.nvmlDeviceGetCount())
+        uuids = [pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in every]
+        for gpu in _visible(len(uuids)):
             if gpu.isdigit():
                 handle = pynvml.nvmlDeviceGetHandleByIndex(int(gpu))
-            else:
-                handle = pynvml.nvmlDeviceGetHandleByUUID(gpu)
+            else:  # of a GPU, as short as it is clear, or of a MIG slice
+                whole = next((uuid for uuid in uuids if uuid.startswith(gpu)), gpu)
+                handle = pynvml.nvmlDeviceGetHandleByUUID(whole)
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
             found.append(Gpu(pynvml.nvmlDeviceGetName(handle), memory.total))
     return found
@@ -157,9 +161,9 @@ def place(
         split = round(len(pool) * rollout / (rollout + train))
         if engines and ranks:
             split = max(1, min(len(pool) - 1, split))
-    env = vllm_environment(kind)
+    shares = _shares(pool[:split], rollout // shards)
     return (
-        [_placement(kind, part, shards, env) for part in _shares(pool[:split], rollout // shards)],
+        [_placement(kind, s, shards, vllm_environment(kind, i)) for i, s in enumerate(shares)],
         [_placement(kind, part, 1, {}) for part in _shares(pool[split:] or pool, train)],
     )
 
@@ -175,6 +179,9 @@ def _placement(kind: str, part: tuple[Any, ...], shards: int, env: dict[str, str
     # One box: ranks find each other through a file, and talk on no other address.
     own = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **env}
     if kind == "cuda":
+        own["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as NVML and nvidia-smi count
+        if not env:  # a rank, whose tensors are of every size; vLLM's KV cache is one block
+            own["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         return Placement(kind, env={**own, "CUDA_VISIBLE_DEVICES": ",".join(part)})
     each = _shares(part, shards)
     own |= {"OMP_NUM_THREADS": str(len(each[0])), "CUDA_VISIBLE_DEVICES": ""}
@@ -183,7 +190,7 @@ def _placement(kind: str, part: tuple[Any, ...], shards: int, env: dict[str, str
     return Placement(kind, cores=part, env=own)
 
 
-def vllm_environment(kind: str) -> dict[str, str]:
+def vllm_environment(kind: str, engine: int = 0) -> dict[str, str]:
     """What must be set before torch and vLLM are imported: part of a rollout worker's placement."""
     env = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine steps in our process, when we say so
@@ -193,15 +200,26 @@ def vllm_environment(kind: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",  # the model folder is local by now
         "TOKENIZERS_PARALLELISM": "false",
     }
-    # On CPU one helper is compiled for 8 s even in eager mode.
-    return env | ({"TORCH_COMPILE_DISABLE": "1"} if kind == "cpu" else {})
+    if kind == "cpu":
+        return env | {"TORCH_COMPILE_DISABLE": "1"}  # else one helper compiles for 8 s
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return env | {
+        "TRITON_F32_DEFAULT": "ieee",  # TF32 in attention would put float32 1e-3 off the trainer
+        # vLLM writes the index of its compiled graphs in place, for another engine to read half.
+        "VLLM_CACHE_ROOT": f"{os.environ.get('VLLM_CACHE_ROOT', f'{home}/vllm')}/engine-{engine}",
+    }
 
 
 def engine_arguments(config: Config, kind: str) -> dict[str, object]:
     """The engine arguments that differ between CPU and CUDA."""
     if kind == "cuda":
-        return {"gpu_memory_utilization": config.rollout.memory_fraction}
+        return {
+            "gpu_memory_utilization": config.rollout.memory_fraction,
+            "async_scheduling": True,  # the next step is scheduled while this one runs
+            "max_num_batched_tokens": 8192,  # 2048 would cut the prefill after a reload in pieces
+        }
     return {
+        "async_scheduling": False,
         "enforce_eager": True,
         "kv_cache_memory_bytes": int(config.rollout.kv_cache_gib * 2**30),
         "block_size": 32,  # the CPU default of 128 never shares a short prompt's KV
@@ -241,8 +259,7 @@ def hide_broken_torchvision() -> None:
 
 
 def use_training_device(placement: Placement, shared: "Tensor | None" = None) -> None:
-    """In a trainer rank, before the model is loaded. `shared` is where weights are published: on
-    CUDA it is pinned, as far as the system allows, and must stay mapped."""
+    """In a trainer rank, before the model is loaded. `shared`: where it publishes weights."""
     import torch
 
     if placement.kind == "cpu":
@@ -251,4 +268,18 @@ def use_training_device(placement: Placement, shared: "Tensor | None" = None) ->
     # No TF32: its logprobs are 2e-3 off an engine's float32, and the canary's limit is 1e-3.
     torch.cuda.set_device(0)
     if shared is not None:
-        torch.cuda.cudart().cudaHostRegister(shared.data_ptr(), shared.nbytes, 0)
+        pin(shared)
+
+
+def pin(shared: "Tensor") -> None:
+    """Page-locks shared memory, which must stay mapped: copies to and from the GPU are then several
+    times as fast. A refusal is noted in the worker's log. By the driver: a refusal of the runtime
+    (cudaHostRegister) would be raised by the next kernel that is launched."""
+    import torch
+
+    torch.cuda.synchronize()  # so that this process has a CUDA context
+    register = ctypes.CDLL("libcuda.so.1").cuMemHostRegister_v2
+    address, size = ctypes.c_void_p(shared.data_ptr()), ctypes.c_size_t(shared.nbytes)
+    if refused := register(address, size, 0):
+        remedy = "raise the limit of locked memory (ulimit -l; docker run --ulimit memlock=-1)"
+        print(f"weights are not page-locked (CUDA error {refused}), slower: {remedy}", flush=True)

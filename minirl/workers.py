@@ -213,10 +213,18 @@ class Workers:
         self._start(worker, delay_s)
 
     def retire(self, worker: Worker) -> None:
-        if worker.process is not None:
-            _kill_tree(worker.process)
-            worker.pipe.close()
-            worker.process = None
+        """Kills it with all its children: a tensor-parallel engine has processes of its own."""
+        if (process := worker.process) is None:
+            return
+        is_alive = process.is_alive()  # a zombie has none
+        children = psutil.Process(process.pid).children(recursive=True) if is_alive else []
+        process.kill()
+        process.join()
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        worker.pipe.close()
+        worker.process = None
 
     def stop(self, goodbye: object) -> None:
         """Ends all: a goodbye, a grace period, then SIGKILL. No process is left afterwards."""
@@ -240,17 +248,6 @@ def _join(workers: list[Worker], limit_s: float) -> None:
 
 def _read(log: Path) -> bytes:
     return log.read_bytes() if log.is_file() else b""
-
-
-def _kill_tree(process: Any) -> None:
-    """A vLLM engine may have children of its own (tensor parallelism): they go with it."""
-    is_alive = process.is_alive()  # a zombie has none
-    children = psutil.Process(process.pid).children(recursive=True) if is_alive else []
-    process.kill()
-    process.join()
-    for child in children:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:

@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 
 from minirl.devices import Placement, vllm_environment
 from minirl.messages import Died
-from minirl.shm.weights import WeightStore
+from minirl.shm.weights import WeightStore, canary_tokens
 from minirl.workers import Worker, Workers
 
-LIMIT_S = 300.0  # a hang is a failure, however slow the machine
+VOCAB = 384  # of tiny_models.py, which loads torch
+LIMIT_S = 600.0  # a hang is a failure, however slow the machine
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 TRAINER_PLACE = Placement("cpu", env=ONE_THREAD)
 ENGINE_PLACE = Placement("cpu", env={**ONE_THREAD, **vllm_environment("cpu")})
@@ -34,9 +35,9 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 def publish(store: WeightStore, version: int, weights: Iterable[Any], canary: Any = 0.0) -> None:
     """As a trainer does it; `weights` in the order of the store's table."""
     with store.publishing(version) as slot:
-        for shared, tensor in zip(slot.tensors, weights, strict=True):
-            shared.copy_(tensor)
-        slot.canary[:] = canary
+        slot.fill(weights)
+        slot.canary["tokens"] = canary_tokens(VOCAB)
+        slot.canary["logprobs"] = canary
 
 
 class Inbox:

@@ -3,18 +3,16 @@ and calls what it is sent. vLLM needs its environment before torch is imported, 
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-import torch
-
+from minirl import devices
 from minirl.errors import StaleWeights
 from minirl.rollout.engine import Chunk, Engine
 from minirl.rollout.worker import RolloutSetup
 from minirl.shm.board import BoardWriter
-
-Weights = dict[str, torch.Tensor]
 
 
 class Call(NamedTuple):
@@ -36,9 +34,12 @@ def run(setups: dict[str, RolloutSetup], board: BoardWriter, pipe: Connection) -
         import vllm.v1.sample.ops.topk_topp_sampler as sampler
 
         sampler.HAS_TRITON = False
-    engines = {
-        name: Engine(s.config, s.folder, s.kind, s.store, s.seed) for name, s in setups.items()
-    }
+    engines = {}
+    for name, setup in setups.items():
+        with async_scheduling(name.startswith("async")):
+            engines[name] = Engine(setup.config, setup.folder, setup.kind, setup.store, setup.seed)
+            core = engines[name]._engine.engine_core.engine_core
+            assert (core.batch_queue is not None) == name.startswith("async")
     if "TRITON_INTERPRET" in os.environ:
         first: Any = next(iter(engines.values()))
         assert first._engine.vllm_config.use_v2_model_runner
@@ -50,30 +51,57 @@ def run(setups: dict[str, RolloutSetup], board: BoardWriter, pipe: Connection) -
             pipe.send(Result(error=error))
 
 
-def steps(engine: Engine, count: int) -> list[tuple[int, Chunk]]:
-    """So many steps at most; each chunk with the version that the engine says it serves."""
-    found = []
+@contextmanager
+def async_scheduling(is_on: bool) -> Iterator[None]:
+    """As on CUDA: vLLM itself turns it off on a CPU."""
+    from vllm.platforms import current_platform
+
+    arguments, check = devices.engine_arguments, current_platform.check_and_update_config
+
+    def check_all_else(vllm_config: Any) -> None:
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = is_on
+
+    kind = type(current_platform)
+    kind.check_and_update_config = staticmethod(check_all_else)
+    devices.engine_arguments = lambda *a: {**arguments(*a), "async_scheduling": is_on}
+    yield
+    kind.check_and_update_config, devices.engine_arguments = check, arguments
+
+
+def steps(engine: Engine, count: int) -> list[Chunk]:
+    """So many steps at most."""
+    found: list[Chunk] = []
     for _ in range(count):
         if not engine.is_busy:
             break
-        version = engine.version
-        plain = [Chunk(c.key, list(c.tokens), list(c.logprobs), c.stop) for c in engine.step()]
-        found += [(version, chunk) for chunk in plain]
+        found += [chunk._replace(tokens=list(chunk.tokens)) for chunk in engine.step()]
     return found
+
+
+def unplaced(engine: Engine) -> list[str]:
+    """Tensors that are left to the canary, of all ranks."""
+
+    def names(wrapper: Any) -> list[str]:
+        return wrapper.worker._loaded.unplaced
+
+    return [name for rank in engine._engine.collective_rpc(names) for name in rank]
 
 
 def break_copies(engine: Engine, fault: str) -> None:
     """From now on copies go wrong: "all" loses every tensor, "torn" takes every other one from the
     slot of the version before, a name loses that tensor, and "" mends it."""
 
-    def change(weights: Weights) -> Weights:
-        if fault == "torn":
-            other = dict(engine._store.views(1 - engine._store.latest % 2))
-            return {n: other[n] if i % 2 else w for i, (n, w) in enumerate(weights.items())}
-        return {n: w for n, w in weights.items() if fault not in ("all", n)}
-
     def patch(wrapper: Any) -> None:
         worker = wrapper.worker
-        worker.copy = lambda weights: type(worker).copy(worker, change(weights))
+
+        def copy(weights: dict[str, Any]) -> None:
+            kept = {n: w for n, w in weights.items() if fault not in ("all", n)}
+            if fault == "torn":
+                other = dict(worker._store.views(1 - worker._store.latest % 2))
+                kept = {n: other[n] if i % 2 else w for i, (n, w) in enumerate(weights.items())}
+            type(worker).copy(worker, kept)
+
+        worker.copy = copy
 
     engine._engine.collective_rpc(patch)

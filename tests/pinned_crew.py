@@ -77,7 +77,7 @@ class CountingEngine:
         for key in list(self.left):
             self.left[key] -= 1
             stop = None if self.left[key] else StopReason.STOP
-            chunks.append(Chunk(key, array("i", [7]), [0.0], stop))
+            chunks.append(Chunk(key, self.version, array("i", [7]), [0.0], stop))
             if stop is not None:
                 del self.left[key]
         return chunks

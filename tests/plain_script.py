@@ -10,6 +10,7 @@ from statistics import fmean, pstdev
 
 import numpy as np
 import torch
+from tiny_models import VOCAB
 from torch import Tensor
 
 from minirl.config import Config
@@ -50,7 +51,7 @@ def own(all_TV: Tensor, tokens: list[int]) -> Tensor:
 
 @torch.no_grad()
 def canary(model: PreTrainedModel) -> np.ndarray:
-    return logprobs(model, canary_tokens(model.config.vocab_size)).numpy()
+    return logprobs(model, canary_tokens(VOCAB)).numpy()
 
 
 @dataclass

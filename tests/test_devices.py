@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pynvml
 import pytest
@@ -73,7 +74,15 @@ def test_on_cuda_each_engine_sees_its_own_gpus_and_each_rank_one(
         assert placement.torch_device == "cuda:0"  # the first of those it sees
         assert placement.process_group_backend == "nccl"
         assert "TORCH_COMPILE_DISABLE" not in placement.env
+        assert placement.env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"  # as NVML counts
     assert engines[0].env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert engines[0].env["TRITON_F32_DEFAULT"] == "ieee"
+    roots = [engine.env["VLLM_CACHE_ROOT"] for engine in engines]
+    assert [Path(root).name for root in roots] == ["engine-0", "engine-1"]
+    assert trainers[0].env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "PYTORCH_ALLOC_CONF" not in engines[0].env
+    arguments = devices.engine_arguments(config, "cuda")
+    assert arguments["async_scheduling"] and arguments["max_num_batched_tokens"] == 8192
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     _, ranks = place(config, "cuda", 6, engines=False)
     assert [rank.env["CUDA_VISIBLE_DEVICES"] for rank in ranks] == ["0", "1"]
@@ -83,7 +92,7 @@ def fake_nvml(num_gpus: int) -> SimpleNamespace:
     """A driver with some GPUs; without one where there are none."""
 
     def handle(gpu: int | str) -> str:
-        if int(str(gpu).removeprefix("GPU-")) >= num_gpus:
+        if not 0 <= int(str(gpu).removeprefix("GPU-")) < num_gpus:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
         return str(gpu)
 
@@ -93,6 +102,7 @@ def fake_nvml(num_gpus: int) -> SimpleNamespace:
         nvmlDeviceGetCount=lambda: num_gpus,
         nvmlDeviceGetHandleByIndex=handle,
         nvmlDeviceGetHandleByUUID=handle,
+        nvmlDeviceGetUUID=lambda gpu: f"GPU-{gpu}",
         nvmlDeviceGetName=lambda gpu: f"NVIDIA {gpu}",
         nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(total=24 * 2**30),
     )
@@ -106,7 +116,15 @@ def test_gpus_are_found_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.find_devices("auto") == ("cuda", 2)
     assert devices.find_devices("cpu") == ("cpu", devices.num_cores())
     assert devices.describe("cuda")["gpus"] == ["NVIDIA 0, 24 GiB", "NVIDIA 1, 24 GiB"]
-    for visible, names in (("GPU-1", ["NVIDIA GPU-1"]), ("1,9", ["NVIDIA 1"]), ("", [])):
+    cases = {
+        "GPU-1": ["NVIDIA GPU-1"],
+        "GPU": ["NVIDIA GPU-0"],  # CUDA takes as much of a UUID as it needs
+        " 1, 0": ["NVIDIA 1", "NVIDIA 0"],
+        "1,9": ["NVIDIA 1"],
+        "1,-1,0": ["NVIDIA 1"],
+        "": [],
+    }
+    for visible, names in cases.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert [gpu.name for gpu in devices.gpus()] == names
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -115,6 +133,25 @@ def test_gpus_are_found_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "pynvml", fake_nvml(2))
     monkeypatch.setattr(devices, "torch_cuda", lambda: None)  # a CPU build
     assert devices.find_devices("auto")[0] == "cpu"
+
+
+@pytest.mark.parametrize(("code", "said"), [(0, ""), (712, "not page-locked (CUDA error 712)")])
+def test_a_refusal_to_pin_is_said_and_leaves_no_error_behind(
+    code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the driver alone: the runtime, which keeps an error for the next launch, is not there."""
+    memory, asked = torch.zeros(100, dtype=torch.uint8), []
+
+    def register(address: Any, size: Any, flags: int) -> int:
+        asked.append((address.value, size.value))
+        return code
+
+    driver = SimpleNamespace(cuMemHostRegister_v2=register)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(devices.ctypes, "CDLL", {"libcuda.so.1": driver}.__getitem__)
+    devices.pin(memory)
+    printed = capsys.readouterr().out
+    assert asked == [(memory.data_ptr(), 100)] and said in printed and bool(said) == bool(printed)
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA torch has one that works")

@@ -78,11 +78,11 @@ class Remote:
         return self.written[self.next_key]
 
     def step(self, count: int = 1000) -> None:
-        for version, chunk in self.call(engine_child.steps, count):
+        for chunk in self.call(engine_child.steps, count):
             written = self.written[chunk.key]
             written.tokens += chunk.tokens
             written.logprobs += chunk.logprobs
-            written.versions += [version] * len(chunk.tokens)
+            written.versions += [chunk.version] * len(chunk.tokens)
             written.stop = chunk.stop
 
     def errors(self, prompt: list[int], written: Written) -> np.ndarray:
@@ -102,6 +102,7 @@ SHORT = replace(  # shorter than the canary
     rollout=replace(CONFIG.rollout, max_new_tokens=4, stop=STOP_TEXTS, stop_tokens=STOP_TOKENS),
 )
 ENGINES = {"tied": CONFIG, "llama": CONFIG, "keep": KEEP, "short": SHORT}
+ENGINES |= {"async": CONFIG, "async keep": KEEP}
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +148,7 @@ def through_versions(engine: Remote, num_steps: int, num_updates: int) -> list[W
     return answers
 
 
-@pytest.mark.parametrize("name", ["tied", "llama"])
+@pytest.mark.parametrize("name", ["tied", "llama", "async"])
 def test_recompute_every_token_is_exact_under_the_version_that_wrote_it(
     name: str, engines: dict[str, Remote]
 ) -> None:
@@ -159,8 +160,11 @@ def test_recompute_every_token_is_exact_under_the_version_that_wrote_it(
         assert engine.errors(prompt, answer).max() < EXACT
 
 
-def test_keep_versions_are_right_and_the_first_span_is_exact(engines: dict[str, Remote]) -> None:
-    keep = engines["keep"]
+@pytest.mark.parametrize("name", ["keep", "async keep"])
+def test_keep_versions_are_right_and_the_first_span_is_exact(
+    name: str, engines: dict[str, Remote]
+) -> None:
+    keep = engines[name]
     first = keep.versions.store.latest
     answers = through_versions(keep, num_steps=15, num_updates=3)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
@@ -236,7 +240,7 @@ def test_a_wrong_canary_is_noticed_by_an_idle_engine_at_once(tied: Remote) -> No
     with pytest.raises(StaleWeights, match="nan off"):
         tied.update(np.full(CANARY_TOKENS, np.nan, np.float32))
     tied.update()
-    assert tied.call(getattr, "canary_gap") < EXACT
+    assert tied.call(getattr, "canary").gap < EXACT
 
 
 def test_a_wrong_canary_is_noticed_under_running_sequences_unless_newer_weights_overtake_it(
@@ -318,7 +322,7 @@ def test_short_answers_end_with_a_stop_text_or_a_stop_token_and_keep_it(
         assert len(answer.tokens) == 4 if is_cut else is_text or is_token or is_eos
         ends.update(text=is_text and not is_cut, token=is_token and not is_cut, length=is_cut)
     assert all(ends.values())
-    assert engine.call(getattr, "canary_gap") < EXACT
+    assert engine.call(getattr, "canary").gap < EXACT
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from minirl.config import Config, EvalConfig, RolloutConfig, TasksConfig
 from minirl.messages import Died, GroupRequest, Role
 from minirl.records import StopReason, Trajectory
 from minirl.rollout.worker import RolloutSetup
-from minirl.shm.board import State, Total
+from minirl.shm.board import BEAT, STATE, State, Total
 from minirl.shm.ring import TornEntry, TrajectoryRing, TrajectoryView
 from minirl.tasks.turns import Dialogue, runs
 from minirl.workers import Worker
@@ -179,12 +179,16 @@ class Station:
 def station(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Station]:
     versions = Versions(tied_folder, ends=sorted(ENDS))
     ring = TrajectoryRing(NUM_CELLS, CONFIG.max_tokens_per_trajectory)
-    versions.publish_next()
     dialogue = Dialogue(stop=STOP_TEXTS)
     setup = RolloutSetup(CONFIG, str(tied_folder), "cpu", 1, ring, versions.store, dialogue)
     with crew(tmp_path_factory.mktemp("rollout"), 1) as inbox:
         body = "minirl.rollout.worker:run"
         worker = inbox.workers.spawn(Role.ROLLOUT, 0, body, setup, ENGINE_PLACE)
+        row = inbox.workers.board._rows[worker.row]
+        inbox.wait_until(lambda: row[STATE] == State.RELOADING)
+        last_beat = float(row[BEAT])
+        inbox.wait_until(lambda: row[BEAT] > last_beat)  # while it waits for version 0
+        versions.publish_next()
         inbox.take(worker, messages.Started)
         yield Station(inbox, worker, versions, ring)
 

@@ -32,7 +32,9 @@ def check_version(store: WeightStore, version: int) -> None:
     reader.start()
     reader.join(LONG_S)
     assert got, "the reader waits for a whole version, and none comes"
-    assert got[0].version == version and got[0].canary.tolist() == canary(version).tolist()
+    assert (
+        got[0].version == version and got[0].canary["logprobs"].tolist() == canary(version).tolist()
+    )
     assert list(copies) == [spec.name for spec in TABLE]
     for copy, tensor in zip(copies.values(), filled(version), strict=True):
         assert copy.dtype == store.torch_dtype and torch.equal(copy.float(), tensor)
@@ -99,7 +101,7 @@ def test_a_fast_writer_in_another_process_never_gives_a_torn_copy() -> None:
         assert time.monotonic() < deadline
         got = store.read(load)
         versions.append(got.version)
-        assert got.canary.tolist() == canary(got.version).tolist()
+        assert got.canary["logprobs"].tolist() == canary(got.version).tolist()
         for name, copy in copies:
             assert (copy == got.version).all(), (name, got.version, copy.unique())
     kill(writer)
@@ -121,3 +123,4 @@ def test_canary_tokens_are_in_the_vocabulary() -> None:
     for vocab_size in (2, 151_936):
         tokens = canary_tokens(vocab_size)
         assert len(tokens) == CANARY_TOKENS and all(0 <= t < vocab_size for t in tokens)
+        assert canary_tokens(vocab_size, [1, 0, 1])[:6] == [1, 0, 1, 1, 0, 1]

@@ -39,7 +39,7 @@ def write(
 ) -> Path:
     torch.manual_seed(seed)
     kind = getattr(transformers, kind) if isinstance(kind, str) else kind
-    config = kind(**COMMON, bos_token_id=None, tie_word_embeddings=tied, **values)
+    config = kind(**{**COMMON, **values}, bos_token_id=None, tie_word_embeddings=tied)
     model = AutoModelForCausalLM.from_config(config)
     model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
     model.save_pretrained(folder)

@@ -26,6 +26,7 @@ class Versions:
     def __init__(self, folder: Path, dtype: str = "float32", ends: Sequence[int] = (EOS,)):
         self.model = plain_script.load(folder)
         self.base = {name: w.clone() for name, w in self.model.state_dict().items()}
+        self.scale = 0.05  # of what makes versions differ
         self.store = WeightStore(weight_table(folder), dtype)
         # By version: the rows of the tokens that end an answer are multiplied by it.
         self.ends, self.end_scale = list(ends), defaultdict[int, float](lambda: 1.0)
@@ -34,7 +35,7 @@ class Versions:
         noise = torch.Generator().manual_seed(version)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                away = 0.05 * torch.randn(parameter.shape, generator=noise)
+                away = self.scale * torch.randn(parameter.shape, generator=noise)
                 parameter.copy_((self.base[name] + away).to(self.store.torch_dtype))
             self.model.get_output_embeddings().weight[self.ends] *= self.end_scale[version]
         return self.model
@@ -42,7 +43,9 @@ class Versions:
     def publish(self, version: int, canary: np.ndarray | None = None) -> None:
         model = self.load(version)
         in_order = [model.state_dict()[spec.name] for spec in self.store.table]
-        right = plain_script.canary(model) if canary is None else canary
+        is_half = self.store.dtype == "bfloat16"
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
+            right = plain_script.canary(model) if canary is None else canary
         publish(self.store, version, in_order, right)
 
     def publish_next(self, end_scale: float = 1.0) -> int:

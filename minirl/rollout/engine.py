@@ -12,6 +12,7 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,10 +21,15 @@ from minirl import devices
 from minirl.config import Config
 from minirl.errors import StaleWeights
 from minirl.records import StopReason
-from minirl.shm.weights import CANARY_TOKENS, Published, WeightStore, canary_tokens
+from minirl.shm.weights import CANARY_TOKENS, Published, WeightStore
 
 CANARY_PRIORITY = -2  # before evaluation (-1) and training groups (their id)
-CANARY_LIMIT = {"float32": 1e-3, "bfloat16": 0.25}  # mean |engine - trainer| logprob
+# Of the canary's gap, the mean |engine - trainer| of its logprobs:
+LIMIT = {"float32": 1e-3, "bfloat16": 0.25}  # a run's own limit is never below it
+CEILING = {"float32": 1e-2, "bfloat16": 0.5}  # of the first load, where every value was compared
+MARGIN = 4.0  # a run's own limit, over the gap of its first load
+NOISE = 0.01  # share of the limit below which a gap says nothing
+NUM_NEARER = 3  # reloads in a row whose canary is twice as near to the version before
 
 
 @dataclass(frozen=True)
@@ -41,15 +47,38 @@ class Chunk(NamedTuple):
     """What one step gave one request. `stop` is set on its last."""
 
     key: int
+    version: int  # that made these tokens
     tokens: Sequence[int]
     logprobs: Sequence[float]
     stop: StopReason | None
 
 
-def _take_logprobs(output: Any) -> list[float]:
-    """Of the sampled tokens. Taken away, so that vLLM does not make a record of each."""
-    values, output.new_logprobs = output.new_logprobs, None
-    return [] if values is None else values.logprobs[:, 0].tolist()
+class Canary:
+    """Judges the engine's logprobs of the canary (rule 6)."""
+
+    def __init__(self, dtype: str):
+        self._dtype, self._limit = dtype, 0.0  # until the first load
+        self._before: np.ndarray | None = None  # the trainer's, of the version served before
+        self._num_nearer = 0  # reloads in a row
+        self.gap = 0.0
+
+    def judge(self, engine: np.ndarray, trainer: np.ndarray) -> str:
+        """What is wrong, or ""."""
+        self.gap = float(np.abs(engine - trainer).mean())
+        limit = self._limit or CEILING[self._dtype]
+        off = f"the engine's logprobs of the canary are {self.gap:.2g} off the trainer's"
+        if not self.gap <= limit:  # also when it is not a number
+            differ = "" if self._limit else ": they compute this model differently"
+            return f"{off} (limit {limit:.2g}){differ}"
+        self._limit = self._limit or max(LIMIT[self._dtype], MARGIN * self.gap)
+        # By chance noise hardly ever lies in the direction of the version before, never so often.
+        is_nearer = self._before is not None and self.gap > NOISE * LIMIT[self._dtype]
+        is_nearer = is_nearer and np.abs(engine - self._before).mean() < self.gap / 2
+        self._num_nearer = self._num_nearer + 1 if is_nearer else 0
+        if self._num_nearer >= NUM_NEARER:
+            return f"{off}, and far nearer to those of an older version"
+        self._before = self._before if is_nearer else trainer
+        return ""
 
 
 class Engine:
@@ -75,7 +104,6 @@ class Engine:
                 load_format="auto" if store is None else "dummy",
                 skip_tokenizer_init=not config.rollout.stop,
                 disable_log_stats=True,
-                async_scheduling=False,  # else a step returns tokens of the weights before last
                 scheduling_policy="priority",
                 logprobs_mode="processed_logprobs",
                 seed=seed,
@@ -85,11 +113,12 @@ class Engine:
         self._stop, self._stop_tokens = list(config.rollout.stop), list(config.rollout.stop_tokens)
         self._store = store
         self._keeps_cache = config.rollout.on_update == "keep"
-        self._canary_limit = CANARY_LIMIT[config.model.dtype]
-        self._canary = canary_tokens(self._engine.model_config.get_vocab_size())
-        self._expected: Published | None = None
-        self.canary_gap = 0.0
+        self.canary = Canary(config.model.dtype)
+        self._expected: Published | None = None  # whose canary is on its way
+        self._suspect: Published | None = None  # whose canary came back wrong once
+        self._drained: list[Chunk] = []  # of steps that a reload had to take
         self.version = 0 if store is None else -1
+        self._load_slot = partial(self._rpc, "load_slot")
         if store is not None:
             self._rpc("open_store", store.table, store.dtype, store.path)
 
@@ -109,7 +138,7 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        return self._engine.has_unfinished_requests()
+        return bool(self._drained) or self._engine.has_unfinished_requests()
 
     def reload(self) -> float:
         """Takes the newest weights; gives the seconds for which generation stood still. Two checks
@@ -118,23 +147,46 @@ class Engine:
         start = time.perf_counter()
         was_busy = self.is_busy
         assert self._store is not None
-        published = self._store.read(lambda slot: self._rpc("load_slot", slot))
-        missing = [name for by_rank in published.loaded for name in by_rank]
-        if missing:
+        self._drain()
+        self._use(self._store.read(self._load_slot))
+        pause = time.perf_counter() - start
+        while not was_busy and self._expected is not None:
+            self.step()  # alone: what is sampled next does not depend on when it comes
+        return pause
+
+    def _drain(self) -> None:
+        """With async scheduling a batch is on its way when a step ends: its tokens are of the
+        weights that are still loaded."""
+        core = self._engine.engine_core.engine_core
+        if core.batch_queue:
+            core.pause_scheduler("keep", clear_cache=False)  # no further batch is begun
+            while core.batch_queue:
+                self._drained += self._step()
+            core.resume_scheduler()
+
+    def _use(self, published: Published) -> None:
+        """These were loaded. Sends their canary."""
+        from vllm import SamplingParams
+
+        lost = [name for by_rank in published.loaded for name in by_rank]
+        if lost:
             raise StaleWeights(
-                f"version {published.version} did not reach the engine: tensor {missing[0]} "
-                f"(and {len(missing) - 1} more) differs after the reload"
+                f"version {published.version} did not reach the engine: tensor {lost[0]} "
+                f"(and {len(lost) - 1} more) differs after the reload"
             )
         reset = self._engine.reset_prefix_cache
         if not self._keeps_cache and not reset(reset_running_requests=True):
             raise StaleWeights(f"version {published.version}: vLLM kept KV of older weights")
         self.version = published.version
         self._engine.set_weight_version(str(self.version))
-        self._send_canary(published)
-        pause = time.perf_counter() - start
-        while not was_busy and self._expected is not None:
-            self.step()  # alone: what is sampled next does not depend on when it comes
-        return pause
+        if self._expected is not None:  # new weights again, before the last canary came back
+            self._engine.abort_request([f"canary-{self._expected.version}"])
+        self._expected = published
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True
+        )
+        tokens = published.canary["tokens"].tolist()
+        self._add(f"canary-{self.version}", tokens, params, CANARY_PRIORITY)
 
     def reseed(self, seed: int) -> None:
         """What is sampled from here on depends on `seed` and on the requests alone: also on no KV
@@ -170,54 +222,59 @@ class Engine:
 
     def abort(self, keys: Sequence[int]) -> None:
         self._engine.abort_request([str(key) for key in keys])
+        self._drained = [chunk for chunk in self._drained if chunk.key not in keys]
 
     def step(self) -> list[Chunk]:
-        """One forward pass. Every token in it was made by `self.version`. As LLMEngine.step, but
-        tokens and logprobs are taken as the engine core gives them: vLLM's own output records, one
-        per token, cost 10 % of a small model's speed."""
-        processor = self._engine.output_processor
+        """One forward pass, and what the last reload had to wait for."""
+        drained, self._drained = self._drained, []
+        chunks = drained + self._step()
+        if self._suspect is not None and self._expected is None:
+            # Load the same version again, also while an evaluation pins it. Where a newer one has
+            # its slot by now, the canary alone is asked for again.
+            assert self._store is not None
+            self._drain()
+            found = self._store.attempt(self.version, self._load_slot)
+            self._use(found or self._suspect)
+        return chunks
+
+    def _step(self) -> list[Chunk]:
+        """As LLMEngine.step, but tokens and logprobs are taken as the engine core gives them:
+        vLLM's own output records, one per token, cost 10 % of a small model's speed."""
+        processor, version = self._engine.output_processor, self.version
         made = self._engine.engine_core.get_output()
         live = [output for output in made.outputs if output.request_id in processor.request_states]
-        logprobs = [_take_logprobs(output) for output in live]
+        values = [output.new_logprobs for output in live]
+        for output in live:
+            output.new_logprobs = None  # else vLLM makes a record of each
         done = processor.process_outputs(made.outputs, weight_version=made.weight_version)
         self._engine.engine_core.abort_requests(done.reqs_to_abort)  # they met a stop text
-        stops = {}
+        stops, canary = {}, None
         for output in done.request_outputs:
             if output.request_id.startswith("canary"):
-                self._check_canary(output.prompt_logprobs)
+                canary = output.prompt_logprobs
             elif output.finished:
                 cut = output.outputs[0].finish_reason == "length"
                 stops[output.request_id] = StopReason.LENGTH if cut else StopReason.STOP
         chunks = []
-        for output, values in zip(live, logprobs, strict=True):
+        for output, found in zip(live, values, strict=True):
             name = output.request_id.partition("-")[0]  # what follows is vLLM's own
             if name != "canary":
                 tokens = output.new_token_ids
-                chunks.append(Chunk(int(name), tokens, values[: len(tokens)], stops.get(name)))
+                logprobs = [] if found is None else found.logprobs[: len(tokens), 0].tolist()
+                chunks.append(Chunk(int(name), version, tokens, logprobs, stops.get(name)))
+        if canary is not None:
+            self._check_canary(canary)
         return chunks
-
-    def _send_canary(self, published: Published) -> None:
-        from vllm import SamplingParams
-
-        if self._expected is not None:  # new weights again, before the last canary came back
-            self._engine.abort_request([f"canary-{self._expected.version}"])
-        self._expected = published
-        params = SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True
-        )
-        self._add(f"canary-{published.version}", self._canary, params, CANARY_PRIORITY)
 
     def _check_canary(self, prompt_logprobs: Sequence[dict]) -> None:
         assert self._expected is not None
-        expected, self._expected = self._expected, None
-        pairs = zip(self._canary[1:], prompt_logprobs[1:], strict=True)
-        ours = np.array([entry[token].logprob for token, entry in pairs])
-        self.canary_gap = float(np.abs(ours - expected.canary[1:]).mean())
-        if not self.canary_gap <= self._canary_limit:  # also when it is not a number
-            raise StaleWeights(
-                f"version {expected.version}: the engine's logprobs of the canary are "
-                f"{self.canary_gap:.2g} off the trainer's (limit {self._canary_limit:g})"
-            )
+        published, self._expected = self._expected, None
+        pairs = zip(published.canary["tokens"].tolist(), prompt_logprobs, strict=True)
+        ours = np.array([entry[token].logprob for token, entry in pairs if entry is not None])
+        wrong = self.canary.judge(ours, published.canary["logprobs"][1:])
+        if wrong and self._suspect is not None:
+            raise StaleWeights(f"version {published.version}: {wrong}")
+        self._suspect = published if wrong else None
 
     def shutdown(self) -> None:
         self._engine.engine_core.shutdown()

@@ -4,113 +4,149 @@ Takes a slot number of the weight store, copies the tensors into the running mod
 gives the names of tensors that did not arrive (rule 6). Only small values cross vLLM's border.
 """
 
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from minirl import devices
 from minirl.shm.weights import TensorSpec, WeightStore
 
 devices.keep_weights_writable()  # vLLM imports this file before it builds the model
 
+Weights = dict[str, Tensor]
+SIZES = "output_partition_sizes"  # vLLM's, of a fused layer: of each part, on this rank
 SAMPLES_PER_AXIS = 16  # what the check after a load compares of each tensor
 
 
 class WeightLoader:
     """Mixed into vLLM's worker class by name (`worker_extension_cls`)."""
 
+    rank: int  # these three are vLLM's
+    model_runner: Any
+    vllm_config: Any
+
     def open_store(self, table: tuple[TensorSpec, ...], dtype: str, path: str) -> None:
         self._store = WeightStore(table, dtype, path)
         self._loaded: LoadedTensors | None = None
+        if torch.cuda.is_available():
+            devices.pin(self._store.memory)
 
     def load_slot(self, slot: int) -> list[str]:
         """Loads a slot in place, so that captured graphs stay valid."""
-        weights = dict(self._store.views(slot))
+        stamp, weights = self._store.stamp(slot), dict(self._store.views(slot))
         if self._loaded is not None and self._loaded.is_outdated:
             self._loaded = None
         self.copy(weights)
-        if self._loaded is None:
-            self._loaded = LoadedTensors(self.model_runner.model, weights)  # type: ignore[attr-defined]
-        return self._loaded.absent(weights)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # for all copies: after this the slot may be overwritten
+        loaded = self._loaded
+        if loaded is None:
+            num_ranks = self.vllm_config.parallel_config.tensor_parallel_size
+            loaded = LoadedTensors(self.model_runner.model, weights, self.rank, num_ranks)
+            if self._store.stamp(slot) == stamp:  # else the writer was here: compare again
+                self._loaded = loaded
+                if loaded.unplaced:  # a note in the worker's log
+                    print("checked by the canary alone:", *loaded.unplaced, flush=True)
+        return loaded.absent(weights)
 
-    def copy(self, weights: dict[str, torch.Tensor]) -> None:
-        model: torch.nn.Module = self.model_runner.model  # type: ignore[attr-defined]
+    def copy(self, weights: Weights) -> None:
         if self._loaded is None:
-            model.load_weights(weights.items())  # type: ignore[operator]
+            self.model_runner.model.load_weights(weights.items())
         else:
-            self._loaded.load(model, weights)
+            self._loaded.load(self.model_runner.model, weights)
 
     def reseed(self, seed: int) -> None:
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)  # where vLLM's model runner V2 draws seeds of requests
 
 
-class LoadedTensors:
-    """Where vLLM's own loader put each tensor, found once, right after it ran. For a small model
-    that loader takes ten times as long as the copy itself. So tensors that lie in the model as they
-    were published, every value compared, are copied there directly from then on; others, such as
-    those sharded over tensor-parallel ranks, go through vLLM each time."""
+class Piece(NamedTuple):
+    """What this rank holds of a published tensor: all of it, or its slice."""
 
-    def __init__(self, model: torch.nn.Module, weights: dict[str, torch.Tensor]):
+    held: Tensor  # a view into the engine's parameter
+    of: tuple[slice, ...]  # the published tensor
+    is_whole: bool
+
+
+class LoadedTensors:
+    """Where vLLM's own loader put each tensor, found once, right after it ran: every value is
+    compared. For a small model that loader takes ten times as long as the copy itself, so tensors
+    that were found are copied there directly from then on. Others go through vLLM each time; whole
+    ones count as lost, and those in an unknown layout are left to the canary."""
+
+    def __init__(self, model: nn.Module, weights: Weights, rank: int, num_ranks: int):
         parameters = dict(model.named_parameters())
         self._addresses = [(p, p.data_ptr()) for p in parameters.values()]
-        self._unplaced: list[str] = []
-        self._held: dict[str, torch.Tensor] = {}
-        shapes = {name: tensor.shape for name, tensor in weights.items()}
-        packed = getattr(model, "packed_modules_mapping", {})
+        self._pieces: dict[str, Piece] = {}
+        self._lost, self.unplaced = list[str](), list[str]()
         for name, tensor in weights.items():
-            place = find_place(name, shapes, parameters, packed)
-            if place is None:
-                self._unplaced.append(name)
-                continue
-            target, first_row, num_rows = place
-            parameter = parameters[target].detach()
-            held = parameter[first_row : first_row + tensor.shape[0]]
-            if num_rows <= parameter.shape[0] and held.shape == tensor.shape:  # else it is sharded
-                self._held[name] = held
-        self._direct = {n: held for n, held in self._held.items() if _is_equal(held, weights[n])}
+            region = find_region(model, parameters, name)
+            piece = None if region is None else find_piece(region, tensor.shape, rank, num_ranks)
+            if piece is not None and _is_equal(piece.held, tensor[piece.of]):
+                self._pieces[name] = piece
+            else:
+                is_lost = piece is not None and piece.is_whole
+                (self._lost if is_lost else self.unplaced).append(name)
 
     @property
     def is_outdated(self) -> bool:
         """Some parameter was given other memory than it had."""
         return any(parameter.data_ptr() != address for parameter, address in self._addresses)
 
-    def load(self, model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
-        direct = {name: held for name, held in self._direct.items() if name in weights}
+    def load(self, model: nn.Module, weights: Weights) -> None:
+        direct = {name: piece for name, piece in self._pieces.items() if name in weights}
         if direct:
-            torch._foreach_copy_(list(direct.values()), [weights[name] for name in direct])
-        others = [(name, w) for name, w in weights.items() if name not in self._direct]
+            sources = [weights[name][piece.of] for name, piece in direct.items()]
+            held = [piece.held for piece in direct.values()]
+            torch._foreach_copy_(held, sources, non_blocking=True)
+        others = [(name, w) for name, w in weights.items() if name not in self._pieces]
         if others:
             model.load_weights(others)  # type: ignore[operator]
 
-    def absent(self, weights: dict[str, torch.Tensor]) -> list[str]:
-        """Names whose values the model does not hold, by a grid of samples of each tensor. Tensors
-        that are sharded are left to the canary."""
-        sampled = {name: (_grid(held), _grid(weights[name])) for name, held in self._held.items()}
-        return self._unplaced + [n for n, pair in sampled.items() if not _is_equal(*pair)]
+    def absent(self, weights: Weights) -> list[str]:
+        """Names whose values the model does not hold, by a grid of samples of each tensor."""
+        found = self._pieces.items()
+        pairs = ((n, _grid(piece.held), _grid(weights[n][piece.of])) for n, piece in found)
+        return self._lost + [name for name, *pair in pairs if not _is_equal(*pair)]
 
 
-def _grid(tensor: torch.Tensor) -> torch.Tensor:
+def _grid(tensor: Tensor) -> Tensor:
     return tensor[tuple(slice(None, None, max(1, n // SAMPLES_PER_AXIS)) for n in tensor.shape)]
 
 
-def _is_equal(held: torch.Tensor, published: torch.Tensor) -> bool:
+def _is_equal(held: Tensor, published: Tensor) -> bool:
     return torch.equal(held.cpu(), published.to(held.dtype))
 
 
-def find_place(
-    name: str,
-    shapes: dict[str, torch.Size],
-    parameters: dict[str, torch.nn.Parameter],
-    packed: dict[str, list[str]],
-) -> tuple[str, int, int] | None:
-    """Where a checkpoint's tensor lies: the engine's parameter, its first row there, and how many
-    rows that has before any sharding. vLLM fuses q, k and v, and gate and up."""
+def find_region(model: nn.Module, parameters: dict[str, nn.Parameter], name: str) -> Tensor | None:
+    """The part of the engine's parameters that holds a checkpoint's tensor, or a shard of it. vLLM
+    fuses q, k and v, and gate and up."""
     if name in parameters:
-        return name, 0, shapes[name][0]
-    for fused, parts in packed.items():
+        return parameters[name].detach()
+    for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
         for i, part in enumerate(parts):
             target = name.replace(f".{part}.", f".{fused}.")
             if target != name and target in parameters:
-                rows = [shapes[name.replace(f".{part}.", f".{other}.")][0] for other in parts]
-                return target, sum(rows[:i]), sum(rows)
+                layer = model.get_submodule(target.rpartition(".")[0])
+                held, sizes = parameters[target].detach(), getattr(layer, SIZES, [])
+                fits = len(sizes) == len(parts) and sum(sizes) == len(held)
+                return held.split(sizes)[i] if fits else None
     return None
+
+
+def find_piece(region: Tensor, shape: torch.Size, rank: int, num_ranks: int) -> Piece | None:
+    """Where vLLM puts a tensor of this shape on a tensor-parallel rank: rows or columns are dealt
+    out in order; a key-value head goes to several ranks where there are fewer heads than ranks;
+    the vocabulary is padded at its end."""
+    if region.ndim != len(shape):
+        return None
+    index, local = [], []
+    for room, full in zip(region.shape, shape, strict=True):
+        num_slices = max(1, -(-full // max(1, room)))
+        start = min(full, room * (rank * num_slices // num_ranks))
+        index.append(slice(start, min(full, start + room)))
+        local.append(slice(index[-1].stop - start))
+    is_whole = all(at == slice(0, full) for at, full in zip(index, shape, strict=True))
+    return Piece(region[tuple(local)], tuple(index), is_whole)

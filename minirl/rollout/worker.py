@@ -9,6 +9,7 @@ of another version. What the model wrote in earlier turns is never tokenised aga
 """
 
 import heapq
+import time
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from minirl.messages import GroupRequest
 from minirl.records import StopReason, Trajectory
 from minirl.rollout.dispatch import ExpectedLength
 from minirl.rollout.engine import Engine, Sampling
-from minirl.shm.board import BoardWriter, State, Total
+from minirl.shm.board import BEAT_S, BoardWriter, State, Total
 from minirl.shm.ring import NOTHING, TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.tasks.turns import Dialogue
@@ -74,8 +75,10 @@ def run(setup: RolloutSetup, board: BoardWriter, pipe: Connection) -> None:
         config = replace(config, rollout=replace(config.rollout, stop=stop))
     engine = Engine(config, setup.folder, setup.kind, setup.store, setup.seed)
     if setup.store is not None:
-        board.enter(State.RELOADING)
-        engine.reload()  # waits for the trainer's first version
+        while not engine.is_behind:  # before the trainer's first version
+            board.enter(State.RELOADING)
+            time.sleep(BEAT_S)
+        engine.reload()
     pipe.send(messages.Started())
     RolloutWorker(config, engine, setup.ring, board, pipe, has_turns).loop()
     engine.shutdown()
@@ -182,7 +185,10 @@ class RolloutWorker:
 
     def admit(self) -> None:
         while (self.waiting or self.waiting_eval) and self.has_room():
-            priority, key, request = self.next_waiting()
+            share = max(1, int(EVAL_SHARE * self.config.rollout.max_num_seqs))
+            has_share = not self.waiting or self.num_running_eval < share
+            is_eval = self.waiting_eval and has_share
+            priority, key, request = heapq.heappop(self.waiting_eval if is_eval else self.waiting)
             group = request.group
             prompt = (*group.prompt, *request.tokens) if request.tokens else group.prompt
             try:
@@ -208,12 +214,6 @@ class RolloutWorker:
         is_free = num <= self.config.rollout.max_num_seqs and needed <= self.engine.kv_tokens
         return is_free or not self.running
 
-    def next_waiting(self) -> tuple[int, int, Request]:
-        share = max(1, int(EVAL_SHARE * self.config.rollout.max_num_seqs))
-        if self.waiting_eval and (not self.waiting or self.num_running_eval < share):
-            return heapq.heappop(self.waiting_eval)
-        return heapq.heappop(self.waiting)
-
     def sampling(self, request: Request) -> Sampling:
         rollout = self.config.rollout
         room = rollout.max_new_tokens - len(request.tokens)
@@ -226,7 +226,7 @@ class RolloutWorker:
         num_tokens = 0
         for chunk in self.engine.step():
             request = self.running[chunk.key]
-            request.append(chunk.tokens, chunk.logprobs, self.engine.version)
+            request.append(chunk.tokens, chunk.logprobs, chunk.version)
             num_tokens += len(chunk.tokens)
             self.recomputing.discard(chunk.key)
             if chunk.stop is None:

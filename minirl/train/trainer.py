@@ -30,7 +30,7 @@ from minirl.messages import AnswerTokens, Save, Saved, Score, Started, Train, Tr
 from minirl.records import Batch
 from minirl.shm.board import BEAT_S, BoardWriter, State
 from minirl.shm.ring import TornEntry
-from minirl.shm.weights import CANARY_TOKENS, canary_tokens
+from minirl.shm.weights import CANARY_TEXT, CANARY_TOKENS, canary_tokens
 from minirl.train import attention, checkpoint, lora
 from minirl.train.batch import item_of, pack, staleness_metrics, trained_staleness
 from minirl.train.objective import Sums, gaps, micro_loss, value_loss
@@ -230,10 +230,16 @@ class Trainer:
         weights, store = lora.merged(self.policy.model), self.setup.store
         try:
             in_order = (weights[spec.name]() for spec in store.table)
+            side = torch.cuda.Stream() if self.device != "cpu" else None  # beside the canary
+            if side is not None:
+                side.wait_stream(torch.cuda.current_stream())
             with store.publishing(version) as slot:
-                for shared, weight in zip(slot.tensors, in_order, strict=True):
-                    shared.copy_(weight, non_blocking=True)  # on CUDA: the canary waits for all
-                slot.canary[:] = self.canary()
+                with torch.cuda.stream(side):
+                    slot.fill(in_order)
+                slot.canary["tokens"] = self.canary_tokens
+                slot.canary["logprobs"] = self.canary()
+                if side is not None:
+                    side.synchronize()
         except KeyError as missing:
             raise MinirlError(f"the model has no tensor {missing}, which its file has") from None
         return time.perf_counter() - started
@@ -241,10 +247,15 @@ class Trainer:
     @torch.no_grad()
     def canary(self) -> np.ndarray:
         """Logprobs of the fixed sequence that every engine repeats after a reload (rule 6)."""
-        tokens = canary_tokens(self.policy.model.config.get_text_config().vocab_size)
         bounds = attention.boundaries([CANARY_TOKENS], self.device)
-        logprobs_T, _ = self.policy(torch.tensor(tokens, device=self.device), *bounds)
+        tokens_T = torch.tensor(self.canary_tokens, device=self.device)
+        logprobs_T, _ = self.policy(tokens_T, *bounds)
         return logprobs_T.float().cpu().numpy()
+
+    @cached_property
+    def canary_tokens(self) -> list[int]:
+        text = self.tokenizer.encode(CANARY_TEXT, add_special_tokens=False).ids
+        return canary_tokens(self.policy.model.config.get_text_config().vocab_size, text)
 
     def save(self, request: Save) -> Saved:
         """A disk that is full or gone does not end the run: what was saved stays."""
@@ -277,7 +288,7 @@ class Trainer:
 
 def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
     """The body of a trainer rank."""
-    devices.use_training_device(setup.placement, setup.store.memory)
+    devices.use_training_device(setup.placement, None if setup.rank else setup.store.memory)
     torch.manual_seed(setup.config.seed)
     join_ranks(setup)
     trainer = Trainer(setup, board, pipe if setup.rank == 0 else None)

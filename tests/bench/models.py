@@ -115,7 +115,7 @@ class Publisher:
         torch.manual_seed(0)
         self.store = store
         model = Qwen3ForCausalLM(Qwen3Config.from_pretrained(folder)).eval()
-        self.sets = []
+        self.sets, self.vocab_size = [], model.config.vocab_size
         for _ in range(2):
             weights = {name: w.detach().clone() for name, w in model.state_dict().items()}
             in_order = [weights[spec.name] for spec in store.table]
@@ -129,8 +129,9 @@ class Publisher:
         version = self.store.latest + 1
         weights, canary = self.sets[version % 2]
         with self.store.publishing(version) as slot:
-            torch._foreach_copy_(slot.tensors, weights)
-            slot.canary[:] = canary
+            slot.fill(weights)
+            slot.canary["tokens"] = canary_tokens(self.vocab_size)
+            slot.canary["logprobs"] = canary
 
 
 def publish(publisher: Publisher) -> None:

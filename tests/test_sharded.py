@@ -1,0 +1,150 @@
+"""bfloat16 on both sides, on one rank and on two: no healthy reload is stopped, and one that went
+wrong is noticed at once (rule 6)."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import engine_child
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from crew import crew
+from engine_child import Result
+from test_engine import CONFIG, Remote
+from versions import Versions
+
+from minirl import devices
+from minirl.config import DevicesConfig, ModelConfig
+from minirl.errors import StaleWeights
+from minirl.messages import Role
+from minirl.rollout.engine import LIMIT, NUM_NEARER, Canary
+from minirl.rollout.weight_loader import find_piece
+from minirl.rollout.worker import RolloutSetup
+from minirl.shm.ring import TrajectoryRing
+
+NUM_VERSIONS = 200
+LAYER = "model.layers.1"
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["whole", "sharded"])
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Remote]:
+    """One key-value head for both ranks, a padded vocabulary, biases."""
+    folder = tmp_path_factory.mktemp("llama")
+    values = dict(attention_bias=True, num_key_value_heads=1, vocab_size=390)
+    tiny_models.write(folder, tied=False, kind="LlamaConfig", **values)
+    placed = DevicesConfig(kind="cpu", rollout=request.param, tensor_parallel=request.param)
+    config = replace(CONFIG, model=ModelConfig(dtype="bfloat16"), devices=placed)
+    versions = Versions(folder, "bfloat16")
+    versions.scale = 2e-3  # about an update's: less than bfloat16's noise in the canary
+    versions.publish(0)
+    setup = RolloutSetup(config, str(folder), "cpu", 1, TrajectoryRing(1, 1), versions.store)
+    (place,), _ = devices.place(config, "cpu", devices.num_cores(), ranks=False)
+    with crew(tmp_path_factory.mktemp("engine"), 1) as inbox:
+        place = devices.with_own_temp(place, inbox.workers.log_dir)
+        worker = inbox.workers.spawn(Role.ROLLOUT, 0, "engine_child:run", {"": setup}, place)
+        try:
+            inbox.take(worker, Result)
+            remote = Remote("", inbox, worker, versions)
+            remote.reload()
+            yield remote
+        finally:
+            inbox.workers.kill()
+            devices.sweep_temp(inbox.workers.log_dir)
+
+
+@pytest.mark.vllm
+def test_no_healthy_version_is_stopped_and_no_tensor_is_left_to_the_canary(engine: Remote) -> None:
+    assert engine.call(engine_child.unplaced) == []
+    gaps = []
+    for _ in range(NUM_VERSIONS):
+        engine.update()
+        gaps.append(engine.call(getattr, "canary").gap)
+    print(f"canary gap: mean {np.mean(gaps):.4f}, largest {max(gaps):.4f}")
+    assert 0 < max(gaps) < LIMIT["bfloat16"]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "all",
+        "torn",
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        f"{LAYER}.input_layernorm.weight",
+        f"{LAYER}.self_attn.q_proj.weight",
+        f"{LAYER}.self_attn.k_proj.weight",
+        f"{LAYER}.self_attn.v_proj.bias",
+        f"{LAYER}.self_attn.o_proj.weight",
+        f"{LAYER}.mlp.up_proj.weight",
+        f"{LAYER}.mlp.down_proj.weight",
+    ],
+)
+def test_a_reload_that_went_wrong_is_noticed_at_once(fault: str, engine: Remote) -> None:
+    engine.call(engine_child.break_copies, fault)
+    named = "" if fault in ("all", "torn") else f"{fault} "
+    with pytest.raises(StaleWeights, match=f"did not reach the engine: tensor {named}"):
+        engine.update()
+    engine.call(engine_child.break_copies, "")
+    engine.update()
+
+
+@pytest.mark.parametrize(
+    ("room", "full", "num_ranks", "rows"),
+    [
+        (6, 6, 2, [(0, 6), (0, 6)]),  # the same on all
+        (3, 6, 2, [(0, 3), (3, 6)]),
+        (2, 4, 4, [(0, 2), (0, 2), (2, 4), (2, 4)]),  # two key-value heads on four ranks
+        (8, 13, 2, [(0, 8), (8, 13)]),  # a padded vocabulary
+        (16, 13, 1, [(0, 13)]),
+    ],
+)
+def test_each_rank_finds_its_slice(
+    room: int, full: int, num_ranks: int, rows: list[tuple[int, int]]
+) -> None:
+    tensor = torch.arange(3.0 * full).view(full, 3)
+    for rank, (start, stop) in enumerate(rows):
+        for of, held in ((tensor, torch.zeros(room, 3)), (tensor.T, torch.zeros(3, room))):
+            piece = find_piece(held, of.shape, rank, num_ranks)
+            assert piece is not None and piece.held.shape == of[piece.of].shape
+            is_turned = of.shape[0] == 3
+            assert torch.equal(
+                of[piece.of], (tensor[start:stop].T if is_turned else tensor[start:stop])
+            )
+            assert piece.is_whole == ((start, stop) == (0, full))
+
+
+def through(canary: Canary, noise: float, change: float, is_stale: bool, count: int) -> list[str]:
+    """What the canary says of each version: the trainer's logprobs change by `change`."""
+    dice, trainer, said = np.random.default_rng(0), np.zeros(63), []
+    first = trainer
+    for _ in range(count):
+        serves = first if is_stale else trainer
+        said.append(canary.judge(serves + noise * dice.standard_normal(63), trainer))
+        trainer = trainer + change * dice.standard_normal(63)
+    return said
+
+
+@pytest.mark.parametrize("noise", [1e-6, 0.1])
+@pytest.mark.parametrize("change", [0.0, 0.1, 1.0, 10.0])
+def test_the_canary_knows_noise_from_an_older_version(noise: float, change: float) -> None:
+    dtype = "bfloat16" if noise > 1e-3 else "float32"
+    assert not any(through(Canary(dtype), noise, change * noise, False, 1000))
+    said = through(Canary(dtype), noise, change * noise, True, 400)
+    if noise == 0.1 and change >= 1:
+        assert not any(said[:NUM_NEARER]) or change > 3
+        assert "older version" in "".join(said) or "(limit" in "".join(said)
+
+
+def test_the_limit_comes_from_the_first_load() -> None:
+    for gap, later, is_fine in ((0.01, 0.24, True), (0.01, 0.26, False), (0.1, 0.39, True)):
+        canary, trainer = Canary("bfloat16"), np.zeros(63)
+        assert canary.judge(trainer + gap, trainer) == ""
+        assert (canary.judge(trainer - later, trainer) == "") == is_fine
+        assert "nan off" in canary.judge(trainer * np.nan, trainer)
+    for dtype, gap in (("bfloat16", 0.51), ("float32", 0.011)):
+        said = Canary(dtype).judge(np.full(63, gap), np.zeros(63))
+        assert said.endswith("they compute this model differently")
