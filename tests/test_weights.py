@@ -80,7 +80,7 @@ def test_a_reader_retries_when_its_slot_is_overwritten(
 def test_a_version_that_is_gone_is_not_taken_for_the_newest() -> None:
     """As by a reader that loses the processor right after it looked at the version."""
     store = store_with(0, 1, 2)
-    assert store._attempt(0, store.views, is_newest=True) is None
+    assert store.attempt(0, store.views, is_newest=True) is None
 
 
 def test_a_fast_writer_in_another_process_never_gives_a_torn_copy() -> None:
