@@ -49,6 +49,8 @@ def run(setups: dict[str, RolloutSetup], board: BoardWriter, pipe: Connection) -
             pipe.send(Result(call.function(engines[call.engine], *call.arguments)))
         except (StaleWeights, ValueError) as error:
             pipe.send(Result(error=error))
+    for engine in engines.values():
+        engine.shutdown()
 
 
 @contextmanager

@@ -50,6 +50,7 @@ def engine(
             remote = Remote("", inbox, worker, versions)
             remote.reload()
             yield remote
+            inbox.workers.stop("end")  # so that vLLM's own processes take their memory away
         finally:
             inbox.workers.kill()
             devices.sweep_temp(inbox.workers.log_dir)
