@@ -7,7 +7,7 @@ error and path that cannot be used ends as one line on stderr. A command's docst
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -116,26 +116,29 @@ def train(
 
     loaded = load(recipe, overrides or [])
     config = loaded.config
-    if not dry_run:  # imports take a second
-        typer.echo(f"loading {config.model.path} and checking {config.tasks.kind} …")
+    from minirl.view.loading import loading  # imports take a second
+
+    shown = nullcontext() if dry_run else loading(f"{config.model.path}, checking the task")
     from minirl.tasks.check import checking
     from minirl.tools import doctor
 
-    with checking(config, find_model(config)) as check:  # while the rest is checked and imported
+    # The task is checked while the rest is, and while what follows is imported.
+    with shown, checking(config, find_model(config)) as check:
         rows = doctor.plan_rows(config)  # checks loggers and model
         chosen = choose_run_dir(recipe, run_dir, resume)
         if dry_run:
             rows += doctor.machine_notes(config)
             try:
-                shown = check().shown
+                found = check().shown
             except Unreachable as error:
-                shown = f"not run: {error}"
-            _show([*rows, ("self-check", shown), ("recipe ok", "")])
+                found = f"not run: {error}"
+            _show([*rows, ("self-check", found), ("recipe ok", "")])
             return
         from minirl.launch import train as launch
 
-        if warning := check().warning:
-            typer.echo(f"warning: {warning}; `minirl data {recipe}` shows one")
+        checked = check()
+    if checked.warning:
+        typer.echo(f"warning: {checked.warning}; `minirl data {recipe}` shows one")
     raise typer.Exit(launch(loaded, recipe, chosen, resume or holds_run(chosen), plain))
 
 

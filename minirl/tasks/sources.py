@@ -15,7 +15,6 @@ from typing import Any
 
 from minirl.config import TasksConfig
 from minirl.errors import RecipeError, Unreachable, one_line
-from minirl.model import ask_hub
 from minirl.recipe import is_path
 
 KINDS = (".jsonl", ".csv", ".parquet")
@@ -70,6 +69,8 @@ def _rows(data: str, split: str) -> Iterator[SourceRow]:
         if is_path(data) or path.is_dir() or data.endswith(KINDS):
             folder = f"a folder needs {split}.jsonl, {split}.csv or {split}.parquet"
             raise FileNotFoundError(folder if path.is_dir() else "there is no such path")
+        from minirl.model import ask_hub  # a verifier reads no data, and needs none of it
+
         ask_hub()
         from datasets import load_dataset
 
