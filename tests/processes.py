@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-from crew import LIMIT_S, wait_until
 
 from minirl.run_dir import read_lines
+from tests.crew import LIMIT_S, wait_until
 from tests.soak.controller_process import living, orphaned_memory
 
 RECIPES = Path(__file__).parent.parent / "recipes"
