@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo as dynamo
+import torch.nn.functional as F
 import varlen_cpu  # noqa: F401  registers the kernel
 from test_attention import assert_equals_block_mask, random_qkv
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from minirl.train import attention, policy
 from minirl.train.attention import boundaries
@@ -28,6 +30,31 @@ def test_it_equals_sdpa_with_a_block_mask(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(attention, "_by_runs", None)  # it is not what runs
     lengths = [70, 33, 33, 1]
     assert_equals_block_mask(random_qkv(sum(lengths), dtype=torch.bfloat16), lengths, 3e-2)
+
+
+def test_queries_may_be_the_last_of_more_keys() -> None:
+    """Bottom-right: an answer's queries over its prompt's keys and its own."""
+    torch.manual_seed(0)
+    num_q, num_k = [3, 1, 5], [7, 4, 5]
+    query, key, value = (
+        torch.randn(sum(lengths), heads, 16, dtype=torch.bfloat16, requires_grad=True)
+        for lengths, heads in ((num_q, 4), (num_k, 2), (num_k, 2))
+    )
+    bounds = [F.pad(torch.tensor(n).cumsum(0), (1, 0)).int() for n in (num_q, num_k)]
+    options = {"window_size": (-1, 0), "enable_gqa": True, "scale": 0.3}
+    out = varlen_attn(query, key, value, *bounds, max(num_q), max(num_k), **options)
+    parts = []
+    for q, k, v in zip(query.split(num_q), key.split(num_k), value.split(num_k), strict=True):
+        mask = torch.ones(len(q), len(k)).tril(len(k) - len(q)).bool()
+        q, k, v = (x.transpose(0, 1).float() for x in (q, k, v))
+        own = F.scaled_dot_product_attention(q, k, v, mask, scale=0.3, enable_gqa=True)
+        parts.append(own.transpose(0, 1))
+    expected = torch.cat(parts)
+    torch.testing.assert_close(out.float(), expected, atol=3e-2, rtol=3e-2)
+    weight = torch.randn_like(expected)
+    grads = [torch.autograd.grad((o * weight).sum(), (query, key, value)) for o in (out, expected)]
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float(), atol=5e-2, rtol=5e-2)
 
 
 def logprobs_and_gradient(model: Policy, lengths: list[int]) -> tuple[Tensor, Tensor]:
