@@ -42,12 +42,11 @@ class Difficulty:  # the defaults are what the tiny model is warmed up on
 
 
 class Stream(StrEnum):
-    """Where a problem is drawn from; the last two are held out. The warm-up has one of each."""
+    """Where a problem is drawn from; the last is held out."""
 
     TRAIN = "train"
     WARMUP = "warmup"
     HELDOUT = "heldout"
-    PROBE = "probe"
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def draw_problem(
     while True:  # the redraw keeps num_steps, and with it the distribution of lengths
         problem = _draw(rng, num_steps, difficulty)
         is_heldout = hashlib.sha256(problem.prompt.encode()).digest()[0] % 8 == 0
-        if is_heldout == (stream in (Stream.HELDOUT, Stream.PROBE)):
+        if is_heldout == (stream is Stream.HELDOUT):
             return problem
 
 
