@@ -21,8 +21,6 @@ from minirl.messages import (
     CheckpointState,
     Finished,
     Gone,
-    Grade,
-    Graded,
     GroupRequest,
     Save,
     Saved,
@@ -144,23 +142,6 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
             pipe.send(Saved(request.folder))
         elif not isinstance(request, Score):
             return
-
-
-def verifier(script: Script, board: BoardWriter, pipe: Connection) -> None:
-    """Every second answer is right; from version "broken_from" on no reward can be had."""
-    broken_from = script.bad.get("broken_from", 10**9)
-    while True:
-        board.enter(State.WAITING_FOR_ANSWERS)
-        while not pipe.poll(BEAT_S):
-            board.enter(State.WAITING_FOR_ANSWERS)
-        request = pipe.recv()
-        if not isinstance(request, Grade):
-            return
-        count, rewards = len(request.trajectories), tuple[float, ...]()
-        if max(t.tail_version for t in request.trajectories) < broken_from:
-            rewards = tuple(float(i % 2) for i in range(count))
-        error = "" if rewards else "ValueError: no number (my_task.py, line 12, in reward)"
-        pipe.send(Graded(request.group_id, rewards, ("",) * len(rewards), error))
 
 
 def shown_tokens(group: Group, oldest: int) -> AnswerTokens:

@@ -117,7 +117,7 @@ class Stage:
 BODIES = {
     Role.TRAIN: "fault_bodies:trainer",
     Role.ROLLOUT: "fault_bodies:engine",
-    Role.VERIFY: "fault_bodies:verifier",
+    Role.VERIFY: "tests.bench.scripted:verifier",
 }
 
 

@@ -161,9 +161,11 @@ def reply(request: Train | Save, script: TrainerScript, board: BoardWriter) -> T
     return Trained(version, values, staleness_counts=(3, 2, 1))
 
 
-def verifier(answer: object, board: BoardWriter, pipe: Connection) -> None:
-    """Every second answer is right; an example whose reward is broken gets none."""
-    text = answer if isinstance(answer, str) else ""
+def verifier(script: object, board: BoardWriter, pipe: Connection) -> None:
+    """Every second answer is right; an example whose reward is broken gets none, and from version
+    "broken_from" of a script on none does. A script that is text is what all answers say."""
+    text = script if isinstance(script, str) else ""
+    broken_from = getattr(script, "bad", {}).get("broken_from", 10**9)
     while True:
         board.enter(State.WAITING_FOR_ANSWERS)
         while not pipe.poll(BEAT_S):
@@ -171,9 +173,10 @@ def verifier(answer: object, board: BoardWriter, pipe: Connection) -> None:
         request = pipe.recv()
         if not isinstance(request, Grade):
             return
-        count = len(request.trajectories)
-        if isinstance(request.example, BadExample):
-            pipe.send(Graded(request.group_id, (), (), "no reward"))
+        count, newest = len(request.trajectories), max(t.tail_version for t in request.trajectories)
+        if isinstance(request.example, BadExample) or newest >= broken_from:
+            error = "ValueError: no number (my_task.py, line 12, in reward)"
+            pipe.send(Graded(request.group_id, (), (), error))
         else:
             rewards = tuple(float(i % 2) for i in range(count))
             pipe.send(Graded(request.group_id, rewards, (text,) * count))

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from safetensors.numpy import load_file, save_file
-from test_supervisor import BODIES, STEPS, stage, stage_config
+from test_supervisor import STEPS, stage, stage_config
 
-from minirl.messages import Role, Stop
+from minirl.messages import Stop
 from minirl.records import Drop
 from tests.soak import task
 from tests.soak.ledger import Finding, prove
@@ -32,7 +32,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = replace(config, tasks=task.options(config.tasks, SEED, SHARE))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(task, "PARTS", {BadReward.RAISES: 1.0})
-        patch.setitem(BODIES, Role.VERIFY, "tests.bench.scripted:verifier")
         with stage(folder, config) as run:
             run.loop.run()
             run.workers.stop(Stop())
