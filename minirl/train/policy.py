@@ -7,7 +7,7 @@ Leaves out heads that do more than a product (bias, soft cap, scaling): `load_po
 The critic of the estimator "gae" is a copy of the policy's backbone with a value head.
 
 Axes: T tokens of all sequences, N tokens whose logprob is needed, C of them in one chunk,
-V vocabulary, E width of the model, S1 sequences + 1.
+V vocabulary, E width of the model, S1 sequences + 1, U tokens that the backbone sees (sharing.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +21,7 @@ from minirl.config import Config
 from minirl.devices import hide_broken_torchvision
 from minirl.errors import MinirlError, RecipeError
 from minirl.train import attention, lora
+from minirl.train.sharing import Shared
 
 hide_broken_torchvision()
 
@@ -46,6 +47,7 @@ class Policy(nn.Module):
         max_seqlen: int,
         temperature: float = 1.0,
         needed_T: Tensor | None = None,
+        shared: Shared | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(logprobs_T, entropy_T) of the tokens that `needed_T` marks (default: all).
 
@@ -54,10 +56,13 @@ class Policy(nn.Module):
         # transformers shares config objects between models: another may have switched ours.
         assert self.model.config._attn_implementation == attention.NAME
         bounds = attention.Boundaries(positions_T, cu_seqlens_S1, max_seqlen)
-        hidden_TE, dtype = hidden_states(self.model.base_model, self.dtype, tokens_T, bounds)
+        hidden_UE, dtype = hidden_states(
+            self.model.base_model, self.dtype, tokens_T, bounds, shared
+        )
         predicted_T = positions_T > 0 if needed_T is None else (positions_T > 0) & needed_T
         at_N = predicted_T.nonzero()[:, 0]
-        hidden_NE = hidden_TE.index_select(0, at_N - 1)
+        before_N = at_N - 1 if shared is None else shared.unique_T[at_N - 1]
+        hidden_NE = hidden_UE.index_select(0, before_N)
         weight_VE = self.model.get_output_embeddings().weight
         head = self.head._replace(temperature=temperature, dtype=dtype)
         logprobs_N, entropy_N = HeadLogprobs.apply(hidden_NE, weight_VE, tokens_T[at_N], head)
@@ -76,29 +81,40 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, tokens_T: Tensor, *bounds: Any) -> Tensor:
+    def forward(self, tokens_T: Tensor, *bounds: Any, shared: Shared | None = None) -> Tensor:
         """The value of the tokens before each token; 0 for the first of a sequence."""
         at = attention.Boundaries(*bounds)
-        hidden_TE, _ = hidden_states(self.backbone, self.dtype, tokens_T, at)
-        values_T = self.head(hidden_TE.float())[:, 0]
+        hidden_UE, _ = hidden_states(self.backbone, self.dtype, tokens_T, at, shared)
+        values_U = self.head(hidden_UE.float())[:, 0]
+        values_T = values_U if shared is None else values_U.index_select(0, shared.unique_T)
         return torch.where(at.positions_T > 0, F.pad(values_T[:-1], (1, 0)), 0.0 * values_T)
 
 
 def hidden_states(
-    backbone: nn.Module, dtype: torch.dtype, tokens_T: Tensor, bounds: attention.Boundaries
+    backbone: nn.Module,
+    dtype: torch.dtype,
+    tokens_T: Tensor,
+    bounds: attention.Boundaries,
+    shared: Shared | None,
 ) -> tuple[Tensor, torch.dtype]:
-    """(hidden_TE, the dtype that products are computed in)."""
+    """(hidden_UE, the dtype that products are computed in). Nothing shared: U is T."""
+    keys = None
+    if shared is not None:
+        rows_U, _, cu_seqlens_S1, max_seqlen, keys = shared
+        tokens_T, positions_U = tokens_T[rows_U], bounds.positions_T[rows_U]
+        bounds = attention.Boundaries(positions_U, cu_seqlens_S1, max_seqlen)
     kind = tokens_T.device.type
     use_bf16 = kind in AUTOCAST_ON and dtype == torch.bfloat16
     with torch.autocast(kind, torch.bfloat16, enabled=use_bf16):
-        hidden_TE = backbone(
+        hidden_UE = backbone(
             input_ids=tokens_T[None],
             position_ids=bounds.positions_T[None],
             cu_seqlens=bounds.cu_seqlens_S1,
             max_seqlen=bounds.max_seqlen,
+            keys=keys,
             use_cache=False,
         ).last_hidden_state[0]
-    return hidden_TE, torch.bfloat16 if use_bf16 else hidden_TE.dtype
+    return hidden_UE, torch.bfloat16 if use_bf16 else hidden_UE.dtype
 
 
 def _logits(hidden_CE: Tensor, weight_VE: Tensor, temperature: float) -> Tensor:
