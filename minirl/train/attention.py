@@ -2,8 +2,8 @@
 
 Registers "minirl_packed" as an attention of transformers; the boundaries reach it as keyword
 arguments of the model's forward. On CUDA in half precision it is torch's variable-length attention;
-else each run of neighbours of equal length is one causal SDPA. Answers that share a prompt have more
-keys than queries: their prompt's and their own (`Keys`), and causality is from the lower right.
+else each run of neighbours of equal length is one causal SDPA. An answer that shares its prompt has
+more keys than queries, the prompt's and its own (`Keys`): its causality is from the lower right.
 Leaves out sliding windows shorter than the sequences, soft caps and sinks: those are errors.
 Axes: T tokens, S1 sequences + 1, H heads, D of one head, B sequences of a run, L tokens of one,
 K keys of all sequences.
@@ -116,12 +116,13 @@ def _by_runs(qkv: list[Tensor], bounds: tuple[Tensor, ...], scaling: float | Non
 
 
 def _causal(qkv_BHLD: list[Tensor], scaling: float | None) -> Tensor:
-    """From the lower right. SDPA's own causality is from the upper left: more keys than queries take
-    a mask, or, where it is cheaper than what a mask computes in vain, empty queries before them."""
+    """From the lower right, where SDPA's own is from the upper left. So more keys than queries take
+    a mask; or, where they are few and a mask would hide nearly half, empty queries before them."""
     query_BHLD, key_BHLD, value_BHLD = qkv_BHLD
     num_q, num_k = query_BHLD.shape[2], key_BHLD.shape[2]
-    is_padded, num_more = num_k < 2 * num_q, num_k - num_q
-    mask_QK = None if is_padded else torch.ones(num_q, num_k).tril(num_more).bool()
+    num_more = num_k - num_q
+    is_padded = 2 * num_more < num_q
+    mask_QK = None if is_padded else query_BHLD.new_ones(num_q, num_k).tril(num_more).bool()
     if is_padded and num_more:
         query_BHLD = F.pad(query_BHLD, (0, 0, num_more, 0))
     out_BHLD = F.scaled_dot_product_attention(

@@ -92,6 +92,12 @@ class MicroBatch:
         return self.tokens_T, self.positions_T, self.cu_seqlens_S1, self.max_seqlen
 
     @property
+    def lengths(self) -> tuple[list[int], list[int]]:
+        """Of what attention computes: queries, and the keys that they see."""
+        at, keys = self.shared or self, self.shared.keys if self.shared else self
+        return at.cu_seqlens_S1.diff().tolist(), keys.cu_seqlens_S1.diff().tolist()
+
+    @property
     def needed_T(self) -> Tensor:
         """Tokens whose logprob is of use: those that train, and those that can be compared."""
         return self.trainable_T | self.at_equal_version_T

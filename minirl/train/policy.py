@@ -21,7 +21,8 @@ from minirl.config import Config
 from minirl.devices import hide_broken_torchvision
 from minirl.errors import MinirlError, RecipeError
 from minirl.train import attention, lora
-from minirl.train.sharing import Shared
+from minirl.train.packing import Unit
+from minirl.train.sharing import Shared, share
 
 hide_broken_torchvision()
 
@@ -38,6 +39,7 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.model, self.dtype, self.head = model, dtype, Head()
+        self.can_share = True  # a prompt between answers
 
     def forward(
         self,
@@ -212,14 +214,16 @@ def build_policy(config: Config, folder: str) -> Policy:
     return policy
 
 
-def model_flops(policy: Policy, lengths: Sequence[int]) -> float:
-    """Of a forward and a backward over sequences: 6 for each weight and token (4 where the weight
-    is not trained), and causal attention. What is computed again does not count."""
+def model_flops(policy: Policy, lengths: Sequence[int], keys: Sequence[int] = ()) -> float:
+    """Of a forward and a backward over sequences, which see so many `keys` (default: themselves): 6
+    for each weight and token (4 where the weight is not trained), and causal attention. What is
+    computed again does not count."""
     config = policy.model.config.get_text_config()
     heads, size = config.num_attention_heads, getattr(config, "head_dim", None)
     width = heads * (size or config.hidden_size // heads) * config.num_hidden_layers
     per_token = sum((4 + 2 * p.requires_grad) * p.numel() for p in policy.parameters())
-    return float(sum(per_token * n + 6 * width * n * n for n in lengths))
+    pairs = zip(lengths, keys or lengths, strict=True)
+    return float(sum(per_token * n + 6 * width * n * (2 * k - n) for n, k in pairs))
 
 
 def build_critic(config: Config, folder: str) -> Critic:
@@ -271,7 +275,8 @@ def check_loaded(folder: str, info: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def check_head(policy: Policy) -> None:
-    """The policy's logprobs, packed, must be those of the model's own forward of one sequence."""
+    """The policy's logprobs, packed, must be those of the model's own forward of one sequence. If
+    they are not where a prompt is shared, none ever is."""
     model, exact = policy.model, Policy(policy.model)  # in float32, also where autocast is used
     name, rest = type(model).__name__, "minirl cannot train it yet"
     kinds = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - SEPARABLE
@@ -281,7 +286,8 @@ def check_head(policy: Policy) -> None:
     bounds = {"cu_seqlens": alone.cu_seqlens_S1, "max_seqlen": alone.max_seqlen}
     try:
         logits_TV = model(tokens_T[None], use_cache=False, **bounds).logits[0]
-        ours_A, _ = exact(torch.cat([tokens_T[:n] for n in lengths]), *packed)
+        inputs = (torch.cat([tokens_T[:n] for n in lengths]), *packed)
+        ours_A, _ = exact(*inputs)
     except TypeError:  # of a layer that takes the boundaries for another's
         raise MinirlError(f"{name}: {across}: {rest}") from None
     own_T = logits_TV[:-1].float().log_softmax(-1).gather(1, tokens_T[1:, None])[:, 0]
@@ -292,3 +298,5 @@ def check_head(policy: Policy) -> None:
         raise MinirlError(f"{name} {does}: {rest}")
     if not max(others) < 1e-3:
         raise MinirlError(f"{name}: {across}: {rest}")
+    once = share([Unit([0, 1, 2], 3, [n - 3 for n in lengths])], str(tokens_T.device))
+    policy.can_share = bool((exact(*inputs, shared=once)[0] - own_A).abs().max() < 1e-3)

@@ -31,6 +31,7 @@ from minirl.train.batch import (
     own_micro_batches,
 )
 from minirl.train.optimizer import over_ranks
+from minirl.train.policy import Policy
 
 Column = NDArray[np.float32]
 
@@ -61,7 +62,7 @@ class Preparer:
     """What does not change from step to step. `policy` and `critic` are those being trained."""
 
     setup: TrainerSetup
-    policy: nn.Module
+    policy: Policy
     reference: nn.Module | None
     critic: nn.Module | None
     heartbeat: Callable[[str], None]  # with what is being done
@@ -96,7 +97,7 @@ class Preparer:
         return Prepared(finished, groups, columns["advantages_T"], values)
 
     def micro_batches(self, items: list[Item]) -> list[MicroBatch]:
-        return own_micro_batches(items, self.setup, can_share=True)
+        return own_micro_batches(items, self.setup, self.policy.can_share)
 
     @torch.no_grad()
     def with_forwards(self, micro: MicroBatch) -> MicroBatch:
