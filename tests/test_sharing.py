@@ -1,8 +1,7 @@
-"""Each prompt is trained once: loss and every gradient are those of the packed form, whatever is
-trained and however a batch is split; groups are cut where they must be; a model that cannot share
-falls back."""
+"""Each prompt is trained once: loss and gradients are those of packed trajectories, for whatever is
+trained and however it is split; groups are cut where they must be."""
 
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import varlen_cpu  # noqa: F401  registers the kernel of packed attention
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import ETA, FIRST_VERSION, LocalRank, ranks, relative_error, with_train
-from torch import Tensor
+from torch import Tensor, nn
 
 from minirl.config import ALGORITHMS, Config
 from minirl.errors import MinirlError
@@ -24,31 +23,28 @@ from minirl.shm.ring import NOTHING, TrajectoryRing
 from minirl.train import attention, packing, policy
 from minirl.train.attention import boundaries
 from minirl.train.objective import micro_loss
-from minirl.train.packing import Unit, cut, units_over_ranks
+from minirl.train.packing import Unit, cut, split_units
 from minirl.train.policy import check_head, hidden_states, load_policy
 from minirl.train.sharing import share
 
 UNITS = [Unit([0, 1, 2, 3], 9, [4, 1, 30, 4]), Unit([4], 0, [6]), Unit([5, 6, 7], 20, [7, 0, 12])]
 LENGTHS = [unit.prompt + answer for unit in UNITS for answer in unit.answers]
-LONGEST = 64
+VOCAB, LONGEST = tiny_models.VOCAB, 64
 
 
 def random_tokens() -> Tensor:
     """Of the trajectories of UNITS."""
     torch.manual_seed(1)
-    parts = []
-    for unit in UNITS:
-        prompt = torch.randint(2, tiny_models.VOCAB, (unit.prompt,))
-        for answer in unit.answers:
-            parts += [prompt, torch.randint(2, tiny_models.VOCAB, (answer,))]
-    return torch.cat(parts)
+    prompts = [torch.randint(2, VOCAB, (unit.prompt,)) for unit in UNITS]
+    pairs = [(p, n) for p, unit in zip(prompts, UNITS, strict=True) for n in unit.answers]
+    return torch.cat([torch.cat([p, torch.randint(2, VOCAB, (n,))]) for p, n in pairs])
 
 
-def gradients(module: torch.nn.Module, out: Tensor) -> list[Tensor]:
-    """Of a random sum, and the outputs."""
+def gradients(module: nn.Module, out: Tensor) -> list[Tensor]:
+    """Of a random sum over tokens, behind the outputs."""
     torch.manual_seed(2)
     module.zero_grad()
-    (out * torch.randn(out.shape[0], *[1] * (out.ndim - 1), dtype=out.dtype)).sum().backward()
+    (torch.randn(len(out), dtype=out.dtype) @ out).sum().backward()
     return [out.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
 
 
@@ -63,18 +59,13 @@ def test_a_backbone_computes_the_same_in_float64(kind: str, tmp_path: Path) -> N
     backbone = load_policy(str(tiny_models.write(tmp_path, kind=kind))).model.base_model
     for name, module in [*backbone.named_modules()]:
         if type(module).__name__.endswith("RMSNorm"):  # transformers' own are in float32
-            norm = torch.nn.RMSNorm(module.weight.shape, module.variance_epsilon)
-            backbone.set_submodule(name, norm)
-    backbone.double()
+            backbone.set_submodule(name, nn.RMSNorm(module.weight.shape, eps=1e-6))
     tokens_T, bounds, once = random_tokens(), boundaries(LENGTHS), share(UNITS, "cpu")
-    assert once is not None and len(once.rows_U) == sum(unit.size for unit in UNITS)
+    assert once is not None and len(once.rows_U) == 9 + 39 + 6 + 20 + 19
     assert torch.equal(tokens_T[once.rows_U][once.unique_T], tokens_T)
-    both = [hidden_states(backbone, torch.float64, tokens_T, bounds, s)[0] for s in (once, None)]
-    found = [gradients(backbone, hidden_TE) for hidden_TE in (both[0][once.unique_T], both[1])]
-    assert gap(*found) < 1e-10
-
-
-# -- a trainer's step
+    given = (backbone.double(), torch.float64, tokens_T, bounds)
+    hidden_TE = hidden_states(*given, once)[0][once.unique_T], hidden_states(*given, None)[0]
+    assert gap(*(gradients(backbone, out_TE) for out_TE in hidden_TE)) < 1e-10
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +75,12 @@ def batch() -> tuple[TrajectoryRing, Batch]:
     rng, version, groups = np.random.default_rng(0), FIRST_VERSION + ETA + 1, []
     ring = TrajectoryRing(24, LONGEST)
     for group_id in range(4):
-        prompt, found = rng.integers(2, tiny_models.VOCAB, rng.integers(9, 20)), []
+        prompt, found = rng.integers(2, VOCAB, rng.integers(9, 20)), []
         for cell in range(6 * group_id, 6 * group_id + 6):
             num = (1, *rng.integers(2, 30, 5))[cell % 6]
             versions = np.sort(rng.integers(FIRST_VERSION, version + 1, num))
             versions[num // 3 : num // 2] = NOTHING if num > 5 else versions[0]
-            answer, logprobs = rng.integers(2, tiny_models.VOCAB, num), -6 + 0.5 * rng.random(num)
+            answer, logprobs = rng.integers(2, VOCAB, num), -6 + 0.5 * rng.random(num)
             ring.write(cell, group_id, prompt, answer, logprobs, versions)
             lengths = len(prompt) + num, int((versions != NOTHING).sum())
             found.append(Trajectory(cell, *lengths, StopReason.STOP, versions[0], versions[-1]))
@@ -124,35 +115,25 @@ def test_a_step_is_that_of_packed_trajectories(
         monkeypatch.setattr(packing, "MIN_SAVING", least)
         rank = LocalRank(tied_folder, CONFIGS[name], batch[0])
         values = rank.train(batch[1])
-        models = [replica.module for replica in rank.trainer.replicas]
-        grads = [p.grad for model in models for p in model.parameters() if p.grad is not None]
-        found.append((num_shared(rank), values, grads))
+        parameters = chain(*(replica.module.parameters() for replica in rank.trainer.replicas))
+        found.append((num_shared(rank), values, [p.grad for p in parameters if p.requires_grad]))
     (some, ours, our_grads), (none, theirs, their_grads) = found
     assert some and not none and gap(our_grads, their_grads) < 1e-5
     for key in ("train/loss", "train/grad_norm", "train/kl", "train/entropy"):
         assert ours[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-7), key
 
 
-def test_the_ratio_is_1_to_the_bit_at_the_first_minibatch(
-    batch: tuple[TrajectoryRing, Batch], tied_folder: Path
-) -> None:
-    rank = LocalRank(tied_folder, with_train(num_minibatches=2, max_tokens=128), batch[0])
-    first = rank.trainer.preparer.prepare(batch[1]).minibatches[0]
-    assert any(micro.shared for micro in first.micro_batches)
-    for micro in first.micro_batches:
-        logprobs_T = micro_loss(rank.trainer.policy, micro, rank.trainer.config)[1]
-        assert torch.equal(logprobs_T, micro.prox_T)
-
-
-def test_two_ranks_make_the_step_of_one(
+def test_two_ranks_make_the_step_of_one_whose_first_ratio_is_1_to_the_bit(
     batch: tuple[TrajectoryRing, Batch], tied_folder: Path, tmp_path: Path
 ) -> None:
-    config = with_train(max_tokens=LONGEST)
+    config = with_train(max_tokens=LONGEST, num_minibatches=2)
     alone = LocalRank(tied_folder, config, batch[0])
+    for micro in alone.trainer.preparer.prepare(batch[1]).minibatches[0].micro_batches:
+        logprobs_T = micro_loss(alone.trainer.policy, micro, config)[1]
+        assert torch.equal(logprobs_T, micro.prox_T)
     expected = alone.train(batch[1])
     with ranks(tmp_path, tied_folder, config, batch[0], 2) as two:
-        values = two.train(batch[1])
-        weights = two.weights()
+        values, weights = two.train(batch[1]), two.weights()
     assert num_shared(alone) and relative_error(weights, alone.weights()) < 1e-5
     assert values["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-5)
 
@@ -162,77 +143,66 @@ def test_a_model_whose_layers_look_at_the_token_before_is_never_shared(tied_fold
     found = load_policy(str(tied_folder))
     assert found.can_share
 
-    def mix(module: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
-        before_1TE = args[0].roll(1, 1) * (kwargs["position_ids"] > 0)[..., None]
-        return (args[0] + before_1TE, *args[1:]), kwargs
+    def mix(layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
+        return (args[0] + args[0].roll(1, 1) * (kwargs["position_ids"] > 0)[..., None],), kwargs
 
-    layer = found.model.base_model.layers[0]
-    layer.register_forward_pre_hook(mix, with_kwargs=True)
+    found.model.base_model.layers[0].register_forward_pre_hook(mix, with_kwargs=True)
     check_head(found)
     assert not found.can_share
-
-
-# -- as on CUDA
 
 
 def test_in_bfloat16_it_is_as_near_as_packed_and_one_graph_serves_all(
     tied_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The branch that CUDA takes."""
     model, tokens_T = load_policy(str(tied_folder), "bfloat16"), random_tokens()
 
-    def run(units: list[Unit] | None) -> list[Tensor]:
-        once = share(units, "cpu") if units else None
-        return gradients(model, model(tokens_T, *boundaries(LENGTHS), shared=once)[0])
+    def run(units: list[Unit]) -> list[Tensor]:
+        bounds, once = boundaries(LENGTHS), share(units, "cpu")
+        return gradients(model, model(tokens_T, *bounds, shared=once)[0])
 
-    exact = run(None)
+    exact = run([])
     monkeypatch.setattr(attention, "VARLEN_ON", {"cpu"})
     monkeypatch.setattr(policy, "AUTOCAST_ON", {"cpu"})
-    packed, shared = run(None), run(UNITS)
-    assert gap(shared, exact) < 1.5 * gap(packed, exact) < 0.1
+    most = 1.5 * gap(run([]), exact)
+    assert gap(run(UNITS), exact) < most < 0.1
     dynamo.reset()
     dynamo.utils.counters.clear()
     model.model.base_model.compile(dynamic=True, backend="aot_eager")
-    assert gap(run(UNITS), exact) < 1.5 * gap(packed, exact)
-    run([Unit([i], 0, [n]) for i, n in enumerate(LENGTHS[:5])] + UNITS[2:])
+    for units in (UNITS, [*chain(*(unit.apart for unit in UNITS[:2])), UNITS[2]]):
+        assert gap(run(units), exact) < most
     assert not dynamo.utils.counters["graph_break"]
     assert dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-# -- packing
-
-groups_lists = st.lists(
-    st.tuples(st.integers(1, 60), st.lists(st.integers(0, 40), min_size=1, max_size=8)), max_size=9
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.lists(st.integers(0, 40), min_size=1, max_size=8))),
+    st.integers(1, 5),
 )
-
-
-@given(groups_lists, st.integers(1, 5))
-def test_units_are_whole_within_the_budget_and_equally_many(
-    groups: list[tuple[int, list[int]]], num_ranks: int
+def test_units_are_whole_within_the_budget_and_balanced_as_trajectories_are(
+    drawn: list[tuple[int, list[int]]], num_ranks: int
 ) -> None:
-    places = iter(range(1000))
-    wholes = [Unit([next(places) for _ in answers], n, answers) for n, answers in groups]
-    lengths = {p: u.prompt + a for u in wholes for p, a in zip(u.places, u.answers, strict=True)}
-    split = units_over_ranks(wholes, num_ranks, 100)
-    assert len({len(own) for own in split}) == 1 and len(split) == num_ranks
-    units = [*chain.from_iterable(chain.from_iterable(split))]
-    again = {p: u.prompt + a for u in units for p, a in zip(u.places, u.answers, strict=True)}
-    assert again == lengths and len(lengths) == sum(len(unit.places) for unit in units)
-    assert all(sum(unit.size for unit in micro) <= 100 for own in split for micro in own)
-    loads = [sum(unit.cost for micro in own for unit in micro) for own in split]
-    apart = [alone for whole in wholes for alone in whole.apart]
-    assert max(loads) <= sum(u.cost for u in apart) / num_ranks + max(
-        map(packing.cost, [*lengths.values(), 0])
-    )
+    places = count()
+    groups = [Unit([next(places) for _ in answers], n, answers) for n, answers in drawn]
+    apart, loads = [alone for group in groups for alone in group.apart], []
+    for units in (groups, apart):
+        split = split_units(units, num_ranks, 100)
+        assert len({len(own) for own in split}) == 1 and len(split) == num_ranks
+        assert all(sum(unit.size for unit in micro) <= 100 for own in split for micro in own)
+        found = [alone for unit in chain(*chain(*split)) for alone in unit.apart]
+        assert sorted(found) == sorted(apart)
+        loads.append(max(sum(unit.cost for unit in chain(*own)) for own in split))
+    assert loads[0] <= loads[1] + 1e-6
 
 
 def test_a_group_is_cut_where_it_must_be_and_long_answers_stay_apart() -> None:
     group = Unit([0, 1, 2, 3], 50, [10, 40, 10, 20])
     assert cut(group, 200, 1) == [Unit([1, 3, 0, 2], 50, [40, 20, 10, 10])]
-    assert cut(group, 100, 1) == [Unit([1, 0], 50, [40, 10]), Unit([3, 2], 50, [20, 10])]
+    assert cut(group, 100, 1) == [Unit([1], 0, [90]), Unit([3, 0, 2], 50, [20, 10, 10])]
     assert len(cut(group, 200, 4)) == 4 and cut(group, 89, 1) == group.apart
     long = Unit([0, 1], 100, [1000, 900])
-    assert cut(long, 10_000, 1) == [Unit([0], 0, [1100]), Unit([1], 0, [1000])]
+    assert cut(long, 10_000, 1) == long.apart == [Unit([0], 0, [1100]), Unit([1], 0, [1000])]
     # Two ranks, one group: each has a part and a copy of the prompt.
-    assert [len(micro) for own in units_over_ranks([group], 2, 200) for micro in own] == [1, 1]
+    assert [len(micro) for own in split_units([group], 2, 200) for micro in own] == [1, 1]
     with pytest.raises(MinirlError, match="raise it to 90"):
-        units_over_ranks([group], 1, 89)
+        split_units([group], 1, 89)

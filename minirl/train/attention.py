@@ -5,12 +5,11 @@ arguments of the model's forward. On CUDA in half precision it is torch's variab
 else each run of neighbours of equal length is one causal SDPA. An answer that shares its prompt has
 more keys than queries, the prompt's and its own (`Keys`): its causality is from the lower right.
 Leaves out sliding windows shorter than the sequences, soft caps and sinks: those are errors.
-Axes: T tokens, S1 sequences + 1, H heads, D of one head, B sequences of a run, L tokens of one,
-K keys of all sequences.
+Axes: T tokens, K keys, S1 sequences + 1, H heads, D of one, B sequences of a run, L tokens of one.
 """
 
 from collections.abc import Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -76,14 +75,14 @@ def packed_attention(
     if needs:
         layer = type(module).__name__
         raise MinirlError(f"{layer} needs {needs[0]}, which packed attention does not support")
-    query_THD, *kv = (x[0].transpose(0, 1) for x in (query_1HTD, key_1HTD, value_1HTD))
+    qkv = [x[0].transpose(0, 1) for x in (query_1HTD, key_1HTD, value_1HTD)]
     bounds = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     if keys is not None:
-        kv = [x_THD.index_select(0, keys.rows_K) for x_THD in kv]
+        qkv[1:] = (x_THD.index_select(0, keys.rows_K) for x_THD in qkv[1:])
         bounds = (cu_seqlens, keys.cu_seqlens_S1, max_seqlen, keys.max_seqlen)
     if value_1HTD.device.type in VARLEN_ON and value_1HTD.dtype in HALF:
-        return _varlen([query_THD, *kv], bounds, scaling)[None], None
-    return _by_runs([query_THD, *kv], bounds[:2], scaling)[None], None
+        return _varlen(qkv, bounds, scaling)[None], None
+    return _by_runs(qkv, bounds[:2], scaling)[None], None
 
 
 def _varlen(
@@ -102,15 +101,14 @@ def _varlen(
 
 @torch.compiler.disable  # its shapes are new in every micro-batch: each would be compiled
 def _by_runs(qkv: list[Tensor], bounds: tuple[Tensor, ...], scaling: float | None) -> Tensor:
-    num_q, num_k = ([end - start for start, end in pairwise(cu.tolist())] for cu in bounds)
-    # Neighbours of equal lengths: how many, and the tokens of one.
-    runs = [(len(list(run)), *n) for n, run in groupby(zip(num_q, num_k, strict=True))]
-    sizes_q, sizes_k = [b * q for b, q, _ in runs], [b * k for b, _, k in runs]
+    lengths = zip(*(cu_S1.diff().tolist() for cu_S1 in bounds), strict=True)
+    runs = [(len(list(run)), *n) for n, run in groupby(lengths)]  # neighbours of equal lengths
+    sizes_q, sizes_k = [num * q for num, q, _ in runs], [num * k for num, _, k in runs]
     # split, not slices: the backward of a slice writes a gradient of all T tokens, for each slice.
     parts = (x.split(n) for x, n in zip(qkv, (sizes_q, sizes_k, sizes_k), strict=True))
     outs = []
-    for (num, *_), *parts_LHD in zip(runs, *parts, strict=True):
-        qkv_BHLD = [x.unflatten(0, (num, -1)).transpose(1, 2) for x in parts_LHD]
+    for (num, *_), *qkv_LHD in zip(runs, *parts, strict=True):
+        qkv_BHLD = [x.unflatten(0, (num, -1)).transpose(1, 2) for x in qkv_LHD]
         outs.append(_causal(qkv_BHLD, scaling).transpose(1, 2).flatten(0, 1))
     return torch.cat(outs)
 
@@ -120,21 +118,14 @@ def _causal(qkv_BHLD: list[Tensor], scaling: float | None) -> Tensor:
     a mask; or, where they are few and a mask would hide nearly half, empty queries before them."""
     query_BHLD, key_BHLD, value_BHLD = qkv_BHLD
     num_q, num_k = query_BHLD.shape[2], key_BHLD.shape[2]
-    num_more = num_k - num_q
-    is_padded = 2 * num_more < num_q
-    mask_QK = None if is_padded else query_BHLD.new_ones(num_q, num_k).tril(num_more).bool()
-    if is_padded and num_more:
+    num_more, is_causal = num_k - num_q, 3 * num_q > 2 * num_k
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scaling, "enable_gqa": True}
+    if not is_causal:
+        options["attn_mask"] = query_BHLD.new_ones(num_q, num_k).tril(num_more).bool()
+    elif num_more:
         query_BHLD = F.pad(query_BHLD, (0, 0, num_more, 0))
-    out_BHLD = F.scaled_dot_product_attention(
-        query_BHLD,
-        key_BHLD,
-        value_BHLD,
-        mask_QK,
-        is_causal=is_padded,
-        scale=scaling,
-        enable_gqa=True,
-    )
-    return out_BHLD[:, :, -num_q:]
+    out_BHLD = F.scaled_dot_product_attention(query_BHLD, key_BHLD, value_BHLD, **options)
+    return out_BHLD[:, :, num_more:] if is_causal and num_more else out_BHLD
 
 
 AttentionInterface.register(NAME, packed_attention)

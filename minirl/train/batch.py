@@ -23,7 +23,7 @@ from minirl.messages import RankSetup
 from minirl.records import Batch
 from minirl.shm.ring import TrajectoryRing, TrajectoryView
 from minirl.train import attention
-from minirl.train.packing import Unit, units_over_ranks
+from minirl.train.packing import Unit, split_units
 from minirl.train.sharing import Shared, share
 
 
@@ -94,8 +94,8 @@ class MicroBatch:
     @property
     def lengths(self) -> tuple[list[int], list[int]]:
         """Of what attention computes: queries, and the keys that they see."""
-        at, keys = self.shared or self, self.shared.keys if self.shared else self
-        return at.cu_seqlens_S1.diff().tolist(), keys.cu_seqlens_S1.diff().tolist()
+        at = (self.shared.segments, self.shared.keys) if self.shared else (self, self)
+        return at[0].cu_seqlens_S1.diff().tolist(), at[1].cu_seqlens_S1.diff().tolist()
 
     @property
     def needed_T(self) -> Tensor:
@@ -162,12 +162,9 @@ def own_micro_batches(
     groups = by_prompt(items)
     if not can_share:
         groups = [alone for group in groups for alone in group.apart]
-    split = units_over_ranks(groups, setup.num_ranks, setup.config.train.max_tokens)
-    device = setup.placement.torch_device
-    return [
-        pack([items[place] for unit in units for place in unit.places], device, units)
-        for units in split[setup.rank]
-    ]
+    split = split_units(groups, setup.num_ranks, setup.config.train.max_tokens)
+    own, device = split[setup.rank], setup.placement.torch_device
+    return [pack([items[i] for unit in units for i in unit.places], device, units) for units in own]
 
 
 def by_prompt(items: Sequence[Item]) -> list[Unit]:

@@ -18,9 +18,10 @@ from minirl.errors import MinirlError
 # cost about 24·d² per token and layer, causal attention about 2·d·n: equal where n = 12·d, which is
 # 12 k tokens for a 1 k wide model. Only balance depends on it, so one constant serves all models.
 LINEAR_UNTIL = 16384
-# A prompt is shared where its group costs so many times more without: on a CPU a tiny model gained
-# 1.06 to 1.16 at 1.22, and lost 4 % at 1.08, to attention in smaller pieces.
+# A prompt is shared where its group costs so many times more without. On CPU a tiny model was 1.06
+# to 1.16 times as fast at 1.22, and lost 4 % at 1.08: attention is in smaller pieces.
 MIN_SAVING = 1.15
+COPIES_PER_TOKEN = 16  # keys and values of a prompt, kept for each answer, in memory of a token
 
 
 class Unit(NamedTuple):
@@ -31,12 +32,16 @@ class Unit(NamedTuple):
     answers: list[int]  # tokens of each after those
 
     @property
+    def sizes(self) -> list[int]:
+        """Of the answers, in tokens of memory."""
+        return [answer + self.prompt // COPIES_PER_TOKEN for answer in self.answers]
+
+    @property
     def size(self) -> int:
-        return self.prompt + sum(self.answers)
+        return self.prompt + sum(self.sizes)
 
     @property
     def cost(self) -> float:
-        """An answer's queries see the prompt and, causally, themselves."""
         shared = cost(self.prompt)
         return shared + sum(cost(self.prompt + answer) - shared for answer in self.answers)
 
@@ -46,9 +51,7 @@ class Unit(NamedTuple):
         return [Unit([place], 0, [self.prompt + answer]) for place, answer in pairs]
 
 
-def units_over_ranks(
-    groups: Sequence[Unit], num_ranks: int, max_tokens: int
-) -> list[list[list[Unit]]]:
+def split_units(groups: Sequence[Unit], num_ranks: int, max_tokens: int) -> list[list[list[Unit]]]:
     """Micro-batches of units, by rank. Groups are cut into as many parts as leave the least to the
     rank that has the most: each part costs a copy of the prompt, but few groups balance badly."""
     most = max((len(group.places) for group in groups), default=1) if num_ranks > 1 else 1
@@ -69,10 +72,10 @@ def cut(group: Unit, max_tokens: int, num_parts: int) -> list[Unit]:
     """Into parts that fit, at least so many. Where a prompt is worth no sharing, trajectories are
     apart: so is all of a group with one that does not fit."""
     places, prompt, answers = group
-    if prompt + max(answers) > max_tokens:
+    if prompt + max(group.sizes) > max_tokens:
         return group.apart
     found = []
-    for part in micro_batches(answers, max_tokens - prompt, num_parts):
+    for part in micro_batches(group.sizes, max_tokens - prompt, num_parts):
         unit = Unit([places[i] for i in part], prompt, [answers[i] for i in part])
         is_worth_it = sum(alone.cost for alone in unit.apart) >= MIN_SAVING * unit.cost
         found += [unit] if is_worth_it and part else unit.apart

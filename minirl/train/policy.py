@@ -99,12 +99,10 @@ def hidden_states(
     bounds: attention.Boundaries,
     shared: Shared | None,
 ) -> tuple[Tensor, torch.dtype]:
-    """(hidden_UE, the dtype that products are computed in). Nothing shared: U is T."""
-    keys = None
+    """(hidden_UE, the dtype that products are computed in). Nothing is shared: U is T."""
     if shared is not None:
-        rows_U, _, cu_seqlens_S1, max_seqlen, keys = shared
-        tokens_T, positions_U = tokens_T[rows_U], bounds.positions_T[rows_U]
-        bounds = attention.Boundaries(positions_U, cu_seqlens_S1, max_seqlen)
+        tokens_T, positions_U = tokens_T[shared.rows_U], bounds.positions_T[shared.rows_U]
+        bounds = shared.segments._replace(positions_T=positions_U)
     kind = tokens_T.device.type
     use_bf16 = kind in AUTOCAST_ON and dtype == torch.bfloat16
     with torch.autocast(kind, torch.bfloat16, enabled=use_bf16):
@@ -113,7 +111,7 @@ def hidden_states(
             position_ids=bounds.positions_T[None],
             cu_seqlens=bounds.cu_seqlens_S1,
             max_seqlen=bounds.max_seqlen,
-            keys=keys,
+            keys=shared and shared.keys,
             use_cache=False,
         ).last_hidden_state[0]
     return hidden_UE, torch.bfloat16 if use_bf16 else hidden_UE.dtype
@@ -215,9 +213,8 @@ def build_policy(config: Config, folder: str) -> Policy:
 
 
 def model_flops(policy: Policy, lengths: Sequence[int], keys: Sequence[int] = ()) -> float:
-    """Of a forward and a backward over sequences, which see so many `keys` (default: themselves): 6
-    for each weight and token (4 where the weight is not trained), and causal attention. What is
-    computed again does not count."""
+    """Of a forward and a backward over sequences, which see `keys` or themselves: 6 per weight and
+    token (4 where it is not trained), and causal attention. Recomputation does not count."""
     config = policy.model.config.get_text_config()
     heads, size = config.num_attention_heads, getattr(config, "head_dim", None)
     width = heads * (size or config.hidden_size // heads) * config.num_hidden_layers
