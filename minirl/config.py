@@ -148,7 +148,7 @@ class TrainConfig:
     grad_clip: Annotated[float, Field(gt=0, le=10**6)] = 1.0
     """Largest gradient norm."""
     max_tokens: Annotated[int, Field(ge=1, le=10**8)] = 16384
-    """Tokens per micro-batch on one device: lower it when memory runs out."""
+    """Tokens per micro-batch on one device (shared prompts once): lower it when memory runs out."""
     algorithm: Literal[
         "grpo", "dapo", "dr_grpo", "rloo", "reinforce++", "gspo", "cispo", "a3po", "areal", "ppo"
     ] = "grpo"

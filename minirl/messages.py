@@ -34,6 +34,8 @@ class Role(StrEnum):
 class Started:
     """It is up: an engine serves its first version; rank 0 has published one."""
 
+    note: str = ""  # for the console
+
 
 @dataclass(frozen=True)
 class Stop: ...

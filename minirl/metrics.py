@@ -60,7 +60,7 @@ METRICS = {
     "step starts from: of its batch, and of two answers that end while it runs",
     "train/spliced_gap": "the same over tokens that follow older versions' tokens",
     "train/tokens_per_s": "tokens trained on, prompts included / seconds of training",
-    "train/mfu": "model FLOPs (6·N a token, and attention) / those of the GPUs in bfloat16",
+    "train/mfu": "model FLOPs (6·N a token, shared prompts once; attention) / the GPUs' rate",
     "train/tokens": "trained tokens of this step",
     "train/idle_frac": "time rank 0 waited for a batch / seconds",
     "train/devices": "devices that trained in this step",

@@ -91,6 +91,8 @@ class Supervisor:
                 self.deaths.pop(worker.name, None)
             if isinstance(message, Started):
                 worker.is_ready = True
+                if message.note:
+                    self.log.note(message.note)
             elif isinstance(message, Died):
                 self.workers.deliver(self.on_death(worker, message))
             else:

@@ -32,7 +32,8 @@ def test_ranks_have_equal_counts_and_nearly_equal_costs(lengths: list[int], num_
         assert sum(own) <= BUDGET and own == sorted(own, reverse=True)  # longest first
     for batches in split:
         assert sum(not batch for batch in batches) == max(0, len(batches) - sum(map(len, batches)))
-    loads = [sum(cost(lengths[index]) for index in own) for own in balanced(lengths, num_ranks)]
+    costs = [cost(length) for length in lengths]
+    loads = [sum(costs[index] for index in own) for own in balanced(costs, num_ranks)]
     assert max(loads) - min(loads) <= cost(max(lengths, default=0)) + 1e-9
 
 

@@ -2,13 +2,14 @@
 
 Registers "minirl_packed" as an attention of transformers; the boundaries reach it as keyword
 arguments of the model's forward. On CUDA in half precision it is torch's variable-length attention;
-else each run of neighbours of equal length is one causal SDPA over views: no copy, padding or mask.
+else each run of neighbours of equal length is one causal SDPA. An answer that shares its prompt has
+more keys than queries, the prompt's and its own (`Keys`): its causality is from the lower right.
 Leaves out sliding windows shorter than the sequences, soft caps and sinks: those are errors.
-Axes: T tokens, S1 sequences + 1, H heads, D of one head, B sequences of a run, L tokens of one.
+Axes: T tokens, K keys, S1 sequences + 1, H heads, D of one, B sequences of a run, L tokens of one.
 """
 
 from collections.abc import Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,14 @@ class Boundaries(NamedTuple):
     max_seqlen: int
 
 
+class Keys(NamedTuple):
+    """What packed queries see, where it is not just themselves."""
+
+    rows_K: Tensor  # which token each key is; a sequence's last ones are its queries
+    cu_seqlens_S1: Tensor  # int32
+    max_seqlen: int
+
+
 def boundaries(lengths: Sequence[int], device: torch.device | str = "cpu") -> Boundaries:
     """Of sequences of these lengths, packed in this order."""
     lengths_S = torch.tensor(lengths, dtype=torch.int64)
@@ -54,52 +63,69 @@ def packed_attention(
     *,
     cu_seqlens: Tensor,
     max_seqlen: int,
+    keys: Keys | None = None,
     scaling: float | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in each layer. `rest` holds its arguments for other kernels."""
     needs = [n for n in ("softcap", "s_aux", "position_bias") if rest.get(n) is not None]
-    window = rest.get("sliding_window")
-    if window is not None and window < max_seqlen:
-        needs.append(f"a sliding window of {window} tokens for sequences of {max_seqlen}")
+    window, longest = rest.get("sliding_window"), keys.max_seqlen if keys else max_seqlen
+    if window is not None and window < longest:
+        needs.append(f"a sliding window of {window} tokens for sequences of {longest}")
     if needs:
         layer = type(module).__name__
         raise MinirlError(f"{layer} needs {needs[0]}, which packed attention does not support")
-    qkv_THD = [x[0].transpose(0, 1) for x in (query_1HTD, key_1HTD, value_1HTD)]
+    qkv = [x[0].transpose(0, 1) for x in (query_1HTD, key_1HTD, value_1HTD)]
+    bounds = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    if keys is not None:
+        qkv[1:] = (x_THD.index_select(0, keys.rows_K) for x_THD in qkv[1:])
+        bounds = (cu_seqlens, keys.cu_seqlens_S1, max_seqlen, keys.max_seqlen)
     if value_1HTD.device.type in VARLEN_ON and value_1HTD.dtype in HALF:
-        return _varlen(qkv_THD, cu_seqlens, max_seqlen, scaling)[None], None
-    return _by_runs(qkv_THD, cu_seqlens, scaling)[None], None
+        return _varlen(qkv, bounds, scaling)[None], None
+    return _by_runs(qkv, bounds[:2], scaling)[None], None
 
 
 def _varlen(
-    qkv_THD: list[Tensor], cu_seqlens_S1: Tensor, max_seqlen: int, scaling: float | None
+    qkv: list[Tensor], bounds: tuple[Tensor, Tensor, int, int], scaling: float | None
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     # Autocast does not know this kernel, and norms over heads leave queries and keys in float32.
-    query_THD, key_THD, value_THD = (x.to(qkv_THD[2].dtype) for x in qkv_THD)
-    bounds = (cu_seqlens_S1, cu_seqlens_S1, max_seqlen, max_seqlen)
-    is_grouped, causal = query_THD.shape[1] != key_THD.shape[1], (-1, 0)  # torch's spelling
+    query_THD, key_KHD, value_KHD = (x.to(qkv[2].dtype) for x in qkv)
+    is_grouped, causal = query_THD.shape[1] != key_KHD.shape[1], (-1, 0)  # torch's spelling
     options: dict[str, Any] = {"window_size": causal, "enable_gqa": is_grouped}
-    out = varlen_attn(query_THD, key_THD, value_THD, *bounds, scale=scaling, **options)
+    out = varlen_attn(query_THD, key_KHD, value_KHD, *bounds, scale=scaling, **options)
     assert isinstance(out, Tensor)
     return out
 
 
 @torch.compiler.disable  # its shapes are new in every micro-batch: each would be compiled
-def _by_runs(qkv_THD: list[Tensor], cu_seqlens_S1: Tensor, scaling: float | None) -> Tensor:
-    lengths = [end - start for start, end in pairwise(cu_seqlens_S1.tolist())]
-    runs = [(len(list(run)), length) for length, run in groupby(lengths)]  # neighbours of a length
-    sizes = [num * length for num, length in runs]
-    outs = []
+def _by_runs(qkv: list[Tensor], bounds: tuple[Tensor, ...], scaling: float | None) -> Tensor:
+    lengths = zip(*(cu_S1.diff().tolist() for cu_S1 in bounds), strict=True)
+    runs = [(len(list(run)), *n) for n, run in groupby(lengths)]  # neighbours of equal lengths
+    sizes_q, sizes_k = [num * q for num, q, _ in runs], [num * k for num, _, k in runs]
     # split, not slices: the backward of a slice writes a gradient of all T tokens, for each slice.
-    for run, *qkv in zip(runs, *(x.split(sizes) for x in qkv_THD), strict=True):
-        query_BHLD, key_BHLD, value_BHLD = (x.unflatten(0, run).transpose(1, 2) for x in qkv)
-        out_BHLD = F.scaled_dot_product_attention(
-            query_BHLD, key_BHLD, value_BHLD, is_causal=True, scale=scaling, enable_gqa=True
-        )
-        outs.append(out_BHLD.transpose(1, 2).flatten(0, 1))
+    parts = (x.split(n) for x, n in zip(qkv, (sizes_q, sizes_k, sizes_k), strict=True))
+    outs = []
+    for (num, *_), *qkv_LHD in zip(runs, *parts, strict=True):
+        qkv_BHLD = [x.unflatten(0, (num, -1)).transpose(1, 2) for x in qkv_LHD]
+        outs.append(_causal(qkv_BHLD, scaling).transpose(1, 2).flatten(0, 1))
     return torch.cat(outs)
+
+
+def _causal(qkv_BHLD: list[Tensor], scaling: float | None) -> Tensor:
+    """From the lower right, where SDPA's own is from the upper left. So more keys than queries take
+    a mask; or, where they are few and a mask would hide nearly half, empty queries before them."""
+    query_BHLD, key_BHLD, value_BHLD = qkv_BHLD
+    num_q, num_k = query_BHLD.shape[2], key_BHLD.shape[2]
+    num_more, is_causal = num_k - num_q, 3 * num_q > 2 * num_k
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scaling, "enable_gqa": True}
+    if not is_causal:
+        options["attn_mask"] = query_BHLD.new_ones(num_q, num_k).tril(num_more).bool()
+    elif num_more:
+        query_BHLD = F.pad(query_BHLD, (0, 0, num_more, 0))
+    out_BHLD = F.scaled_dot_product_attention(query_BHLD, key_BHLD, value_BHLD, **options)
+    return out_BHLD[:, :, num_more:] if is_causal and num_more else out_BHLD
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -23,7 +23,8 @@ from minirl.messages import RankSetup
 from minirl.records import Batch
 from minirl.shm.ring import TrajectoryRing, TrajectoryView
 from minirl.train import attention
-from minirl.train.packing import split_over_ranks
+from minirl.train.packing import Unit, split_units
+from minirl.train.sharing import Shared, share
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class Item:
     @property
     def length(self) -> int:
         return len(self.view.tokens)
+
+    @property
+    def prompt(self) -> NDArray[np.int32]:
+        """The tokens before the first that the model wrote."""
+        return self.view.tokens[: self.written.argmax() if self.written.any() else None]
 
     @property
     def place(self) -> slice:
@@ -72,6 +78,7 @@ class MicroBatch:
     at_equal_version_T: Tensor
     spliced_T: Tensor
     is_dummy: bool = False
+    shared: Shared | None = None
     prox_T: Tensor | None = None
     ref_T: Tensor | None = None
     advantages_T: Tensor | None = None
@@ -83,6 +90,12 @@ class MicroBatch:
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, int]:
         """Of a policy or a critic."""
         return self.tokens_T, self.positions_T, self.cu_seqlens_S1, self.max_seqlen
+
+    @property
+    def lengths(self) -> tuple[list[int], list[int]]:
+        """Of what attention computes: queries, and the keys that they see."""
+        at = (self.shared.segments, self.shared.keys) if self.shared else (self, self)
+        return at[0].cu_seqlens_S1.diff().tolist(), at[1].cu_seqlens_S1.diff().tolist()
 
     @property
     def needed_T(self) -> Tensor:
@@ -142,15 +155,29 @@ def loss_weights(counts: Sequence[int], kind: str, max_new_tokens: int) -> list[
     return [total / (count * num_training) if count else 0.0 for count in counts]
 
 
-def own_micro_batches(items: Sequence[Item], setup: RankSetup) -> list[MicroBatch]:
+def own_micro_batches(
+    items: Sequence[Item], setup: RankSetup, can_share: bool = False
+) -> list[MicroBatch]:
     """Every rank computes the same split and takes its own part."""
-    lengths, max_tokens = [item.length for item in items], setup.config.train.max_tokens
-    own = split_over_ranks(lengths, setup.num_ranks, max_tokens)[setup.rank]
-    device = setup.placement.torch_device
-    return [pack([items[place] for place in places], device) for places in own]
+    groups = by_prompt(items)
+    if not can_share:
+        groups = [alone for group in groups for alone in group.apart]
+    split = split_units(groups, setup.num_ranks, setup.config.train.max_tokens)
+    own, device = split[setup.rank], setup.placement.torch_device
+    return [pack([items[i] for unit in units for i in unit.places], device, units) for units in own]
 
 
-def pack(items: Sequence[Item], device: str) -> MicroBatch:
+def by_prompt(items: Sequence[Item]) -> list[Unit]:
+    """Trajectories that begin with the same tokens."""
+    found: dict[bytes, Unit] = {}
+    for place, item in enumerate(items):
+        unit = found.setdefault(item.prompt.tobytes(), Unit([], len(item.prompt), []))
+        unit.places.append(place)
+        unit.answers.append(item.length - unit.prompt)
+    return list(found.values())
+
+
+def pack(items: Sequence[Item], device: str, units: Sequence[Unit] = ()) -> MicroBatch:
     """Without padding. No items: a dummy of one token that trains nothing, which DDP needs."""
     if not items:
         return replace(pack([example_item([0], [])], device), is_dummy=True)
@@ -169,6 +196,7 @@ def pack(items: Sequence[Item], device: str) -> MicroBatch:
         trainable_T=column([item.trainable for item in items], torch.bool),
         at_equal_version_T=column([item.at_equal_version for item in items], torch.bool),
         spliced_T=column([item.spliced for item in items], torch.bool),
+        shared=share(units, device),
     )
 
 

@@ -7,7 +7,7 @@ Leaves out heads that do more than a product (bias, soft cap, scaling): `load_po
 The critic of the estimator "gae" is a copy of the policy's backbone with a value head.
 
 Axes: T tokens of all sequences, N tokens whose logprob is needed, C of them in one chunk,
-V vocabulary, E width of the model, S1 sequences + 1.
+V vocabulary, E width of the model, S1 sequences + 1, U tokens that the backbone sees (sharing.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +21,8 @@ from minirl.config import Config
 from minirl.devices import hide_broken_torchvision
 from minirl.errors import MinirlError, RecipeError
 from minirl.train import attention, lora
+from minirl.train.packing import Unit
+from minirl.train.sharing import Shared, share
 
 hide_broken_torchvision()
 
@@ -37,6 +39,7 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.model, self.dtype, self.head = model, dtype, Head()
+        self.can_share = True  # a prompt between answers
 
     def forward(
         self,
@@ -46,6 +49,7 @@ class Policy(nn.Module):
         max_seqlen: int,
         temperature: float = 1.0,
         needed_T: Tensor | None = None,
+        shared: Shared | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(logprobs_T, entropy_T) of the tokens that `needed_T` marks (default: all).
 
@@ -54,10 +58,13 @@ class Policy(nn.Module):
         # transformers shares config objects between models: another may have switched ours.
         assert self.model.config._attn_implementation == attention.NAME
         bounds = attention.Boundaries(positions_T, cu_seqlens_S1, max_seqlen)
-        hidden_TE, dtype = hidden_states(self.model.base_model, self.dtype, tokens_T, bounds)
+        hidden_UE, dtype = hidden_states(
+            self.model.base_model, self.dtype, tokens_T, bounds, shared
+        )
         predicted_T = positions_T > 0 if needed_T is None else (positions_T > 0) & needed_T
         at_N = predicted_T.nonzero()[:, 0]
-        hidden_NE = hidden_TE.index_select(0, at_N - 1)
+        before_N = at_N - 1 if shared is None else shared.unique_T[at_N - 1]
+        hidden_NE = hidden_UE.index_select(0, before_N)
         weight_VE = self.model.get_output_embeddings().weight
         head = self.head._replace(temperature=temperature, dtype=dtype)
         logprobs_N, entropy_N = HeadLogprobs.apply(hidden_NE, weight_VE, tokens_T[at_N], head)
@@ -76,29 +83,38 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, tokens_T: Tensor, *bounds: Any) -> Tensor:
+    def forward(self, tokens_T: Tensor, *bounds: Any, shared: Shared | None = None) -> Tensor:
         """The value of the tokens before each token; 0 for the first of a sequence."""
         at = attention.Boundaries(*bounds)
-        hidden_TE, _ = hidden_states(self.backbone, self.dtype, tokens_T, at)
-        values_T = self.head(hidden_TE.float())[:, 0]
+        hidden_UE, _ = hidden_states(self.backbone, self.dtype, tokens_T, at, shared)
+        values_U = self.head(hidden_UE.float())[:, 0]
+        values_T = values_U if shared is None else values_U.index_select(0, shared.unique_T)
         return torch.where(at.positions_T > 0, F.pad(values_T[:-1], (1, 0)), 0.0 * values_T)
 
 
 def hidden_states(
-    backbone: nn.Module, dtype: torch.dtype, tokens_T: Tensor, bounds: attention.Boundaries
+    backbone: nn.Module,
+    dtype: torch.dtype,
+    tokens_T: Tensor,
+    bounds: attention.Boundaries,
+    shared: Shared | None,
 ) -> tuple[Tensor, torch.dtype]:
-    """(hidden_TE, the dtype that products are computed in)."""
+    """(hidden_UE, the dtype that products are computed in). Nothing is shared: U is T."""
+    if shared is not None:
+        tokens_T, positions_U = tokens_T[shared.rows_U], bounds.positions_T[shared.rows_U]
+        bounds = shared.segments._replace(positions_T=positions_U)
     kind = tokens_T.device.type
     use_bf16 = kind in AUTOCAST_ON and dtype == torch.bfloat16
     with torch.autocast(kind, torch.bfloat16, enabled=use_bf16):
-        hidden_TE = backbone(
+        hidden_UE = backbone(
             input_ids=tokens_T[None],
             position_ids=bounds.positions_T[None],
             cu_seqlens=bounds.cu_seqlens_S1,
             max_seqlen=bounds.max_seqlen,
+            keys=shared and shared.keys,
             use_cache=False,
         ).last_hidden_state[0]
-    return hidden_TE, torch.bfloat16 if use_bf16 else hidden_TE.dtype
+    return hidden_UE, torch.bfloat16 if use_bf16 else hidden_UE.dtype
 
 
 def _logits(hidden_CE: Tensor, weight_VE: Tensor, temperature: float) -> Tensor:
@@ -196,14 +212,15 @@ def build_policy(config: Config, folder: str) -> Policy:
     return policy
 
 
-def model_flops(policy: Policy, lengths: Sequence[int]) -> float:
-    """Of a forward and a backward over sequences: 6 for each weight and token (4 where the weight
-    is not trained), and causal attention. What is computed again does not count."""
+def model_flops(policy: Policy, lengths: Sequence[int], keys: Sequence[int] = ()) -> float:
+    """Of a forward and a backward over sequences, which see `keys` or themselves: 6 per weight and
+    token (4 where it is not trained), and causal attention. Recomputation does not count."""
     config = policy.model.config.get_text_config()
     heads, size = config.num_attention_heads, getattr(config, "head_dim", None)
     width = heads * (size or config.hidden_size // heads) * config.num_hidden_layers
     per_token = sum((4 + 2 * p.requires_grad) * p.numel() for p in policy.parameters())
-    return float(sum(per_token * n + 6 * width * n * n for n in lengths))
+    pairs = zip(lengths, keys or lengths, strict=True)
+    return float(sum(per_token * n + 6 * width * n * (2 * k - n) for n, k in pairs))
 
 
 def build_critic(config: Config, folder: str) -> Critic:
@@ -255,7 +272,8 @@ def check_loaded(folder: str, info: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def check_head(policy: Policy) -> None:
-    """The policy's logprobs, packed, must be those of the model's own forward of one sequence."""
+    """The policy's logprobs, packed, must be those of the model's own forward of one sequence. If
+    they are not where a prompt is shared, none ever is."""
     model, exact = policy.model, Policy(policy.model)  # in float32, also where autocast is used
     name, rest = type(model).__name__, "minirl cannot train it yet"
     kinds = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - SEPARABLE
@@ -265,7 +283,8 @@ def check_head(policy: Policy) -> None:
     bounds = {"cu_seqlens": alone.cu_seqlens_S1, "max_seqlen": alone.max_seqlen}
     try:
         logits_TV = model(tokens_T[None], use_cache=False, **bounds).logits[0]
-        ours_A, _ = exact(torch.cat([tokens_T[:n] for n in lengths]), *packed)
+        inputs = (torch.cat([tokens_T[:n] for n in lengths]), *packed)
+        ours_A, _ = exact(*inputs)
     except TypeError:  # of a layer that takes the boundaries for another's
         raise MinirlError(f"{name}: {across}: {rest}") from None
     own_T = logits_TV[:-1].float().log_softmax(-1).gather(1, tokens_T[1:, None])[:, 0]
@@ -276,3 +295,5 @@ def check_head(policy: Policy) -> None:
         raise MinirlError(f"{name} {does}: {rest}")
     if not max(others) < 1e-3:
         raise MinirlError(f"{name}: {across}: {rest}")
+    once = share([Unit([0, 1, 2], 3, [n - 3 for n in lengths])], str(tokens_T.device))
+    policy.can_share = bool((exact(*inputs, shared=once)[0] - own_A).abs().max() < 1e-3)

@@ -31,6 +31,7 @@ from minirl.train.batch import (
     own_micro_batches,
 )
 from minirl.train.optimizer import over_ranks
+from minirl.train.policy import Policy
 
 Column = NDArray[np.float32]
 
@@ -61,7 +62,7 @@ class Preparer:
     """What does not change from step to step. `policy` and `critic` are those being trained."""
 
     setup: TrainerSetup
-    policy: nn.Module
+    policy: Policy
     reference: nn.Module | None
     critic: nn.Module | None
     heartbeat: Callable[[str], None]  # with what is being done
@@ -96,7 +97,7 @@ class Preparer:
         return Prepared(finished, groups, columns["advantages_T"], values)
 
     def micro_batches(self, items: list[Item]) -> list[MicroBatch]:
-        return own_micro_batches(items, self.setup)
+        return own_micro_batches(items, self.setup, self.policy.can_share)
 
     @torch.no_grad()
     def with_forwards(self, micro: MicroBatch) -> MicroBatch:
@@ -105,15 +106,16 @@ class Preparer:
         train, temperature = self.config.train, self.config.rollout.temperature
         if train.num_minibatches > 1 and train.objective != "naive" and train.proximal == "forward":
             self.heartbeat("prox forward")
-            prox_T, _ = self.policy(*micro.inputs, temperature, micro.needed_T)
+            prox_T, _ = self.policy(*micro.inputs, temperature, micro.needed_T, micro.shared)
             micro = replace(micro, prox_T=prox_T)
         if self.reference is not None:
             self.heartbeat("reference forward")
-            ref_T, _ = self.reference(*micro.inputs, temperature, micro.trainable_T)
+            ref_T, _ = self.reference(*micro.inputs, temperature, micro.trainable_T, micro.shared)
             micro = replace(micro, ref_T=ref_T)
         if self.critic is not None:
             self.heartbeat("critic forward")
-            micro = replace(micro, values_T=self.critic(*micro.inputs).float())
+            values_T = self.critic(*micro.inputs, shared=micro.shared).float()
+            micro = replace(micro, values_T=values_T)
         return micro
 
     # -- columns of the whole batch

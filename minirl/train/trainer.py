@@ -101,8 +101,10 @@ class Trainer:
             "train/tokens_per_s": num_tokens / (seconds := time.perf_counter() - started),
         }
         if peak := self.setup.peak_flops:
-            flops = model_flops(self.policy, [item.length for item in prepared.items])
-            values["train/mfu"] = flops / (seconds * peak * self.setup.num_ranks)
+            micros = (micro for part in prepared.minibatches for micro in part.micro_batches)
+            own = sum(model_flops(self.policy, *micro.lengths) for micro in micros)
+            flops = over_ranks(torch.tensor(own, dtype=torch.float64, device=self.device))
+            values["train/mfu"] = float(flops) / (seconds * peak * self.setup.num_ranks)
         counts = tuple(np.bincount(trained_staleness(prepared.items)).tolist())
         samples = self.shown_answers(prepared)
         return Trained(batch.version + 1, values, counts, self.problem, samples)
@@ -296,7 +298,8 @@ def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
         raise RecipeError("model.path", setup.folder, f"its {bad} is not finite", "take another")
     if setup.rank == 0:
         trainer.publish(setup.version)
-    pipe.send(Started())
+    note = "" if trainer.policy.can_share else "this model trains the prompt anew in each answer"
+    pipe.send(Started("" if setup.rank else note))
     while True:
         board.enter(State.WAITING_FOR_BATCH)
         if not pipe.poll(BEAT_S):

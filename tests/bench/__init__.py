@@ -10,8 +10,8 @@ clock.py            seconds, less those that other programs took
 processes.py        the processes of a bench, each pinned to its own cores
 models.py           the models: random weights, no download, and a publisher in the trainer's place
 worker_harness.py   a real rollout worker and the prompts that keep it busy
-trainer_harness.py  a real trainer rank and the loops it is compared with; batches.py, memory.py
-                    and two_ranks.py are the train bench's other parts
+trainer_harness.py  a real trainer rank and the loops it is compared with; batches.py, memory.py,
+                    sharing.py and two_ranks.py are the train bench's other parts
 loop_harness.py     the real controller around any workers
 scripted.py         workers that only sleep
 terminal.py         a program in a terminal of its own
@@ -123,7 +123,7 @@ BENCHES = {
         "tests.bench.dashboard:measure",
     ),
     "train": Bench(
-        "a training step against bare loops, micro-batches, memory of the head, two ranks",
+        "a training step against bare loops, micro-batches, shared prompts, memory, two ranks",
         "tests.bench.train:measure",
     ),
     "peers": Bench(

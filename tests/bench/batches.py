@@ -29,6 +29,7 @@ class Size:
     max_new_tokens: int
     max_tokens: int  # of a micro-batch
     repeats: int
+    min_prompt_tokens: int = 8
 
     @property
     def longest(self) -> int:
@@ -55,9 +56,9 @@ def draw(size: Size, vocab: int) -> Drawn:
     rng = random.Random(SEED)
     num_cells = size.num_groups * size.group_size
     ring = TrajectoryRing(num_cells, size.longest)
-    groups, sequences = [], []
+    groups, sequences, span = [], [], (size.min_prompt_tokens, size.prompt_tokens)
     for group_id in range(size.num_groups):
-        prompt = [rng.randrange(2, vocab) for _ in range(rng.randint(8, size.prompt_tokens))]
+        prompt = [rng.randrange(2, vocab) for _ in range(rng.randint(*span))]
         trajectories = []
         for place in range(size.group_size):
             drawn = rng.lognormvariate(0, size.sigma) * size.median_new_tokens

@@ -22,7 +22,7 @@ def peak_bytes(pipe: Connection, kind: str, num_tokens: int) -> int:
     weight_VE = torch.randn(VOCAB, WIDTH, requires_grad=True)
     targets_N = torch.randint(VOCAB, (num_tokens,))
     _warm_up()
-    before = _status("VmRSS")
+    before = resident_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
     if kind == CHUNKED:
         logprobs_N, _ = HeadLogprobs.apply(hidden_NE, weight_VE, targets_N, Head())
@@ -30,7 +30,7 @@ def peak_bytes(pipe: Connection, kind: str, num_tokens: int) -> int:
         logprobs_NV = (hidden_NE @ weight_VE.T).log_softmax(-1)
         logprobs_N = logprobs_NV.gather(1, targets_N[:, None])[:, 0]
     logprobs_N.sum().backward()
-    return _status("VmHWM") - before
+    return resident_bytes("VmHWM") - before
 
 
 def _warm_up() -> None:
@@ -39,7 +39,7 @@ def _warm_up() -> None:
     (small @ small).log_softmax(-1).sum().backward()
 
 
-def _status(field: str) -> int:
+def resident_bytes(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024

@@ -15,6 +15,10 @@
     skip_prox_speedup          seconds of a step that runs the forward for π_prox / of one that
                                skips it, with one minibatch
     two_ranks_over_one         tokens/s of two DDP ranks, one core each / of one
+    shared_over_packed_*       tokens/s of a step in which the answers of a group share their prompt
+                               / of one over whole trajectories, with the peak memory of each:
+                               prompts and answers as in the smoke run; prompts of 100 and answers
+                               of 25 tokens on 135m; answers of 1,000, where nothing is shared
 
 Each on one core but the last, which is by the wall clock; repeats are interleaved, figures medians.
 """
@@ -25,6 +29,7 @@ from tests.bench.batches import Size, draw, write_model
 from tests.bench.memory import CHUNKED, FULL, peak_bytes
 from tests.bench.models import SHAPES
 from tests.bench.processes import Processes, processes
+from tests.bench.sharing import Sharing, peak_of, step_of
 from tests.bench.trainer_harness import LOOPS, TrainerHarness, bare, count_tokens, step
 from tests.bench.two_ranks import tokens_per_s
 
@@ -60,6 +65,15 @@ QUICK = Size(
     max_tokens=512,
     repeats=1,
 )
+# Model, lengths, goal.
+SMOKE = Size(32, 8, 70, 35, 0.6, 110, 16384, repeats=5, min_prompt_tokens=50)
+SHORT = Size(2, 8, 110, 25, 0.4, 64, 2048, repeats=2, min_prompt_tokens=90)
+LONG = Size(4, 8, 110, 1000, 0.3, 1938, 16384, repeats=3, min_prompt_tokens=90)
+SHARED = {
+    "smoke": ("tiny", SMOKE, 1.5),
+    "short": ("135m", SHORT, 2.5),
+    "long": ("tiny", LONG, 0.97),
+}
 
 
 def measure(options: Options) -> list[Figure]:
@@ -81,6 +95,7 @@ def measure(options: Options) -> list[Figure]:
             *_speeds(took_by, here.ask(harness, count_tokens)),
             _memory(here, num_tokens=64 if options.is_quick else 4096),
             _two_ranks(folder, size, shape.vocab),
+            *([] if options.is_quick else map(_shared, SHARED)),
         ]
 
 
@@ -133,3 +148,24 @@ def _two_ranks(folder: str, size: Size, vocab: int) -> Figure:
             found.append(tokens_per_s(folder, config, drawn, num_ranks, size.repeats))
     ratio = median(speeds[2]) / median(speeds[1])
     return Figure("two_ranks_over_one", ratio, note="tokens/s, one core each")
+
+
+def _shared(name: str) -> Figure:
+    model, size, goal = SHARED[name]
+    shape, ratios, peaks = SHAPES[model], [], []
+    with processes(3) as here:
+        folder = write_model(shape, here.folder / "model")
+        part = here.part(here.train_place, Sharing, folder, size, shape.vocab)
+        here.result(part)
+        for repeat in range(size.repeats + 1):
+            both, packed, again, once = (
+                here.ask(part, step_of, can_share) for can_share in (True, False, False, True)
+            )
+            if repeat:  # the first is a warm-up
+                ratios.append((packed + again) / (both + once))
+        for can_share in (True, False):
+            part = here.part(here.train_place, peak_of, folder, size, shape.vocab, can_share)
+            here.result(part)
+            peaks.append(here.ask(part, int) / 2**20)
+    note = "tokens/s; peak {:.0f} / {:.0f} MiB".format(*peaks)
+    return at_least(f"shared_over_packed_{name}", median(ratios), goal, note)

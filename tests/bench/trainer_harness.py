@@ -66,7 +66,9 @@ class TrainerHarness:
 
     def make_trainer(self, folder: str, max_tokens: int) -> Trainer:
         config = replace(self.size, max_tokens=max_tokens).config(lr=LR)
-        return Trainer(trainer_setup(folder, config, self.drawn), Board(1).writer(0))
+        trainer = Trainer(trainer_setup(folder, config, self.drawn), Board(1).writer(0))
+        trainer.policy.can_share = False  # what it is compared with packs whole sequences
+        return trainer
 
 
 def trainer_setup(
