@@ -29,6 +29,8 @@ from minirl.config import Config
 if TYPE_CHECKING:
     from torch import Tensor
 
+ENGINE_WORK_BYTES = 1.5 * 2**30  # activations, CUDA graphs and context of an engine
+LIBRARY_BYTES = 1.5 * 2**30  # CUDA context, NCCL and cuBLAS of a rank
 PACKAGES = ("minirl", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 
@@ -151,20 +153,22 @@ def place(
     config: Config, kind: str, available: int, engines: bool = True, ranks: bool = True
 ) -> tuple[list[Placement], list[Placement]]:
     """One placement per rollout engine, one per trainer rank; `available` counts GPUs on cuda.
-    Either may be left out: then the other has all cores, or the first GPUs."""
-    shards = config.devices.tensor_parallel
+    Either may be left out: then the other has all cores, or the first GPUs. With devices.share both
+    have all cores, or the first GPU."""
+    shards, is_shared = config.devices.tensor_parallel, config.devices.share
     rollout, train = config.devices.rollout * engines, config.devices.train * ranks
-    pool: list[Any] = _visible(available)[: rollout + train]
+    pool: list[Any] = _visible(available)[: 1 if is_shared else rollout + train]
     split = rollout
     if kind == "cpu":
         pool = sorted(os.sched_getaffinity(0))
         split = round(len(pool) * rollout / (rollout + train))
         if engines and ranks:
             split = max(1, min(len(pool) - 1, split))
-    shares = _shares(pool[:split], rollout // shards)
+    first, second = (pool, pool) if is_shared else (pool[:split], pool[split:] or pool)
+    shares = _shares(first, rollout // shards)
     return (
         [_placement(kind, s, shards, vllm_environment(kind, i)) for i, s in enumerate(shares)],
-        [_placement(kind, part, 1, {}) for part in _shares(pool[split:] or pool, train)],
+        [_placement(kind, part, 1, {}) for part in _shares(second, train)],
     )
 
 
@@ -212,17 +216,24 @@ def vllm_environment(kind: str, engine: int = 0) -> dict[str, str]:
 
 def engine_arguments(config: Config, kind: str) -> dict[str, object]:
     """The engine arguments that differ between CPU and CUDA."""
-    if kind == "cuda":
+    kv_cache = {"kv_cache_memory_bytes": int(config.rollout.kv_cache_gib * 2**30)}
+    if kind == "cpu":
         return {
-            "gpu_memory_utilization": config.rollout.memory_fraction,
-            "async_scheduling": True,  # the next step is scheduled while this one runs
-            "max_num_batched_tokens": 8192,  # 2048 would cut the prefill after a reload in pieces
+            **kv_cache,
+            "async_scheduling": False,
+            "enforce_eager": True,
+            "block_size": 32,  # the CPU default of 128 never shares a short prompt's KV
         }
+    memory: dict[str, object] = {"gpu_memory_utilization": config.rollout.memory_fraction}
+    if config.devices.share:
+        # A KV cache of its own size: vLLM's profiling fails where others' memory moves. It still
+        # compares the share of the GPU with what is free.
+        memory = {**kv_cache, "gpu_memory_utilization": 0.01}
     return {
-        "async_scheduling": False,
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": int(config.rollout.kv_cache_gib * 2**30),
-        "block_size": 32,  # the CPU default of 128 never shares a short prompt's KV
+        **memory,
+        "enable_sleep_mode": config.takes_turns,
+        "async_scheduling": True,  # the next step is scheduled while this one runs
+        "max_num_batched_tokens": 8192,  # 2048 would cut the prefill after a reload in pieces
     }
 
 
@@ -258,8 +269,19 @@ def hide_broken_torchvision() -> None:
             sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
 
-def use_training_device(placement: Placement, shared: "Tensor | None" = None) -> None:
-    """In a trainer rank, before the model is loaded. `shared`: where it publishes weights."""
+def engine_reserve(config: Config, weights_bytes: int) -> float:
+    """What an engine leaves a trainer on its GPU no room for, and what torch does not count."""
+    if not config.devices.share:
+        return 0.0
+    awake = 0.0 if config.takes_turns else weights_bytes + config.rollout.kv_cache_gib * 2**30
+    return ENGINE_WORK_BYTES + LIBRARY_BYTES + awake
+
+
+def use_training_device(
+    placement: Placement, shared: "Tensor | None" = None, reserve_bytes: float = 0.0
+) -> None:
+    """In a trainer rank, before the model is loaded. `shared`: where it publishes weights;
+    `reserve_bytes`: what it must leave of its GPU."""
     import torch
 
     if placement.kind == "cpu":
@@ -267,6 +289,9 @@ def use_training_device(placement: Placement, shared: "Tensor | None" = None) ->
         return
     # No TF32: its logprobs are 2e-3 off an engine's float32, and the canary's limit is 1e-3.
     torch.cuda.set_device(0)
+    if reserve_bytes:
+        left = 1 - reserve_bytes / torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(max(0.01, left))
     if shared is not None:
         pin(shared)
 

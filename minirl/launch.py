@@ -22,7 +22,7 @@ from minirl.devices import Placement, with_own_temp
 from minirl.errors import MinirlError, RecipeError
 from minirl.loop import Loop
 from minirl.messages import RankSetup, Role, Stop, TrainerSetup
-from minirl.recipe import Loaded, check_devices, check_memory, check_model, to_toml
+from minirl.recipe import Loaded, check_devices, check_memory, check_model, to_toml, with_share
 from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
 from minirl.rollout.worker import RolloutSetup
 from minirl.run_dir import RunDir, hold, holds_run, write_text
@@ -78,7 +78,7 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: b
 
 def _make_job(config: Config, recipe: Path, run_dir: Path) -> Job:
     kind, available = devices.find_devices(config.devices.kind)
-    gpu = None
+    config, gpu = with_share(config, kind, available), None
     if kind == "cuda":
         from minirl.tools import plan  # the only tool that the train path uses, and only here
 
@@ -168,15 +168,15 @@ def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
 def _finish(job: Job, loop: Loop, log: RunLog, view: ConsoleView) -> int:
     """The summary, and an error where something is not on the disk."""
     is_whole = loop.step == job.config.train.steps
-    own, (kind, available) = job.config.devices, devices.find_devices(job.kind)
-    word = {"cuda": "GPU", "cpu": "process"}[kind] if available > own.rollout + own.train else ""
+    has_room = devices.find_devices(job.kind)[1] > job.config.num_devices
+    word = {"cuda": "GPU", "cpu": "process"}[job.kind]
     dropped = [f"{n:,} {why.words}" for why, n in loop.buffer.drops.most_common() if n]
     extra = {
         "run_dir": str(job.run_dir),
         "seed": job.config.seed,
         "drops": dict(loop.buffer.drops),
         "dropped": ", ".join(dropped) or None,
-        "balance": measured(job.config, log.metrics, word) or None,
+        "balance": measured(job.config, log.metrics, word, has_room) or None,
         "ended": time.strftime(TIME_FORMAT),
         **devices.describe(job.kind),
     }

@@ -14,7 +14,8 @@ Each turn of the loop:
 
 The controller sends and receives only small descriptors; tokens and weights stay in shared memory.
 At η = 0 the same loop is synchronous: a batch is fed only when nothing runs, and evaluations have
-the engines to themselves, so that one seed gives one run.
+the engines to themselves, so that one seed gives one run. On a device that both pools share the
+engine then sleeps while the trainer trains, and wakes when the next version is published.
 
 Owns the step, the batch in training, and when to save and to evaluate. Leaves out: a group's life
 (groups.py), the bound on staleness (buffer.py), deaths and freezes (supervisor.py), which process
@@ -34,6 +35,7 @@ from minirl.recipe import to_toml
 from minirl.records import Batch, Prompt
 from minirl.rollout.dispatch import Speedometer
 from minirl.run_log import RunLog
+from minirl.shm.board import State
 from minirl.supervisor import RANKS, Supervisor
 from minirl.tasks.prompts import PromptStream
 from minirl.workers import Worker, Workers
@@ -160,12 +162,19 @@ class Loop:
         if self.wants_save:
             self.save()
             return
+        if self.config.takes_turns and not self.engines_sleep:
+            return  # the trainer needs their memory
         self.batch = self.groups.next_batch(self.step + 1, time.monotonic())
         if self.batch is not None:
             self.to_ranks(Train(self.batch))
         elif fault := self.groups.drops.fault:
             self.save_last()
             raise CannotTrain(f"{fault}; {self.log.last_checkpoint}")
+
+    @property
+    def engines_sleep(self) -> bool:
+        rows = [self.workers.board.row(engine.row) for engine in self.engines]
+        return all(row.state is State.SLEEPING for row in rows)
 
     def to_ranks(self, message: Train | Save) -> None:
         for rank in self.ranks:

@@ -1,31 +1,33 @@
 """What a recipe needs and what it would do, on GPUs that need not be here: `minirl plan`.
 
 Takes a recipe, a kind of GPU and the lengths of answers; gives the memory bill of a rollout GPU and
-of a training GPU, one set of changes that fits where the recipe does not, every split of the GPUs,
-simulated, with the one to take, its hours and their cost. `devices.split = "auto"` takes that split
-when a run starts. docs/planning.md says how far to trust it. Leaves out: torch, and in the hours
-the start, evaluations and checkpoints.
+of a training GPU (or of both pools on one), one set of changes that fits where the recipe does not,
+every split of the GPUs, simulated, with the one to take, its hours and their cost. `devices.split =
+"auto"` takes that split when a run starts. docs/planning.md says how far to trust it. Leaves out:
+torch, and in the hours the start, evaluations and checkpoints.
 """
 
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress, product
+from math import floor
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from minirl.balance import sentence
 from minirl.config import KEYS, Config, get
+from minirl.devices import ENGINE_WORK_BYTES, LIBRARY_BYTES
 from minirl.errors import RecipeError, toml_value
 from minirl.recipe import find_model, read_model_config
+from minirl.shm.weights import ITEM_BYTES
 from minirl.tools.simulate import Costs, Lengths, Simulation, Throughput, long_tailed
 
 GIB = 2**30
-ENGINE_WORK = 1.5 * GIB  # activations and CUDA graphs of an engine, inside its share
-# On a training GPU: CUDA context, NCCL and cuBLAS; and fragments of the allocator.
-LIBRARIES = {"libraries": 1.5 * GIB, "spare": 1.5 * GIB}
+LIBRARIES = {"libraries": LIBRARY_BYTES, "spare": 1.5 * GIB}  # spare: fragments of the allocator
 LOGITS = 1024  # rows at once (train/policy.py)
 # Shares of the data sheet's rates that are reached. Those of training lie between the trainers of
 # two published tables, and STEP_S was fitted on one of them (tests/docs/plan.py); the others are
@@ -37,8 +39,15 @@ DECODE = 0.75  # of the memory bandwidth
 STEP_S = 0.007  # launches, scheduling and sampling of an engine step
 STEP_PER_SEQ_S = 10e-6  # bookkeeping of one sequence in a step
 TRUST = (0.6, 1.8)  # a run takes so many times the planned hours: the spread of those tables
-# What makes room on a training GPU, the cheapest first.
-REMEDIES = {"gradient_checkpointing": True, "shard_optimizer": True, "lora_rank": 32}
+REMEDIES: tuple[tuple[str, Any], ...] = (  # what makes room: the first costs most
+    ("train.lora_rank", 32),
+    ("buffer.max_staleness", 0),  # on a shared GPU the pools then take turns
+    ("train.optimizer", "adamw8bit"),
+    *(("train.shard", what) for what in ("full", "optimizer")),
+    ("train.gradient_checkpointing", True),
+    *(("devices.tensor_parallel", width) for width in (8, 4, 2)),
+    ("rollout.memory_fraction", 0.92),
+)
 MEASURED = Path("gpu.json")  # by `minirl doctor --gpu`
 Table = list[tuple[str, ...]]
 
@@ -74,10 +83,16 @@ class Shape(NamedTuple):  # a row of plan.toml
         return [(self.hidden, other) for other in others]
 
     @property
+    def num_in_layer(self) -> int:
+        return sum(a * b for a, b in self.linears) + 2 * self.hidden
+
+    @property
+    def num_embedded(self) -> int:
+        return self.vocab * self.hidden * (1 if self.is_tied else 2)
+
+    @property
     def num_parameters(self) -> int:
-        layer = sum(a * b for a, b in self.linears) + 2 * self.hidden
-        embeddings = self.vocab * self.hidden * (1 if self.is_tied else 2)
-        return self.layers * layer + embeddings + self.hidden
+        return self.layers * self.num_in_layer + self.num_embedded + self.hidden
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -100,6 +115,7 @@ class Shape(NamedTuple):  # a row of plan.toml
 TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 GPUS = {name: GpuKind(*row) for name, row in TABLES["gpus"].items()}
 SHAPES = {name: Shape(*row) for name, row in TABLES["shapes"].items()}
+CARDS: dict[str, float] = TABLES["cards"]  # GiB that a process can have, by GB
 
 
 def recognise(device_name: str, memory_bytes: float) -> GpuKind | None:
@@ -137,6 +153,29 @@ def _from_config_json(path: str, values: dict[str, Any]) -> Shape:
         raise RecipeError("model.path", path, rule, remedy) from None
 
 
+def rank_bytes(config: Config, shape: Shape) -> dict[str, float]:
+    """What a training rank holds, a micro-batch and libraries apart. All in float32, but for what
+    LoRA does not train and for AdamW's state in 8 bits."""
+    train, num, part = config.train, shape.num_parameters, 1 / config.devices.train
+    adapted = shape.num_adapted(train.lora_rank)
+    size, trained = ITEM_BYTES[config.model.dtype] if adapted else 4, adapted or num
+    held = part if train.shard == "full" else 1.0
+    state = 2.0 if train.optimizer == "adamw8bit" else 8.0
+    state *= 1.0 if train.shard == "none" else part
+    # FSDP2 gathers the layer that runs and the next, and embeddings and head with the root.
+    gathered = size * (2.0 * shape.num_in_layer + shape.num_embedded)
+    items = {
+        "weights": held * (size * num + 4.0 * adapted),
+        "gradients": held * 4.0 * trained,
+        "optimizer": state * trained,
+        "gathered": gathered if train.shard == "full" else 0.0,
+        # Of the same size, and always trained whole.
+        "critic": num * (held * 8.0 + state) if train.estimator == "gae" else 0.0,
+        "reference": 4.0 * num if train.kl_coef else 0.0,
+    }
+    return {name: bytes_ for name, bytes_ in items.items() if bytes_}
+
+
 @dataclass(frozen=True)
 class Bill:
     """Of one GPU."""
@@ -165,10 +204,14 @@ class Plan:
     gpu: GpuKind
     lengths: Lengths
 
-    def changed(self, section: str, **values: Any) -> "Plan":
-        """With other values in one section of the recipe."""
-        own = replace(getattr(self.config, section), **values)
-        return replace(self, config=replace(self.config, **{section: own}))
+    def changed(self, values: Mapping[str, Any]) -> "Plan":
+        """With other values of some keys."""
+        config = self.config
+        for key, value in values.items():
+            section, _, name = key.partition(".")
+            own = replace(getattr(config, section), **{name: value})
+            config = replace(config, **{section: own})
+        return replace(self, config=config)
 
     @cached_property
     def shape(self) -> Shape:
@@ -176,7 +219,7 @@ class Plan:
 
     @property
     def value_bytes(self) -> int:
-        return 2 if self.config.model.dtype == "bfloat16" else 4
+        return ITEM_BYTES[self.config.model.dtype]
 
     @property
     def engine_bytes(self) -> tuple[float, float]:
@@ -185,13 +228,23 @@ class Plan:
         kv_values = 2 * shape.layers * shape.kv_heads * shape.head_dim
         return size * shape.num_parameters, size * kv_values
 
+    @property
+    def rollout_bytes(self) -> float:
+        """That an engine may have: on a shared GPU beside what the trainer keeps meanwhile."""
+        memory = self.gpu.memory_gib * GIB
+        if not self.config.devices.share:
+            return self.config.rollout.memory_fraction * memory
+        freed = ("gradients", "micro-batch") if self.config.takes_turns else ()
+        return memory - sum(size for name, size in self.train_items.items() if name not in freed)
+
     @cached_property
     def rollout_bill(self) -> Bill:
-        share = self.config.rollout.memory_fraction * self.gpu.memory_gib * GIB
-        weights, kv_bytes = self.engine_bytes
-        kv = max(0.0, share - weights - ENGINE_WORK)
-        items = {"weights": weights, "engine": ENGINE_WORK, "KV cache": kv}
-        return Bill(items, share, kv >= kv_bytes * self.config.max_tokens_per_trajectory)
+        available, (weights, kv_bytes) = self.rollout_bytes, self.engine_bytes
+        room, is_shared = available - weights - ENGINE_WORK_BYTES, self.config.devices.share
+        kv = self.config.rollout.kv_cache_gib * GIB if is_shared else max(0.0, room)
+        items = {"weights": weights, "engine": ENGINE_WORK_BYTES, "KV cache": kv}
+        is_enough = kv >= kv_bytes * self.config.max_tokens_per_trajectory
+        return Bill(items, available, is_enough and kv <= room)
 
     @property
     def max_running(self) -> int:
@@ -200,27 +253,19 @@ class Plan:
         return min(self.config.rollout.max_num_seqs, int(fit))
 
     @property
-    def train_bill(self) -> Bill:
-        num_tokens = self.config.train.max_tokens
-        items = {**self.fixed_items, "micro-batch": max(a + b * num_tokens for a, b in self.peaks)}
-        return Bill(items, self.gpu.memory_gib * GIB, num_tokens <= self.max_tokens_that_fit)
+    def train_items(self) -> dict[str, float]:
+        peak = max(a + b * self.config.train.max_tokens for a, b in self.peaks)
+        return {**rank_bytes(self.config, self.shape), **LIBRARIES, "micro-batch": peak}
 
     @property
-    def fixed_items(self) -> dict[str, float]:
-        """All but a micro-batch: float32 weights, gradients and AdamW on every rank (DDP)."""
-        train, num = self.config.train, self.shape.num_parameters
-        trained = self.shape.num_adapted(train.lora_rank) if train.lora_rank else num
-        shards = self.config.devices.train if train.shard_optimizer else 1
-        items = {
-            "weights": 4.0 * num,
-            "gradients": 4.0 * trained,
-            "optimizer": 8.0 * trained / shards,
-            # Of the same size, and always trained whole.
-            "critic": num * (8.0 + 8.0 / shards) if train.estimator == "gae" else 0.0,
-            "reference": 4.0 * num if train.kl_coef else 0.0,
-            **LIBRARIES,
-        }
-        return {name: size for name, size in items.items() if size}
+    def train_bill(self) -> Bill:
+        """On a shared GPU beside the engine, or what a sleeping one keeps."""
+        available = self.gpu.memory_gib * GIB
+        if self.config.devices.share:
+            awake = self.engine_bytes[0] + self.config.rollout.kv_cache_gib * GIB
+            available -= ENGINE_WORK_BYTES + (0.0 if self.config.takes_turns else awake)
+        items = self.train_items
+        return Bill(items, available, sum(items.values()) <= available)
 
     @property
     def peaks(self) -> list[tuple[float, float]]:
@@ -229,10 +274,12 @@ class Plan:
         shape, train, size = self.shape, self.config.train, self.value_bytes
         hidden, heads, mlp = shape.widths
         matrix = shape.vocab * hidden
-        copies = 2.0 * shape.layers * sum(a * b for a, b in shape.linears) if size == 2 else 0.0
+        # In bfloat16 autocast copies what is held in float32; under FSDP2 a layer at a time.
+        copies = 2.0 * sum(a * b for a, b in shape.linears) if size == 2 else 0.0
+        copies *= 1 if train.shard == "full" else shape.layers
         logits, d_head = 6.0 * LOGITS * shape.vocab + 2.0 * matrix, 6.0 * matrix
         if train.lora_rank:  # the head is not trained
-            d_head = 0.0
+            copies, d_head = 0.0, 0.0
         kept_heads = (5 if shape.norms_heads else 2) * heads
         layer = 16.0 * hidden + size * (5 * hidden + kept_heads + 4 * mlp)
         if not train.gradient_checkpointing:
@@ -247,31 +294,45 @@ class Plan:
     @property
     def max_tokens_that_fit(self) -> int:
         """Of a micro-batch, beside all else on a training GPU."""
-        free = self.gpu.memory_gib * GIB - sum(self.fixed_items.values())
+        bill = self.train_bill
+        free = bill.available - sum(bill.items.values()) + bill.items["micro-batch"]
         return int(min((free - fixed) / per_token for fixed, per_token in self.peaks))
 
     @cached_property
     def mended(self) -> "Plan":
         """With no more changes than it takes to fit, the cheapest first; it may still not fit."""
-        longest, tried = self.config.max_tokens_per_trajectory, self
-        if not tried.rollout_bill.fits:
-            tried = tried.changed("rollout", memory_fraction=0.92)
-        width, num_engines = 2 * self.config.devices.tensor_parallel, self.config.devices.rollout
-        while not tried.rollout_bill.fits and num_engines % width == self.shape.heads % width == 0:
-            tried = tried.changed("devices", tensor_parallel=width)
-            width *= 2
-        for key, value in REMEDIES.items():
-            is_useless = key == "shard_optimizer" and self.config.devices.train == 1
-            is_set = getattr(tried.config.train, key)
-            if tried.max_tokens_that_fit < longest and not is_set and not is_useless:
-                tried = tried.changed("train", **{key: value})
-        fit = max(longest, tried.max_tokens_that_fit // 256 * 256)
-        return tried.changed("train", max_tokens=min(fit, tried.config.train.max_tokens))
+        useful = [pair for pair in REMEDIES if self._helps(*pair)]
+        for chosen in product((False, True), repeat=len(useful)):  # counts up in binary
+            tried = self.changed(dict(reversed([*compress(useful, chosen)]))).sized
+            if tried.fits:
+                break
+        return tried
 
-    def changes_from(self, other: Config) -> list[str]:
-        """As options of the command line."""
-        changed = [key for key in KEYS if get(self.config, key) != get(other, key)]
-        return [f"--set {key}={toml_value(get(self.config, key))}" for key in changed]
+    def _helps(self, key: str, value: Any) -> bool:
+        own, heads = self.config.devices, self.shape.heads
+        if key == "devices.tensor_parallel":
+            return value > own.tensor_parallel and own.rollout % value == heads % value == 0
+        only = {"train.shard": own.train > 1, "buffer.max_staleness": own.share}
+        return only.get(key, True)
+
+    @property
+    def sized(self) -> "Plan":
+        """With train.max_tokens, and on a shared GPU the KV cache, no larger than fit."""
+        longest, own, tried = self.config.max_tokens_per_trajectory, self.config.rollout, self
+        if self.config.devices.share and not self.fits:
+            bill = self.changed({"train.max_tokens": longest}).rollout_bill
+            room = bill.available - bill.items["weights"] - bill.items["engine"]
+            room *= 1.0 if self.config.takes_turns else 0.5  # the rest is for the micro-batch
+            least = self.engine_bytes[1] * longest * own.group_size
+            kv = max(min(own.kv_cache_gib * GIB, room), least) / GIB
+            tried = self.changed({"rollout.kv_cache_gib": floor(10 * kv + 0.99) / 10})
+        fit = max(longest, tried.max_tokens_that_fit // 256 * 256)
+        return tried.changed({"train.max_tokens": min(fit, self.config.train.max_tokens)})
+
+    def changes_from(self, other: Config, keys: Iterable[str] = KEYS) -> list[str]:
+        """As --set takes them."""
+        changed = [key for key in keys if get(self.config, key) != get(other, key)]
+        return [f"{key}={toml_value(get(self.config, key))}" for key in changed]
 
     @property
     def costs(self) -> Costs:
@@ -288,6 +349,9 @@ class Plan:
         passes += bool(train.kl_coef) + (train.num_minibatches > 1)  # reference, proximal policy
         update_s = 28.0 * num / bandwidth  # the optimizer, and the sum of gradients
         update_s += 8.0 * num / (gpu.link_gb_s * 1e9) if devices.train > 1 else 0.0
+        token_s = forward / (flops * MATMUL) + moved
+        if train.shard == "full":  # where links are slow, gathering the weights takes longer
+            token_s = max(token_s, 4.0 * num / (gpu.link_gb_s * 1e9) / train.max_tokens)
         host = gpu.host_gb_s * 1e9
         publish_s = num * self.value_bytes / host
         kv_s = kv_bytes * self.lengths.mean_context / (bandwidth * DECODE)
@@ -298,14 +362,15 @@ class Plan:
             reload=weights / host,
             reload_per_seq=forward / prefill * self.lengths.mean_context,
             train=train.num_minibatches * update_s + publish_s,
-            train_per_token=(forward / (flops * MATMUL) + moved)
-            * (passes / devices.train / gpu.train_speed),
+            train_per_token=token_s * passes / devices.train / gpu.train_speed,
         )
 
     @cached_property
     def outcome(self) -> Throughput:
-        num_warm = min(30, self.config.buffer.max_staleness + 3)
-        simulation = Simulation(self.config, self.costs, self.lengths, max(1, self.max_running))
+        """A shared GPU as if its pools took turns: two at once are each as much slower."""
+        own = self.changed({"buffer.max_staleness": 0}) if self.config.devices.share else self
+        num_warm = min(30, own.config.buffer.max_staleness + 3)
+        simulation = Simulation(own.config, self.costs, self.lengths, max(1, self.max_running))
         return simulation.run(min(60, 2 * num_warm + 6), num_warm)
 
     @property
@@ -328,18 +393,45 @@ class Plan:
         """Of the table of splits."""
         devices, o, verdict = self.config.devices, self.outcome, "" if self.fits else "too big"
         rates = f"{o.tokens_per_s:,.0f}", f"{o.engines_idle:.0%}", f"{o.trainer_idle:.0%}"
-        return f"{devices.rollout} + {devices.train}", *rates, f"{o.staleness:.2f}", verdict
+        name = "1, shared" if devices.share else f"{devices.rollout} + {devices.train}"
+        return name, *rates, f"{o.staleness:.2f}", verdict
+
+
+def on_one_gpu(plan: Plan) -> Plan:
+    """Both pools on it, with KV for all sequences that may run at once."""
+    alone = dict.fromkeys(("devices.rollout", "devices.train", "devices.tensor_parallel"), 1)
+    own = plan.changed({**alone, "devices.share": True})
+    kv = own.engine_bytes[1] * own.lengths.mean_tokens * own.config.rollout.max_num_seqs / GIB
+    return own.changed({"rollout.kv_cache_gib": max(0.1, round(kv, 1))})
+
+
+def cards(plan: Plan) -> Table:
+    """The largest model that fits both pools on one card, trained whole and by LoRA."""
+    rows: Table = [("one card", "method", "largest model", "max_tokens", "KV GiB", "with")]
+    for (size, gib), lora_rank in product(CARDS.items(), (0, 32)):
+        gpu, found = plan.gpu._replace(memory_gib=gib), ("none",)
+        for name in sorted(SHAPES, key=lambda name: SHAPES[name].num_parameters):
+            tried = plan.changed({"model.path": name, "train.lora_rank": lora_rank})
+            tried = replace(on_one_gpu(tried), gpu=gpu).mended
+            if tried.fits and tried.config.train.lora_rank == lora_rank:
+                own, remedies = tried.config, dict(REMEDIES[1:])
+                sizes = f"{own.train.max_tokens:,}", f"{own.rollout.kv_cache_gib:g}"
+                found = (name, *sizes, " ".join(tried.changes_from(plan.config, remedies)))
+        rows.append((f"{size} GB", "LoRA" if lora_rank else "full", *found))
+    return rows
 
 
 def splits(plan: Plan, num_gpus: int) -> list[Plan]:
-    """The same recipe, with each split of the GPUs."""
+    """The same recipe, with each split of the GPUs; one GPU is shared."""
+    if num_gpus == 1:
+        return [plan if plan.config.devices.share else on_one_gpu(plan)]
     config, width = plan.config, plan.config.devices.tensor_parallel
     share = config.train.batch_size // config.train.num_minibatches * config.rollout.group_size
     pairs = [(n, num_gpus - n) for n in range(width, num_gpus, width) if num_gpus - n <= share]
     if not pairs:
         rule = f"{num_gpus} cannot be split into engines of {width} and at least one to train"
         raise RecipeError("--gpus", num_gpus, rule, f"take {width + 1} or more")
-    return [plan.changed("devices", rollout=rollout, train=train) for rollout, train in pairs]
+    return [plan.changed({"devices.rollout": n, "devices.train": m}) for n, m in pairs]
 
 
 def recommended(found: Sequence[Plan]) -> Plan:
@@ -356,8 +448,8 @@ def tables(plan: Plan, num_gpus: int, price: float = 0.0) -> tuple[bool, list[Ta
     found = splits(plan, num_gpus)
     usable = [split for split in found if split.fits]
     fitting = usable or [split.mended for split in found if split.mended.fits]
-    counts = [sum(bool(getattr(s.config.train, key)) for key in REMEDIES) for s in fitting]
-    few = [split for split, count in zip(fitting, counts, strict=True) if count == min(counts)]
+    prices = [[get(s.config, key) == value for key, value in REMEDIES] for s in fitting]
+    few = [split for split, price in zip(fitting, prices, strict=True) if price == min(prices)]
     best = recommended(few or found)
     own = next(s for s in found if s.config.devices.train == best.config.devices.train)
     path, num, tokens = best.config.model.path, best.shape.num_parameters, best.lengths.mean_tokens
@@ -369,15 +461,17 @@ def tables(plan: Plan, num_gpus: int, price: float = 0.0) -> tuple[bool, list[Ta
     if not few:
         rule = "no set of changes fits: take a smaller model, shorter answers or more memory"
         return False, [[*memory, ("to change", rule, "")]]
-    if not usable:
-        memory.append(("to change", " ".join(best.changes_from(plan.config)), "then it fits"))
+    if not usable or best.config.devices.share != plan.config.devices.share:
+        changes = " ".join(f"--set {change}" for change in best.changes_from(plan.config))
+        memory.append(("to change", changes, "then it fits"))
     answers = f"KV of {best.max_running:,} answers of the usual {tokens:,.0f} tokens at once"
     memory += [("at once", answers, ""), ("time", _time(best, num_gpus, price), "")]
     idle = sentence(best.config, (best.outcome.engines_idle, best.outcome.trainer_idle))
     advice = f"<- take this{'' if usable else ', with these changes'}; {idle}"
     head = ("split", "tokens/s", "engines idle", "trainers idle", "staleness", "")
     rows = [(*best.row[:-1], advice) if s is own else s.row for s in found]
-    return bool(usable), [memory, [head, *rows]]
+    shown = [memory, [head, *rows]] + ([cards(plan)] if best.config.devices.share else [])
+    return bool(usable), shown
 
 
 def _time(plan: Plan, num_gpus: int, price: float) -> str:
@@ -409,11 +503,12 @@ def gpu_for(name: str, file: Path | None) -> GpuKind:
 def checkpoint_bytes(config: Config) -> float:
     """What the checkpoints of a run take on disk: those kept, the best, and one being written."""
     shape, train = shape_of(config), config.train
-    num, size = shape.num_parameters, 2 if config.model.dtype == "bfloat16" else 4
+    num, size = shape.num_parameters, ITEM_BYTES[config.model.dtype]
     trained = shape.num_adapted(train.lora_rank) if train.lora_rank else num
     masters = 4.0 * trained if train.lora_rank or size == 2 else 0.0
     critic = 12.0 * num if train.estimator == "gae" else 0.0
-    each = size * num + masters + 8.0 * trained + critic
+    state = 2.0 if train.optimizer == "adamw8bit" else 8.0
+    each = size * num + masters + state * trained + critic
     return (config.checkpoint.keep + 2) * each
 
 
@@ -422,5 +517,5 @@ def with_auto_split(config: Config, gpu: GpuKind | None) -> Config:
     the table. The same recipe gives the same plan, so a resumed run keeps its split."""
     if gpu is None:
         return config
-    num_gpus = config.devices.rollout + config.devices.train
-    return recommended(splits(Plan(config, gpu, usual_lengths(config)), num_gpus)).config
+    plan = Plan(config, gpu, usual_lengths(config))
+    return recommended(splits(plan, config.num_devices)).config

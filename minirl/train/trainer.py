@@ -223,6 +223,12 @@ class Trainer:
 
     # -- what it gives
 
+    def make_room(self) -> None:
+        """For the engine on the same GPU, which wakes when the next version is published."""
+        for replica in self.replicas:
+            replica.zero_grad()
+        torch.cuda.empty_cache()  # does nothing on a CPU
+
     def publish(self, version: int) -> float:
         """Rank 0 copies its weights into the store. Gives the seconds it took."""
         self.board.enter(State.PUBLISHING, version=version)
@@ -261,7 +267,7 @@ class Trainer:
         """A disk that is full or gone does not end the run: what was saved stays."""
         self.board.enter(State.SAVING)
         folder, setup = Path(request.folder), self.setup
-        num_shares = setup.num_ranks if self.config.train.shard_optimizer else 1
+        num_shares = setup.num_ranks if self.config.train.shard == "optimizer" else 1
         num_done = torch.zeros((), device=self.device)
         try:
             try:
@@ -288,7 +294,8 @@ class Trainer:
 
 def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
     """The body of a trainer rank."""
-    devices.use_training_device(setup.placement, None if setup.rank else setup.store.memory)
+    reserve, store = devices.engine_reserve(setup.config, setup.store.slot_bytes), setup.store
+    devices.use_training_device(setup.placement, None if setup.rank else store.memory, reserve)
     torch.manual_seed(setup.config.seed)
     join_ranks(setup)
     trainer = Trainer(setup, board, pipe if setup.rank == 0 else None)
@@ -304,6 +311,8 @@ def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
         request = pipe.recv()
         if isinstance(request, Train):
             trained = trainer.train(request.batch)
+            if setup.config.takes_turns:
+                trainer.make_room()
             if setup.rank == 0:
                 trained.values["weights/publish_s"] = trainer.publish(trained.version)
                 pipe.send(trained)
