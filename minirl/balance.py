@@ -13,38 +13,32 @@ from minirl.config import Config
 SPEEDUP = 1.6  # of a pool that has all CPU cores instead of half of them
 
 
-def sentence(
-    config: Config, idle: Sequence[float], word: str = "GPU", has_room: bool = True
-) -> str:
-    """`idle`: the shares of rollout and training; `word`: what a device is called; `has_room`: the
-    machine has more of them."""
+def sentence(config: Config, idle: Sequence[float], word: str = "GPU") -> str:
+    """`idle`: the shares of rollout and training; `word`: "GPU" where there may be one more, ""
+    where there is none left, "cores" on a CPU."""
     shares = f"engines idle {idle[0]:.0%}, trainers {idle[1]:.0%}"
     busy = [max(1e-3, 1 - share) for share in idle]
     if config.devices.share:
-        return f"one {word if word == 'GPU' else 'set of cores'} for both: {shares}"
-    in_turns = ""
-    if word != "GPU" and config.num_devices == 2 and (gain := SPEEDUP / sum(busy) - 1) > 0.05:
-        turns = "all cores in turn (devices.share = true, buffer.max_staleness = 0)"
-        in_turns = f"; {turns} would give about {gain:+.0%}"
+        return f"both on the same {word or 'GPU'}: {shares}"
+    advice, gain = "", SPEEDUP / sum(busy) - 1
+    if word == "cores" and config.num_devices == 2 and gain > 0.05:
+        turns = "devices.share = true with buffer.max_staleness = 0"
+        advice = f"; all cores in turn ({turns}) would give about {gain:+.0%}"
     if config.is_synchronous:
         text = f"synchronous: {shares}; buffer.max_staleness = 1 or more would let both work"
-        return text + in_turns
+        return text + advice
     if max(idle) < 0.05:
         return f"balanced: {shares}"
     text, pool, num = "training-bound: engines", "training", config.devices.train
     if idle[1] > idle[0]:
         text, pool, num = "generation-bound: trainers", "rollout", config.devices.rollout
-    text = f"{text} idle {max(idle):.0%}"
-    if not has_room:
-        return text + in_turns
-    # More devices help the slower pool until the other one is the slower.
-    gain = min((num + 1) / num, max(busy) / min(busy)) - 1
-    return f"{text}, one {word} more for {pool} would give {gain:+.0%}{in_turns}"
+    if word == "GPU":  # more help the slower pool until the other one is the slower
+        gain = min((num + 1) / num, max(busy) / min(busy)) - 1
+        advice = f", one {word} more for {pool} would give {gain:+.0%}"
+    return f"{text} idle {max(idle):.0%}{advice}"
 
 
-def measured(
-    config: Config, lines: Sequence[dict[str, Any]], word: str, has_room: bool = True
-) -> str:
+def measured(config: Config, lines: Sequence[dict[str, Any]], word: str) -> str:
     """Of the steps with these devices, without the first, which waits for the first answers; steps
     weigh by their time. Empty where there are too few."""
     now = {"rollout/devices": config.devices.rollout, "train/devices": config.devices.train}
@@ -56,4 +50,4 @@ def measured(
         sum(line.get(f"{pool}/idle_frac", 0.0) * seconds for line, seconds in steps) / total
         for pool in ("rollout", "train")
     ]
-    return sentence(config, idle, word, has_room)
+    return sentence(config, idle, word)

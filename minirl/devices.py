@@ -166,9 +166,12 @@ def place(
             split = max(1, min(len(pool) - 1, split))
     first, second = (pool, pool) if is_shared else (pool[:split], pool[split:] or pool)
     shares = _shares(first, rollout // shards)
+    # Threads that spin at a barrier would take the cores of the other pool.
+    env = {"OMP_WAIT_POLICY": "PASSIVE"} if is_shared and kind == "cpu" else {}
+    vllm = [env | vllm_environment(kind, i) for i in range(len(shares))]
     return (
-        [_placement(kind, s, shards, vllm_environment(kind, i)) for i, s in enumerate(shares)],
-        [_placement(kind, part, 1, {}) for part in _shares(second, train)],
+        [_placement(kind, part, shards, own) for part, own in zip(shares, vllm, strict=True)],
+        [_placement(kind, part, 1, env) for part in _shares(second, train)],
     )
 
 
@@ -224,13 +227,12 @@ def engine_arguments(config: Config, kind: str) -> dict[str, object]:
             "enforce_eager": True,
             "block_size": 32,  # the CPU default of 128 never shares a short prompt's KV
         }
-    memory: dict[str, object] = {"gpu_memory_utilization": config.rollout.memory_fraction}
-    if config.devices.share:
-        # A KV cache of its own size: vLLM's profiling fails where others' memory moves. It still
-        # compares the share of the GPU with what is free.
-        memory = {**kv_cache, "gpu_memory_utilization": 0.01}
+    # On a shared GPU the KV cache has a size: vLLM's profiling fails where others' memory moves. It
+    # still compares its share of the GPU with what is free.
+    fraction = 0.01 if config.devices.share else config.rollout.memory_fraction
     return {
-        **memory,
+        **(kv_cache if config.devices.share else {}),
+        "gpu_memory_utilization": fraction,
         "enable_sleep_mode": config.takes_turns,
         "async_scheduling": True,  # the next step is scheduled while this one runs
         "max_num_batched_tokens": 8192,  # 2048 would cut the prefill after a reload in pieces
@@ -269,19 +271,20 @@ def hide_broken_torchvision() -> None:
             sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
 
-def engine_reserve(config: Config, weights_bytes: int) -> float:
-    """What an engine leaves a trainer on its GPU no room for, and what torch does not count."""
-    if not config.devices.share:
-        return 0.0
-    awake = 0.0 if config.takes_turns else weights_bytes + config.rollout.kv_cache_gib * 2**30
-    return ENGINE_WORK_BYTES + LIBRARY_BYTES + awake
+def leave_room_for_engine(config: Config, weights_bytes: int) -> None:
+    """In a trainer rank whose GPU is shared: what it allocates is limited by the engine's bill, and
+    by what torch does not count."""
+    import torch
+
+    reserve = ENGINE_WORK_BYTES + LIBRARY_BYTES
+    if not config.takes_turns:
+        reserve += weights_bytes + config.rollout.kv_cache_gib * 2**30
+    left = 1 - reserve / torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(max(0.01, left))
 
 
-def use_training_device(
-    placement: Placement, shared: "Tensor | None" = None, reserve_bytes: float = 0.0
-) -> None:
-    """In a trainer rank, before the model is loaded. `shared`: where it publishes weights;
-    `reserve_bytes`: what it must leave of its GPU."""
+def use_training_device(placement: Placement, shared: "Tensor | None" = None) -> None:
+    """In a trainer rank, before the model is loaded. `shared`: where it publishes weights."""
     import torch
 
     if placement.kind == "cpu":
@@ -289,9 +292,6 @@ def use_training_device(
         return
     # No TF32: its logprobs are 2e-3 off an engine's float32, and the canary's limit is 1e-3.
     torch.cuda.set_device(0)
-    if reserve_bytes:
-        left = 1 - reserve_bytes / torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(max(0.01, left))
     if shared is not None:
         pin(shared)
 

@@ -168,15 +168,15 @@ def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
 def _finish(job: Job, loop: Loop, log: RunLog, view: ConsoleView) -> int:
     """The summary, and an error where something is not on the disk."""
     is_whole = loop.step == job.config.train.steps
-    has_room = devices.find_devices(job.kind)[1] > job.config.num_devices
-    word = {"cuda": "GPU", "cpu": "process"}[job.kind]
+    kind, available = devices.find_devices(job.kind)
+    word = "cores" if kind == "cpu" else "GPU" if available > job.config.num_devices else ""
     dropped = [f"{n:,} {why.words}" for why, n in loop.buffer.drops.most_common() if n]
     extra = {
         "run_dir": str(job.run_dir),
         "seed": job.config.seed,
         "drops": dict(loop.buffer.drops),
         "dropped": ", ".join(dropped) or None,
-        "balance": measured(job.config, log.metrics, word, has_room) or None,
+        "balance": measured(job.config, log.metrics, word) or None,
         "ended": time.strftime(TIME_FORMAT),
         **devices.describe(job.kind),
     }

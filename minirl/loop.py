@@ -14,8 +14,8 @@ Each turn of the loop:
 
 The controller sends and receives only small descriptors; tokens and weights stay in shared memory.
 At η = 0 the same loop is synchronous: a batch is fed only when nothing runs, and evaluations have
-the engines to themselves, so that one seed gives one run. On a device that both pools share the
-engine then sleeps while the trainer trains, and wakes when the next version is published.
+the engines to themselves, so that one seed gives one run. On a shared device the engine then sleeps
+while the trainer trains.
 
 Owns the step, the batch in training, and when to save and to evaluate. Leaves out: a group's life
 (groups.py), the bound on staleness (buffer.py), deaths and freezes (supervisor.py), which process
@@ -162,19 +162,15 @@ class Loop:
         if self.wants_save:
             self.save()
             return
-        if self.config.takes_turns and not self.engines_sleep:
-            return  # the trainer needs their memory
+        states = [self.workers.board.row(engine.row).state for engine in self.engines]
+        if self.config.takes_turns and states != [State.SLEEPING]:
+            return  # the trainer needs the engine's memory
         self.batch = self.groups.next_batch(self.step + 1, time.monotonic())
         if self.batch is not None:
             self.to_ranks(Train(self.batch))
         elif fault := self.groups.drops.fault:
             self.save_last()
             raise CannotTrain(f"{fault}; {self.log.last_checkpoint}")
-
-    @property
-    def engines_sleep(self) -> bool:
-        rows = [self.workers.board.row(engine.row) for engine in self.engines]
-        return all(row.state is State.SLEEPING for row in rows)
 
     def to_ranks(self, message: Train | Save) -> None:
         for rank in self.ranks:

@@ -257,10 +257,6 @@ def _add(share: float) -> Callable[..., float]:
     return lambda n, *_: min(0.95, max(0.05, round(n + share, 2)))
 
 
-def _shard_more(n: str, config: Config, *_: object) -> str:
-    return {"none": "optimizer"}.get(n, "full") if config.devices.train > 1 else n
-
-
 def _free_share(n: float, config: Config, found: re.Match[str]) -> float:
     """Of the GPU, less 3 %."""
     return max(0.05, int((float(found[1]) / float(found[2]) - 0.03) * 100) / 100)
@@ -280,7 +276,7 @@ CHANGES: tuple[tuple[str, str, str, Callable[[Any, Config, re.Match[str]], Any]]
     ("rollout cpu", MACHINE, "rollout.kv_cache_gib", lambda n, *_: n / 2),
     ("train", FULL, "train.max_tokens", lambda n, c, _: max(n // 2, c.max_tokens_per_trajectory)),
     ("train", FULL, "train.gradient_checkpointing", lambda *_: True),
-    ("train", FULL, "train.shard", _shard_more),
+    ("train", FULL, "train.shard", lambda n, c, _: "full" if c.devices.train > 1 else n),
     ("train", FULL, "rollout.max_new_tokens", _half),
     ("", MACHINE, "train.batch_size", _half),
 )

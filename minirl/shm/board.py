@@ -37,10 +37,7 @@ class State(IntEnum):
         return self.name.lower().replace("_", " ")
 
 
-IDLE_STATES = (
-    *(State.WAITING_FOR_PROMPTS, State.WAITING_FOR_BATCH, State.WAITING_FOR_ANSWERS),
-    State.SLEEPING,
-)
+IDLE_STATES = (*(s for s in State if s.name.startswith("WAITING")), State.SLEEPING)
 
 
 class Total(IntEnum):

@@ -134,7 +134,7 @@ def judge(
     reached = planning.GpuKind(1.0, matmul / planning.MATMUL, matmul / 4, moved, moved)
     gpu = planning.recognise(found.name, found.memory_bytes) or reached
     plan = planning.Plan(config, gpu, planning.usual_lengths(config))
-    items, speed = plan.train_bill.items, plan.train_tokens_per_s
+    items, speed = plan.train_items, plan.train_tokens_per_s
     counted = sum(items[name] for name in items if name not in planning.LIBRARIES) / GIB
     findings = []
     for name, least, most, unit in (

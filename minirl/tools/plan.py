@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress, product
-from math import floor
+from math import ceil, floor
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -83,16 +83,13 @@ class Shape(NamedTuple):  # a row of plan.toml
         return [(self.hidden, other) for other in others]
 
     @property
-    def num_in_layer(self) -> int:
-        return sum(a * b for a, b in self.linears) + 2 * self.hidden
-
-    @property
     def num_embedded(self) -> int:
         return self.vocab * self.hidden * (1 if self.is_tied else 2)
 
     @property
     def num_parameters(self) -> int:
-        return self.layers * self.num_in_layer + self.num_embedded + self.hidden
+        layer = sum(a * b for a, b in self.linears) + 2 * self.hidden
+        return self.layers * layer + self.num_embedded + self.hidden
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -162,13 +159,13 @@ def rank_bytes(config: Config, shape: Shape) -> dict[str, float]:
     held = part if train.shard == "full" else 1.0
     state = 2.0 if train.optimizer == "adamw8bit" else 8.0
     state *= 1.0 if train.shard == "none" else part
-    # FSDP2 gathers the layer that runs and the next, and embeddings and head with the root.
-    gathered = size * (2.0 * shape.num_in_layer + shape.num_embedded)
+    # FSDP2 gathers the layer that runs and the next one, and the root: embeddings and head.
+    layer = (num - shape.num_embedded) / shape.layers
     items = {
         "weights": held * (size * num + 4.0 * adapted),
         "gradients": held * 4.0 * trained,
         "optimizer": state * trained,
-        "gathered": gathered if train.shard == "full" else 0.0,
+        "gathered": size * (2 * layer + shape.num_embedded) if train.shard == "full" else 0.0,
         # Of the same size, and always trained whole.
         "critic": num * (held * 8.0 + state) if train.estimator == "gae" else 0.0,
         "reference": 4.0 * num if train.kl_coef else 0.0,
@@ -218,33 +215,25 @@ class Plan:
         return shape_of(self.config)
 
     @property
-    def value_bytes(self) -> int:
-        return ITEM_BYTES[self.config.model.dtype]
-
-    @property
     def engine_bytes(self) -> tuple[float, float]:
         """The weights, and a token's KV: on each of the devices.tensor_parallel GPUs."""
-        shape, size = self.shape, self.value_bytes / self.config.devices.tensor_parallel
+        shape, own = self.shape, self.config
+        size = ITEM_BYTES[own.model.dtype] / own.devices.tensor_parallel
         kv_values = 2 * shape.layers * shape.kv_heads * shape.head_dim
         return size * shape.num_parameters, size * kv_values
 
-    @property
-    def rollout_bytes(self) -> float:
-        """That an engine may have: on a shared GPU beside what the trainer keeps meanwhile."""
-        memory = self.gpu.memory_gib * GIB
-        if not self.config.devices.share:
-            return self.config.rollout.memory_fraction * memory
-        freed = ("gradients", "micro-batch") if self.config.takes_turns else ()
-        return memory - sum(size for name, size in self.train_items.items() if name not in freed)
-
     @cached_property
     def rollout_bill(self) -> Bill:
-        available, (weights, kv_bytes) = self.rollout_bytes, self.engine_bytes
-        room, is_shared = available - weights - ENGINE_WORK_BYTES, self.config.devices.share
-        kv = self.config.rollout.kv_cache_gib * GIB if is_shared else max(0.0, room)
+        """On a shared GPU beside what the trainer keeps meanwhile."""
+        own, memory, (weights, kv_bytes) = self.config, self.gpu.memory_gib * GIB, self.engine_bytes
+        available, kv = own.rollout.memory_fraction * memory, own.rollout.kv_cache_gib * GIB
+        if own.devices.share:
+            freed = ("gradients", "micro-batch") if own.takes_turns else ()
+            available = memory - sum(n for name, n in self.train_items.items() if name not in freed)
+        room = available - weights - ENGINE_WORK_BYTES
+        kv = kv if own.devices.share else max(0.0, room)
         items = {"weights": weights, "engine": ENGINE_WORK_BYTES, "KV cache": kv}
-        is_enough = kv >= kv_bytes * self.config.max_tokens_per_trajectory
-        return Bill(items, available, is_enough and kv <= room)
+        return Bill(items, available, kv_bytes * own.max_tokens_per_trajectory <= kv <= room)
 
     @property
     def max_running(self) -> int:
@@ -271,7 +260,7 @@ class Plan:
     def peaks(self) -> list[tuple[float, float]]:
         """(bytes, bytes per token) of a micro-batch where it may take the most memory. The residual
         stream and the norms are float32. tests/test_plan.py counts the same on fake tensors."""
-        shape, train, size = self.shape, self.config.train, self.value_bytes
+        shape, train, size = self.shape, self.config.train, ITEM_BYTES[self.config.model.dtype]
         hidden, heads, mlp = shape.widths
         matrix = shape.vocab * hidden
         # In bfloat16 autocast copies what is held in float32; under FSDP2 a layer at a time.
@@ -323,9 +312,9 @@ class Plan:
             bill = self.changed({"train.max_tokens": longest}).rollout_bill
             room = bill.available - bill.items["weights"] - bill.items["engine"]
             room *= 1.0 if self.config.takes_turns else 0.5  # the rest is for the micro-batch
-            least = self.engine_bytes[1] * longest * own.group_size
-            kv = max(min(own.kv_cache_gib * GIB, room), least) / GIB
-            tried = self.changed({"rollout.kv_cache_gib": floor(10 * kv + 0.99) / 10})
+            least = ceil(10 * self.engine_bytes[1] * longest * own.group_size / GIB) / 10
+            kv = min(own.kv_cache_gib, floor(10 * room / GIB) / 10)
+            tried = self.changed({"rollout.kv_cache_gib": max(kv, least)})
         fit = max(longest, tried.max_tokens_that_fit // 256 * 256)
         return tried.changed({"train.max_tokens": min(fit, self.config.train.max_tokens)})
 
@@ -338,7 +327,8 @@ class Plan:
     def costs(self) -> Costs:
         gpu, shape, train = self.gpu, self.shape, self.config.train
         devices, num = self.config.devices, shape.num_parameters
-        flops = 1e12 * (gpu.bf16_tflops if self.value_bytes == 2 else gpu.fp32_tflops)
+        size = ITEM_BYTES[self.config.model.dtype]
+        flops = 1e12 * (gpu.bf16_tflops if size == 2 else gpu.fp32_tflops)
         prefill, bandwidth = flops * PREFILL * devices.tensor_parallel, gpu.bandwidth_gb_s * 1e9
         weights, kv_bytes = self.engine_bytes
         attention = shape.layers * shape.heads * shape.head_dim * self.lengths.mean_tokens
@@ -353,7 +343,7 @@ class Plan:
         if train.shard == "full":  # where links are slow, gathering the weights takes longer
             token_s = max(token_s, 4.0 * num / (gpu.link_gb_s * 1e9) / train.max_tokens)
         host = gpu.host_gb_s * 1e9
-        publish_s = num * self.value_bytes / host
+        publish_s = num * size / host
         kv_s = kv_bytes * self.lengths.mean_context / (bandwidth * DECODE)
         return Costs(
             step=STEP_S + weights / (bandwidth * DECODE),
@@ -408,16 +398,16 @@ def on_one_gpu(plan: Plan) -> Plan:
 def cards(plan: Plan) -> Table:
     """The largest model that fits both pools on one card, trained whole and by LoRA."""
     rows: Table = [("one card", "method", "largest model", "max_tokens", "KV GiB", "with")]
+    by_size = sorted(SHAPES, key=lambda name: SHAPES[name].num_parameters)
     for (size, gib), lora_rank in product(CARDS.items(), (0, 32)):
-        gpu, found = plan.gpu._replace(memory_gib=gib), ("none",)
-        for name in sorted(SHAPES, key=lambda name: SHAPES[name].num_parameters):
-            tried = plan.changed({"model.path": name, "train.lora_rank": lora_rank})
-            tried = replace(on_one_gpu(tried), gpu=gpu).mended
-            if tried.fits and tried.config.train.lora_rank == lora_rank:
-                own, remedies = tried.config, dict(REMEDIES[1:])
-                sizes = f"{own.train.max_tokens:,}", f"{own.rollout.kv_cache_gib:g}"
-                found = (name, *sizes, " ".join(tried.changes_from(plan.config, remedies)))
-        rows.append((f"{size} GB", "LoRA" if lora_rank else "full", *found))
+        gpu = plan.gpu._replace(memory_gib=gib)
+        values = [{"model.path": name, "train.lora_rank": lora_rank} for name in by_size]
+        tried = [replace(on_one_gpu(plan.changed(given)), gpu=gpu).mended for given in values]
+        fit = [own for own in tried if own.fits and own.config.train.lora_rank == lora_rank]
+        own = fit[-1].config  # "tiny" fits any
+        sizes = own.model.path, f"{own.train.max_tokens:,}", f"{own.rollout.kv_cache_gib:g}"
+        changes = fit[-1].changes_from(plan.config, dict(REMEDIES[1:]))
+        rows.append((f"{size} GB", "LoRA" if lora_rank else "full", *sizes, " ".join(changes)))
     return rows
 
 
@@ -458,9 +448,10 @@ def tables(plan: Plan, num_gpus: int, price: float = 0.0) -> tuple[bool, list[Ta
         ("rollout GPU", *own.rollout_bill.row),
         ("training GPU", *own.train_bill.row),
     ]
+    more = [cards(plan)] if num_gpus == 1 else []
     if not few:
         rule = "no set of changes fits: take a smaller model, shorter answers or more memory"
-        return False, [[*memory, ("to change", rule, "")]]
+        return False, [[*memory, ("to change", rule, "")], *more]
     if not usable or best.config.devices.share != plan.config.devices.share:
         changes = " ".join(f"--set {change}" for change in best.changes_from(plan.config))
         memory.append(("to change", changes, "then it fits"))
@@ -470,8 +461,7 @@ def tables(plan: Plan, num_gpus: int, price: float = 0.0) -> tuple[bool, list[Ta
     advice = f"<- take this{'' if usable else ', with these changes'}; {idle}"
     head = ("split", "tokens/s", "engines idle", "trainers idle", "staleness", "")
     rows = [(*best.row[:-1], advice) if s is own else s.row for s in found]
-    shown = [memory, [head, *rows]] + ([cards(plan)] if best.config.devices.share else [])
-    return bool(usable), shown
+    return bool(usable), [memory, [head, *rows], *more]
 
 
 def _time(plan: Plan, num_gpus: int, price: float) -> str:
@@ -498,18 +488,6 @@ def gpu_for(name: str, file: Path | None) -> GpuKind:
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         remedy = "write it again by minirl doctor --gpu, or name a kind by --gpu"
         raise RecipeError("--gpu-json", str(path), "holds no measured GPU", remedy) from None
-
-
-def checkpoint_bytes(config: Config) -> float:
-    """What the checkpoints of a run take on disk: those kept, the best, and one being written."""
-    shape, train = shape_of(config), config.train
-    num, size = shape.num_parameters, ITEM_BYTES[config.model.dtype]
-    trained = shape.num_adapted(train.lora_rank) if train.lora_rank else num
-    masters = 4.0 * trained if train.lora_rank or size == 2 else 0.0
-    critic = 12.0 * num if train.estimator == "gae" else 0.0
-    state = 2.0 if train.optimizer == "adamw8bit" else 8.0
-    each = size * num + masters + state * trained + critic
-    return (config.checkpoint.keep + 2) * each
 
 
 def with_auto_split(config: Config, gpu: GpuKind | None) -> Config:

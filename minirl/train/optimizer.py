@@ -1,8 +1,7 @@
 """Stage 7, update: AdamW over a model, its learning rate, DDP, and its state by parameter name.
 
-Takes a model, gives a replica of it that takes steps. With train.shard = "optimizer" each rank
-keeps the state of its share of the parameters (ZeRO's first stage), updates those, and broadcasts
-them.
+Takes a model, gives a replica that takes steps. With train.shard = "optimizer" each rank keeps the
+state of its share of the parameters (ZeRO's first stage), updates those, and broadcasts them.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -223,12 +223,6 @@ class Trainer:
 
     # -- what it gives
 
-    def make_room(self) -> None:
-        """For the engine on the same GPU, which wakes when the next version is published."""
-        for replica in self.replicas:
-            replica.zero_grad()
-        torch.cuda.empty_cache()  # does nothing on a CPU
-
     def publish(self, version: int) -> float:
         """Rank 0 copies its weights into the store. Gives the seconds it took."""
         self.board.enter(State.PUBLISHING, version=version)
@@ -294,8 +288,9 @@ class Trainer:
 
 def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
     """The body of a trainer rank."""
-    reserve, store = devices.engine_reserve(setup.config, setup.store.slot_bytes), setup.store
-    devices.use_training_device(setup.placement, None if setup.rank else store.memory, reserve)
+    devices.use_training_device(setup.placement, None if setup.rank else setup.store.memory)
+    if setup.config.devices.share and setup.placement.kind == "cuda":
+        devices.leave_room_for_engine(setup.config, setup.store.slot_bytes)
     torch.manual_seed(setup.config.seed)
     join_ranks(setup)
     trainer = Trainer(setup, board, pipe if setup.rank == 0 else None)
@@ -311,8 +306,10 @@ def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
         request = pipe.recv()
         if isinstance(request, Train):
             trained = trainer.train(request.batch)
-            if setup.config.takes_turns:
-                trainer.make_room()
+            if setup.config.takes_turns:  # the engine wakes when this version is published
+                for replica in trainer.replicas:
+                    replica.zero_grad()
+                torch.cuda.empty_cache()  # does nothing on a CPU
             if setup.rank == 0:
                 trained.values["weights/publish_s"] = trainer.publish(trained.version)
                 pipe.send(trained)
