@@ -33,6 +33,7 @@ from minirl.messages import Died, Finished, Graded, Replied, Role, Started, Trai
 from minirl.metrics import RateLimit
 from minirl.resume import find_start
 from minirl.shm.board import IDLE_STATES, State, Total
+from minirl.tasks.registry import dumped, where
 from minirl.workers import LISTEN_S, Worker, Workers
 
 MAX_DEATHS = 4  # in a row
@@ -201,8 +202,9 @@ class Supervisor:
             row = self.workers.board.row(verifier.row)
             is_late = row.state is State.GRADING and row.since_s > limit_s
             if is_late and verifier.rank in self.groups.at_verifier:
+                line = where(dumped(self.workers.stacks([verifier])), self.config.tasks.kind)
                 self.workers.replace(verifier)
-                why = f"took longer than tasks.timeout_s = {limit_s:g}"
+                why = f"took longer than tasks.timeout_s = {limit_s:g}{line}"
                 sends += self.groups.verifier_lost(verifier.rank, row.running, why, is_late=True)
         return sends
 

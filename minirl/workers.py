@@ -9,6 +9,7 @@ whatever kills that, and ignores SIGINT and SIGTERM. Leaves out: which workers t
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -19,7 +20,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
@@ -188,16 +189,16 @@ class Workers:
         stopped = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
         return worker.process.is_alive() and psutil.Process(worker.pid).status() in stopped
 
-    def stacks(self) -> str:
-        """Every worker's Python stacks, through its log."""
-        start = {worker: len(_read(self._log(worker))) for worker in self.all}
-        asked = [worker for worker in self.all if worker.process and worker.process.is_alive()]
+    def stacks(self, of: Sequence[Worker] = ()) -> str:
+        """Python stacks of these workers, or of all, through their logs."""
+        start = {worker: len(_read(self._log(worker))) for worker in of or self.all}
+        asked = [worker for worker in start if worker.process and worker.process.is_alive()]
         for worker in asked:
             os.kill(worker.pid, signal.SIGUSR1)
         written: dict[Worker, bytes] = {}
         deadline = time.monotonic() + STACKS_WAIT_S
         while time.monotonic() < deadline:
-            before, written = written, {w: _read(self._log(w))[start[w] :] for w in self.all}
+            before, written = written, {w: _read(self._log(w))[start[w] :] for w in start}
             if written == before and all(written[worker] for worker in asked):
                 break
             time.sleep(0.25)
@@ -330,8 +331,11 @@ def _child(worker: Worker, board: Board, pipe: Connection, log: Path, delay_s: f
     writer.enter(State.STARTING)
     time.sleep(delay_s)
     try:
-        module, _, function = worker.body.partition(":")
-        getattr(importlib.import_module(module), function)(worker.setup, writer, pipe)
+        name, _, function = worker.body.partition(":")
+        gc.disable()  # as in engine.py
+        module = importlib.import_module(name)
+        gc.enable()
+        getattr(module, function)(worker.setup, writer, pipe)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the controller is gone or has closed the pipe
     except Exception as error:

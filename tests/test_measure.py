@@ -18,23 +18,33 @@ H100 = Gpu("NVIDIA H100 80GB HBM3", int(79.6 * 2**30))
 RECIPE = Path(__file__).parents[1] / "recipes/gsm8k.toml"
 GOOD = {
     **{"attention error": 0.006, "memory": 79.1, "matmul": 650.0, "device copy": 2900.0},
-    **{"host copy": 50.0, "training": 20_000.0, "training memory": 66.5},
+    **{"host copy": 50.0, "training": 20_000.0, "training memory": 66.5, "all-reduce": 300.0},
+    **{"reload": 0.2, "reload error": 0.0, "canary gap": 0.04, "logprob gap": 0.03},
+    "decoding": 30_000.0,
 }
 
 
+GOOD_ORDER = [
+    *("attention error", "memory", "matmul", "device copy", "host copy", "all-reduce", "reload"),
+    *("reload error", "canary gap", "logprob gap", "decoding", "training", "training memory"),
+]
+
+
+@pytest.mark.vllm
 def test_every_measurement_runs_in_a_child_and_becomes_the_plans_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    findings = measure.examine("cpu", None, ["train.max_tokens=512"])
-    names = ["attention error", "memory", "matmul", "device copy", "host copy", "training"]
-    assert [found.name for found in findings] == names
-    assert findings[0].ok and "expected 0 to 0.03" in findings[0].detail
+    findings = measure.examine("cpu", None, ["train.max_tokens=512", "devices.train=2"])
+    found = {found.name: found for found in findings}
+    assert [*found] == [name for name in GOOD_ORDER if name != "training memory"]
+    exact = ("attention error", "reload error", "canary gap", "logprob gap")
+    assert all(found[name].ok for name in exact) and "expected 0 to 0.03" in findings[0].detail
     written = json.loads((tmp_path / "gpu.json").read_text())
-    assert list(written["measured"]) == names and written["gpu"].startswith("CPU")
+    assert written["measured"].keys() == found.keys() and written["gpu"].startswith("CPU")
     own = plan.gpu_for("", None)
     assert own.memory_gib == written["measured"]["memory"]
-    config = load(None, ["train.max_tokens=512"]).config
+    config = load(None, ["train.max_tokens=512", "devices.train=2"]).config
     planned = plan.Plan(config, own, plan.usual_lengths(config)).train_tokens_per_s
     assert planned == pytest.approx(written["measured"]["training"])
 
@@ -45,7 +55,7 @@ def test_a_measurement_that_fails_or_hangs_is_a_finding(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(measure, "DEADLINE_S", 0.01)
     findings = measure.examine("cpu", None, [])
-    assert [found.name for found in findings] == ["attention", "rates", "training"]
+    assert [found.name for found in findings] == [*measure.MEASURES]
     assert all(found.detail.endswith("no answer in 0.01 s") for found in findings)
     assert plan.gpu_for("", None).train_speed == 1.0
     monkeypatch.setattr(devices, "gpus", lambda: [])
@@ -57,6 +67,8 @@ def test_a_measurement_that_fails_or_hangs_is_a_finding(
     [
         *(("attention error", 0.05), ("memory", 39.0), ("matmul", 300.0), ("device copy", 900.0)),
         *(("host copy", 6.0), ("training", 3_000.0), ("training memory", 72.0)),
+        *(("all-reduce", 20.0), ("reload", 9.0), ("reload error", 1e-7), ("canary gap", 0.3)),
+        *(("logprob gap", 0.2), ("decoding", 900.0)),
     ],
 )
 def test_each_figure_is_held_to_the_plan(name: str, value: float) -> None:

@@ -11,7 +11,6 @@ in the controller afterwards without limits: import, load and example, for promp
 """
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -30,7 +29,7 @@ from minirl.messages import Checked, Died, Role
 from minirl.shm.board import BoardWriter, State
 from minirl.tasks import Task, registry
 from minirl.tasks.prompts import SHUFFLED_UP_TO, short_prompts, trained_on
-from minirl.tasks.registry import Frame, definition, where
+from minirl.tasks.registry import Frame, definition, dumped, where
 from minirl.tasks.turns import dialogue_of
 from minirl.tasks.verifier import limit_memory
 from minirl.workers import LISTEN_S, Workers, signals
@@ -82,11 +81,8 @@ def _refusal(config: Config, workers: Workers, what: str) -> Exception:
     if row.state is not State.GRADING:
         return WorkerDied(f"the self-check of {kind} {what}\n{workers.log_tail(workers.all[0])}")
     log = (workers.log_dir / f"{workers.all[0].name}.log").read_text(errors="replace")
-    # The dump's innermost frame comes first.
-    dump = re.findall(r'File "(.+)", line (\d+) in (.+)', log.rpartition("Current thread")[2])
-    frames = [Frame(file, int(line), name) for file, line, name in reversed(dump)]
     file, call = kind.rpartition(":")[0], CALLS[row.running]
-    found = where(frames, kind) or where([Frame(file, row.version, call)], file + ":")
+    found = where(dumped(log), kind) or where([Frame(file, row.version, call)], file + ":")
     remedy = "mend it, or raise tasks.timeout_s or tasks.memory_gib"
     return RecipeError("tasks.kind", kind, f"its {call} {what}{found}", remedy)
 

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -69,6 +70,12 @@ def where(frames: Sequence[Frame], kind: str) -> str:
     name = own[-1].name.replace("<module>", "its import")
     outer = f", from {own[0].name}" if own[0].name not in (name, "<module>") else ""
     return f" ({Path(file).name}, line {own[-1].line}, in {name}{outer})"
+
+
+def dumped(stacks: str) -> list[Frame]:
+    """Of the last dump of faulthandler in a log: it has the innermost frame first."""
+    found = re.findall(r'File "(.+)", line (\d+) in (.+)', stacks.rpartition("Current thread")[2])
+    return [Frame(file, int(line), name) for file, line, name in reversed(found)]
 
 
 def definition(function: Any) -> Frame:

@@ -20,6 +20,7 @@ from minirl.config import TINY_FOLDER, Config
 from minirl.devices import find_devices, free_memory_bytes, num_cores, torch_cuda, version_of
 from minirl.errors import RecipeError
 from minirl.tasks.sandbox import why_not
+from minirl.tools.plan import checkpoint_bytes
 
 PROBE_TIMEOUT_S = 120
 GIB = 2**30
@@ -136,7 +137,19 @@ def plan_rows(config: Config) -> list[tuple[str, str]]:
         ("slots", f"{config.num_slots} groups, staleness at most {config.buffer.max_staleness}"),
         ("steps", f"{config.train.steps} of {size} trajectories"),
         ("trajectory ring", f"{config.ring_bytes / 2**20:,.1f} MiB of shared memory"),
+        ("checkpoints", _checkpoints(config)),
     ]
+
+
+def _checkpoints(config: Config) -> str:
+    """Of the whole run. A disk that is full ends no run, but loses its checkpoints."""
+    try:
+        needed = checkpoint_bytes(config)
+    except RecipeError:
+        return "of unknown size: the model is not here"
+    free = shutil.disk_usage(".").free
+    warning = "" if needed < free else f": MORE than the {free / GIB:,.1f} GiB that are free here"
+    return f"up to {needed / GIB:,.2f} GiB on disk{warning}"
 
 
 def _model(config: Config) -> str:

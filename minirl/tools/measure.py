@@ -2,33 +2,46 @@
 
 Takes a recipe; gives one finding per figure, with what was expected of it, and gpu.json, from which
 `minirl plan` then takes this GPU instead of its table. Each function of MEASURES runs in a child
-process with a deadline. With the kind "cpu" they measure a CPU: so they are tested.
-
-Leaves out NCCL, and what `minirl train recipes/smoke-gpu.toml` shows: that reloads are exact, how
-far the engine's logprobs are from the trainer's, and the speed of decoding.
+process with a deadline. With the kind "cpu" they measure a CPU: so they are tested. What needs a
+model takes the recipe's, and is left out where that is not on this machine.
 """
 
 import json
+import os
 import time
 from collections.abc import Callable
 from math import inf
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 
-from minirl import devices, recipe
+from minirl import devices, model, recipe
 from minirl.config import Config
+from minirl.devices import Placement
+from minirl.messages import RankSetup, Role, TrainerSetup
+from minirl.metrics import MAX_LOGPROB_GAP
+from minirl.rollout.engine import LIMIT, Engine, Sampling
+from minirl.shm.board import Board, BoardWriter
+from minirl.shm.ring import TrajectoryRing
+from minirl.shm.weights import CANARY_TEXT, WeightStore, canary_tokens
 from minirl.tools import plan as planning
 from minirl.tools.doctor import GIB, Finding, run_child
 from minirl.train import attention as packed
-from minirl.train.optimizer import build_optimizer
+from minirl.train.optimizer import build_optimizer, join_ranks, over_ranks
 from minirl.train.policy import build_policy
+from minirl.train.trainer import Trainer
+from minirl.workers import Workers
 
 DEADLINE_S = 600
+NUM_DRAWN = 32  # tokens of an answer
 REMEDY = f"send {planning.MEASURED} and the output of `minirl doctor` with an issue"
 Figures = dict[str, float]
+AnswerOf = tuple[list[int], list[float]]  # tokens and their logprobs, by the engine
 
 
 def seconds(kind: str, work: Callable[[], Any]) -> float:
@@ -94,11 +107,102 @@ def training(kind: str, config: Config) -> Figures:
     return {"training": speed, **peak}
 
 
-MEASURES = {function.__name__: function for function in (attention, rates, training)}
+def links(kind: str, config: Config) -> Figures:
+    """The sum of 1 GiB over the trainer ranks, which are placed and joined as in a run."""
+    places = devices.place(config, kind, devices.find_devices(kind)[1], engines=False)[1]
+    if len(places) == 1:
+        return {}
+    with TemporaryDirectory(prefix="minirl-") as folder:
+        workers, meeting = Workers(Path(folder), len(places)), f"{folder}/rendezvous"
+        ranks: dict[str, Any] = {"num_ranks": len(places), "rendezvous": meeting}
+        try:
+            for rank, place in enumerate(places):
+                setup = RankSetup(config=config, folder="", placement=place, rank=rank, **ranks)
+                workers.spawn(Role.TRAIN, rank, f"{__name__}:sum_over_ranks", setup, place)
+            speeds = [workers.next_message(DEADLINE_S) for _ in places]
+        finally:
+            workers.kill()
+    return {"all-reduce": min(cast(list[float], speeds))}
+
+
+def sum_over_ranks(setup: RankSetup, board: BoardWriter, pipe: Connection) -> None:
+    """The body of a rank. Sends the GB/s at which its link was used, as NCCL counts them."""
+    devices.use_training_device(setup.placement)
+    join_ranks(setup)
+    kind, num = setup.placement.kind, setup.num_ranks
+    values = torch.ones(2**28 if kind == "cuda" else 2**16, device=kind)
+    moved = 2e-9 * values.nbytes * (num - 1) / num
+    pipe.send(moved / seconds(kind, lambda: over_ranks(values)))
+    pipe.poll(None)  # the controller ends all
+
+
+def generation(kind: str, config: Config) -> Figures:
+    """An engine that loads what a trainer published: its reload, its speed, and how far its
+    logprobs are from the trainer's."""
+    if (folder := recipe.find_model(config)) is None:
+        return {}
+    store = WeightStore(model.weight_table(folder), config.model.dtype)
+    paths: dict[str, Any] = {"folder": str(folder), "tokenizer_folder": str(folder)}
+    shared: dict[str, Any] = {"ring": TrajectoryRing(1, 1), "store": store, "version": 0}
+    setup = TrainerSetup(config=config, placement=Placement(kind), **paths, **shared)
+    trainer = Trainer(setup, Board(1).writer(0))
+    trainer.publish(0)
+    trainer.policy.to("cpu")  # the engine wants its share of the memory free
+    engine = Engine(config, str(folder), kind, store, seed=0)
+    reload_s = engine.reload()
+    greedy = answers(engine, trainer.canary_tokens, 1, 0.0)
+    began = time.perf_counter()
+    drawn = answers(engine, trainer.canary_tokens, config.rollout.max_num_seqs, 1.0)
+    took, trainer.policy = time.perf_counter() - began, trainer.policy.to(kind)
+    return {
+        "reload": reload_s,
+        "decoding": sum(len(tokens) for tokens, _ in drawn) / took,
+        "canary gap": engine.canary.gap,
+        "logprob gap": max(gap(trainer, answer) for answer in drawn[:64]),
+        "reloaded": sum(greedy[0][1]),
+    }
+
+
+def fresh(kind: str, config: Config) -> Figures:
+    """The same greedy answer by an engine that read the model's files: no reload was in between."""
+    if (folder := recipe.find_model(config)) is None:
+        return {}
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = tokenizer.encode(CANARY_TEXT, add_special_tokens=False).ids
+    engine = Engine(config, str(folder), kind, None, seed=0)
+    return {"fresh": sum(answers(engine, canary_tokens(1, text), 1, 0.0)[0][1])}
+
+
+def answers(engine: Engine, prompt: list[int], num: int, temperature: float) -> list[AnswerOf]:
+    for key in range(num):
+        engine.add(key, prompt, Sampling(NUM_DRAWN, temperature), key)
+    found: list[AnswerOf] = [([], []) for _ in range(num)]
+    while engine.is_busy:
+        for chunk in engine.step():
+            found[chunk.key][0].extend(chunk.tokens)
+            found[chunk.key][1].extend(chunk.logprobs)
+    return found
+
+
+@torch.no_grad()
+def gap(trainer: Trainer, answer: AnswerOf) -> float:
+    """Mean |engine - trainer| of an answer's logprobs."""
+    tokens = [*trainer.canary_tokens, *answer[0]]
+    bounds = packed.boundaries([len(tokens)], trainer.device)
+    logprobs_T, _ = trainer.policy(torch.tensor(tokens, device=trainer.device), *bounds)
+    own = logprobs_T[-len(answer[0]) :].float().cpu()
+    return (own - torch.tensor(answer[1])).abs().mean().item()
+
+
+MEASURES = {
+    function.__name__: function
+    for function in (attention, rates, links, training, generation, fresh)
+}
 
 
 def main(name: str, kind: str, file: str, overrides: list[str]) -> None:
     """In the child process; `file` is the recipe."""
+    os.environ.update(devices.vllm_environment(kind))
     config = recipe.load(Path(file) if file else None, overrides).config
     print(json.dumps(MEASURES[name](kind, config)))
 
@@ -136,6 +240,10 @@ def judge(
     plan = planning.Plan(config, gpu, planning.usual_lengths(config))
     items, speed = plan.train_items, plan.train_tokens_per_s
     counted = sum(items[name] for name in items if name not in planning.LIBRARIES) / GIB
+    if "fresh" in figures and "reloaded" in figures:
+        figures["reload error"] = abs(figures.pop("reloaded") - figures.pop("fresh"))
+    num_seqs, costs = config.rollout.max_num_seqs, plan.costs
+    decoding = num_seqs / (costs.step + num_seqs * costs.step_per_seq)
     findings = []
     for name, least, most, unit in (
         ("attention error", 0.0, 0.03, ""),
@@ -143,6 +251,12 @@ def judge(
         ("matmul", planning.MATMUL * gpu.bf16_tflops, inf, "TFLOPS"),
         ("device copy", 0.75 * gpu.bandwidth_gb_s, inf, "GB/s"),
         ("host copy", 15.0, inf, "GB/s"),
+        ("all-reduce", 0.4 * gpu.link_gb_s, inf, "GB/s"),
+        ("reload", 0.0, 3 * costs.reload + 0.2, "s"),
+        ("reload error", 0.0, 0.0, "nats"),
+        ("canary gap", 0.0, LIMIT[config.model.dtype], "nats"),
+        ("logprob gap", 0.0, MAX_LOGPROB_GAP, "nats"),
+        ("decoding", decoding / planning.TRUST[1], inf, "tokens/s"),
         ("training", speed / planning.TRUST[1], inf, "tokens/s"),
         ("training memory", 0.95 * counted, 1.05 * counted, "GiB"),
     ):

@@ -17,6 +17,7 @@ scripted.py         workers that only sleep
 terminal.py         a program in a terminal of its own
 rewards.py          a whole run with slow rewards; slow_task.py is its task
 asynchronous.py     whole runs at several η; held_out.py evaluates their weights
+peers.py            minirl beside TRL; trl_run.py is TRL's side
 variants.py         minirl with one part replaced; sweep.py: `minirl sweep` over them
 weights.py, queue.py, rollout.py, controller.py, simulator.py, dashboard.py, train.py   the benches
 
@@ -74,6 +75,7 @@ def at_least(name: str, value: float, goal: float, note: str = "") -> Figure:
 class Options:
     model: str = MODELS[0]
     is_quick: bool = False  # so few repeats that the figures mean nothing: for tests
+    trl: str = ""  # a Python that has TRL, for the bench "peers"
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,10 @@ BENCHES = {
     "train": Bench(
         "a training step against bare loops, micro-batches, memory of the head, two ranks",
         "tests.bench.train:measure",
+    ),
+    "peers": Bench(
+        "the same training by minirl and by TRL's GRPOTrainer, with --trl PYTHON",
+        "tests.bench.peers:measure",
     ),
 }
 

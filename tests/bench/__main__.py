@@ -36,9 +36,10 @@ def main(words: Sequence[str] | None = None) -> None:
         "--model", default="tiny", metavar="tiny|135m", help="random weights; tiny: about a minute"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    parser.add_argument("--trl", default="", metavar="PYTHON", help="of a venv with TRL, for peers")
     asked = parser.parse_args(words)
     try:
-        report = run(asked.name, Options(asked.model), asked.json)
+        report = run(asked.name, Options(asked.model, trl=asked.trl), asked.json)
     except MinirlError as error:
         print(f"bench: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
