@@ -80,8 +80,7 @@ class DevicesConfig:
     split: Literal["manual", "auto"] = "manual"
     """"auto" takes the split that `minirl plan` recommends."""
     share: bool = False
-    """Engine and trainer on the same GPU (always where there is but one) or the same CPU cores;
-    with buffer.max_staleness = 0 they take turns."""
+    """Both pools on one GPU (always where there is but one) or on all cores; at η = 0 in turns."""
     tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
     """Rollout devices per vLLM engine, for a model too large for one GPU."""
 

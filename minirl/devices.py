@@ -165,12 +165,11 @@ def place(
         if engines and ranks:
             split = max(1, min(len(pool) - 1, split))
     first, second = (pool, pool) if is_shared else (pool[:split], pool[split:] or pool)
-    shares = _shares(first, rollout // shards)
+    parts = _shares(first, rollout // shards)
     # Threads that spin at a barrier would take the cores of the other pool.
     env = {"OMP_WAIT_POLICY": "PASSIVE"} if is_shared and kind == "cpu" else {}
-    vllm = [env | vllm_environment(kind, i) for i in range(len(shares))]
     return (
-        [_placement(kind, part, shards, own) for part, own in zip(shares, vllm, strict=True)],
+        [_placement(kind, p, shards, env | vllm_environment(kind, i)) for i, p in enumerate(parts)],
         [_placement(kind, part, 1, env) for part in _shares(second, train)],
     )
 
@@ -219,23 +218,22 @@ def vllm_environment(kind: str, engine: int = 0) -> dict[str, str]:
 
 def engine_arguments(config: Config, kind: str) -> dict[str, object]:
     """The engine arguments that differ between CPU and CUDA."""
-    kv_cache = {"kv_cache_memory_bytes": int(config.rollout.kv_cache_gib * 2**30)}
-    if kind == "cpu":
+    is_shared, kv_bytes = config.devices.share, int(config.rollout.kv_cache_gib * 2**30)
+    if kind == "cuda":
         return {
-            **kv_cache,
-            "async_scheduling": False,
-            "enforce_eager": True,
-            "block_size": 32,  # the CPU default of 128 never shares a short prompt's KV
+            # On a shared GPU the KV cache has a size: vLLM's profiling fails where others' memory
+            # moves. It still compares its share of the GPU with what is free.
+            "gpu_memory_utilization": 0.01 if is_shared else config.rollout.memory_fraction,
+            "kv_cache_memory_bytes": kv_bytes if is_shared else None,
+            "enable_sleep_mode": config.takes_turns,
+            "async_scheduling": True,  # the next step is scheduled while this one runs
+            "max_num_batched_tokens": 8192,  # 2048 would cut the prefill after a reload in pieces
         }
-    # On a shared GPU the KV cache has a size: vLLM's profiling fails where others' memory moves. It
-    # still compares its share of the GPU with what is free.
-    fraction = 0.01 if config.devices.share else config.rollout.memory_fraction
     return {
-        **(kv_cache if config.devices.share else {}),
-        "gpu_memory_utilization": fraction,
-        "enable_sleep_mode": config.takes_turns,
-        "async_scheduling": True,  # the next step is scheduled while this one runs
-        "max_num_batched_tokens": 8192,  # 2048 would cut the prefill after a reload in pieces
+        "async_scheduling": False,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": kv_bytes,
+        "block_size": 32,  # the CPU default of 128 never shares a short prompt's KV
     }
 
 
@@ -272,14 +270,12 @@ def hide_broken_torchvision() -> None:
 
 
 def leave_room_for_engine(config: Config, weights_bytes: int) -> None:
-    """In a trainer rank whose GPU is shared: what it allocates is limited by the engine's bill, and
-    by what torch does not count."""
+    """In a trainer rank on a shared GPU: limits it to what the engine's bill and its own leave."""
     import torch
 
-    reserve = ENGINE_WORK_BYTES + LIBRARY_BYTES
-    if not config.takes_turns:
-        reserve += weights_bytes + config.rollout.kv_cache_gib * 2**30
-    left = 1 - reserve / torch.cuda.get_device_properties(0).total_memory
+    awake = 0 if config.takes_turns else weights_bytes + config.rollout.kv_cache_gib * 2**30
+    total = torch.cuda.get_device_properties(0).total_memory
+    left = 1 - (ENGINE_WORK_BYTES + LIBRARY_BYTES + awake) / total
     torch.cuda.set_per_process_memory_fraction(max(0.01, left))
 
 

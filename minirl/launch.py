@@ -22,7 +22,7 @@ from minirl.devices import Placement, with_own_temp
 from minirl.errors import MinirlError, RecipeError
 from minirl.loop import Loop
 from minirl.messages import RankSetup, Role, Stop, TrainerSetup
-from minirl.recipe import Loaded, check_devices, check_memory, check_model, to_toml, with_share
+from minirl.recipe import Loaded, check_devices, check_memory, check_model, to_toml
 from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
 from minirl.rollout.worker import RolloutSetup
 from minirl.run_dir import RunDir, hold, holds_run, write_text
@@ -78,7 +78,7 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: b
 
 def _make_job(config: Config, recipe: Path, run_dir: Path) -> Job:
     kind, available = devices.find_devices(config.devices.kind)
-    config, gpu = with_share(config, kind, available), None
+    config, gpu = check_devices(config, kind, available), None
     if kind == "cuda":
         from minirl.tools import plan  # the only tool that the train path uses, and only here
 
@@ -86,7 +86,6 @@ def _make_job(config: Config, recipe: Path, run_dir: Path) -> Job:
         gpu = plan.recognise(first.name, first.memory_bytes)
         if config.devices.split == "auto":
             config = plan.with_auto_split(config, gpu)
-    check_devices(config, kind, available)
     check_memory(config, devices.free_memory_bytes())
     task = make_task(config)
     check_functions(config)

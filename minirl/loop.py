@@ -14,8 +14,7 @@ Each turn of the loop:
 
 The controller sends and receives only small descriptors; tokens and weights stay in shared memory.
 At η = 0 the same loop is synchronous: a batch is fed only when nothing runs, and evaluations have
-the engines to themselves, so that one seed gives one run. On a shared device the engine then sleeps
-while the trainer trains.
+the engines to themselves, so that one seed gives one run.
 
 Owns the step, the batch in training, and when to save and to evaluate. Leaves out: a group's life
 (groups.py), the bound on staleness (buffer.py), deaths and freezes (supervisor.py), which process

@@ -247,17 +247,12 @@ def check_task(config: Config, *others: str) -> None:
             raise RecipeError(key, get(config, key), "there is no such file", remedy)
 
 
-def with_share(config: Config, kind: str, available: int) -> Config:
-    """Where there is one GPU and each pool wants one, they share it."""
-    own = config.devices
-    is_forced = kind == "cuda" and available == own.rollout == own.train == 1
-    return replace(config, devices=replace(own, share=True)) if is_forced else config
-
-
-def check_devices(config: Config, kind: str, available: int, rollout: int | None = None) -> None:
+def check_devices(config: Config, kind: str, available: int, rollout: int | None = None) -> Config:
     """`kind` is what the run would use, "cuda" or "cpu"; `available` counts GPUs or CPU cores;
-    `rollout` is given where it is not devices.rollout."""
-    devices = with_share(config, kind, available).devices
+    `rollout` is given where it is not devices.rollout. Gives the recipe; the only GPU is shared."""
+    devices = config.devices
+    if kind == "cuda" and available == devices.rollout == devices.train == 1:
+        devices = replace(devices, share=True)
     if devices.kind == "cuda" and kind != "cuda":
         raise RecipeError("devices.kind", "cuda", "there is no CUDA device here", '"cpu" works')
     wanted = devices.train + (devices.rollout if rollout is None else rollout) - devices.share
@@ -266,6 +261,7 @@ def check_devices(config: Config, kind: str, available: int, rollout: int | None
         rule = f"with devices.train = {devices.train} that is {wanted} {what}, of {available} here"
         remedy = f"the two together may be {limit}" if limit > 1 else "1 each would share it"
         raise RecipeError("devices.rollout", devices.rollout, rule, remedy)
+    return replace(config, devices=devices)
 
 
 def check_memory(config: Config, available_bytes: int) -> None:

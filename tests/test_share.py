@@ -46,13 +46,9 @@ def place_all(kind: str, available: int) -> Iterator[devices.Placement]:
         yield from pool
 
 
-def test_the_only_gpu_is_shared_if_no_pool_wants_more() -> None:
-    def is_shared(kind: str, available: int, **given: int) -> bool:
-        own = Config(devices=DevicesConfig(**given))  # type: ignore[arg-type]
-        return recipe.with_share(own, kind, available).devices.share
-
-    assert is_shared("cuda", 1) and not is_shared("cuda", 2) and not is_shared("cpu", 1)
-    assert not is_shared("cuda", 1, rollout=2)
+def test_only_the_only_gpu_is_shared_by_itself() -> None:
+    for kind, available, is_shared in (("cuda", 1, True), ("cuda", 2, False), ("cpu", 1, False)):
+        assert recipe.check_devices(Config(), kind, available).devices.share == is_shared
 
 
 def test_each_stays_within_its_bill(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +56,7 @@ def test_each_stays_within_its_bill(monkeypatch: pytest.MonkeyPatch) -> None:
     assert arguments["kv_cache_memory_bytes"] == 3 * 2**30
     assert arguments["gpu_memory_utilization"] == 0.01 and not arguments["enable_sleep_mode"]
     assert devices.engine_arguments(IN_TURNS, "cuda")["enable_sleep_mode"]
-    assert "kv_cache_memory_bytes" not in devices.engine_arguments(Config(), "cuda")
+    assert devices.engine_arguments(Config(), "cuda")["kv_cache_memory_bytes"] is None
     gpu, limits = SimpleNamespace(total_memory=24 * 2**30), list[float]()
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limits.append)

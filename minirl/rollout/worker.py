@@ -155,8 +155,7 @@ class RolloutWorker:
             self.polls_left -= 1
             if self.polls_left < 0:
                 self.engine.sleep()
-        is_asleep = self.engine.is_asleep
-        self.board.enter(State.SLEEPING if is_asleep else State.WAITING_FOR_PROMPTS)
+        self.board.enter(State.SLEEPING if self.engine.is_asleep else State.WAITING_FOR_PROMPTS)
 
     def look_at_version(self) -> None:
         if not self.engine.is_behind or (self.is_pinned and self.engine.version >= 0):

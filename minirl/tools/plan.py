@@ -83,13 +83,10 @@ class Shape(NamedTuple):  # a row of plan.toml
         return [(self.hidden, other) for other in others]
 
     @property
-    def num_embedded(self) -> int:
-        return self.vocab * self.hidden * (1 if self.is_tied else 2)
-
-    @property
     def num_parameters(self) -> int:
         layer = sum(a * b for a, b in self.linears) + 2 * self.hidden
-        return self.layers * layer + self.num_embedded + self.hidden
+        embeddings = self.vocab * self.hidden * (1 if self.is_tied else 2)
+        return self.layers * layer + embeddings + self.hidden
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -160,12 +157,12 @@ def rank_bytes(config: Config, shape: Shape) -> dict[str, float]:
     state = 2.0 if train.optimizer == "adamw8bit" else 8.0
     state *= 1.0 if train.shard == "none" else part
     # FSDP2 gathers the layer that runs and the next one, and the root: embeddings and head.
-    layer = (num - shape.num_embedded) / shape.layers
+    layer = sum(a * b for a, b in shape.linears)
     items = {
         "weights": held * (size * num + 4.0 * adapted),
         "gradients": held * 4.0 * trained,
         "optimizer": state * trained,
-        "gathered": size * (2 * layer + shape.num_embedded) if train.shard == "full" else 0.0,
+        "gathered": size * (num - (shape.layers - 2.0) * layer) if train.shard == "full" else 0.0,
         # Of the same size, and always trained whole.
         "critic": num * (held * 8.0 + state) if train.estimator == "gae" else 0.0,
         "reference": 4.0 * num if train.kl_coef else 0.0,
@@ -217,10 +214,9 @@ class Plan:
     @property
     def engine_bytes(self) -> tuple[float, float]:
         """The weights, and a token's KV: on each of the devices.tensor_parallel GPUs."""
-        shape, own = self.shape, self.config
-        size = ITEM_BYTES[own.model.dtype] / own.devices.tensor_parallel
-        kv_values = 2 * shape.layers * shape.kv_heads * shape.head_dim
-        return size * shape.num_parameters, size * kv_values
+        size = ITEM_BYTES[self.config.model.dtype] / self.config.devices.tensor_parallel
+        kv_values = 2 * self.shape.layers * self.shape.kv_heads * self.shape.head_dim
+        return size * self.shape.num_parameters, size * kv_values
 
     @cached_property
     def rollout_bill(self) -> Bill:
@@ -280,29 +276,18 @@ class Plan:
             (d_head, kept + layer + 8.0 * hidden + 2.0 * size * mlp),  # the last layer's backward
         ]
 
-    @property
-    def max_tokens_that_fit(self) -> int:
-        """Of a micro-batch, beside all else on a training GPU."""
-        bill = self.train_bill
-        free = bill.available - sum(bill.items.values()) + bill.items["micro-batch"]
-        return int(min((free - fixed) / per_token for fixed, per_token in self.peaks))
-
     @cached_property
     def mended(self) -> "Plan":
         """With no more changes than it takes to fit, the cheapest first; it may still not fit."""
-        useful = [pair for pair in REMEDIES if self._helps(*pair)]
+        own, heads = self.config.devices, self.shape.heads
+        only = {"train.shard": own.train > 1, "buffer.max_staleness": own.share}
+        widths = {n for n in (1, 2, 4, 8) if own.rollout % n == heads % n == 0}
+        useful = [(k, v) for k, v in REMEDIES if only.get(k, "parallel" not in k or v in widths)]
         for chosen in product((False, True), repeat=len(useful)):  # counts up in binary
             tried = self.changed(dict(reversed([*compress(useful, chosen)]))).sized
             if tried.fits:
                 break
         return tried
-
-    def _helps(self, key: str, value: Any) -> bool:
-        own, heads = self.config.devices, self.shape.heads
-        if key == "devices.tensor_parallel":
-            return value > own.tensor_parallel and own.rollout % value == heads % value == 0
-        only = {"train.shard": own.train > 1, "buffer.max_staleness": own.share}
-        return only.get(key, True)
 
     @property
     def sized(self) -> "Plan":
@@ -315,8 +300,11 @@ class Plan:
             least = ceil(10 * self.engine_bytes[1] * longest * own.group_size / GIB) / 10
             kv = min(own.kv_cache_gib, floor(10 * room / GIB) / 10)
             tried = self.changed({"rollout.kv_cache_gib": max(kv, least)})
-        fit = max(longest, tried.max_tokens_that_fit // 256 * 256)
-        return tried.changed({"train.max_tokens": min(fit, self.config.train.max_tokens)})
+        bill = tried.train_bill
+        free = bill.available - sum(bill.items.values()) + bill.items["micro-batch"]
+        fit = int(min((free - fixed) / each for fixed, each in self.peaks)) // 256 * 256
+        num = min(max(longest, fit), self.config.train.max_tokens)
+        return tried.changed({"train.max_tokens": num})
 
     def changes_from(self, other: Config, keys: Iterable[str] = KEYS) -> list[str]:
         """As --set takes them."""
@@ -339,9 +327,6 @@ class Plan:
         passes += bool(train.kl_coef) + (train.num_minibatches > 1)  # reference, proximal policy
         update_s = 28.0 * num / bandwidth  # the optimizer, and the sum of gradients
         update_s += 8.0 * num / (gpu.link_gb_s * 1e9) if devices.train > 1 else 0.0
-        token_s = forward / (flops * MATMUL) + moved
-        if train.shard == "full":  # where links are slow, gathering the weights takes longer
-            token_s = max(token_s, 4.0 * num / (gpu.link_gb_s * 1e9) / train.max_tokens)
         host = gpu.host_gb_s * 1e9
         publish_s = num * size / host
         kv_s = kv_bytes * self.lengths.mean_context / (bandwidth * DECODE)
@@ -352,7 +337,8 @@ class Plan:
             reload=weights / host,
             reload_per_seq=forward / prefill * self.lengths.mean_context,
             train=train.num_minibatches * update_s + publish_s,
-            train_per_token=token_s * passes / devices.train / gpu.train_speed,
+            train_per_token=(forward / (flops * MATMUL) + moved)
+            * (passes / devices.train / gpu.train_speed),
         )
 
     @cached_property
@@ -383,8 +369,7 @@ class Plan:
         """Of the table of splits."""
         devices, o, verdict = self.config.devices, self.outcome, "" if self.fits else "too big"
         rates = f"{o.tokens_per_s:,.0f}", f"{o.engines_idle:.0%}", f"{o.trainer_idle:.0%}"
-        name = "1, shared" if devices.share else f"{devices.rollout} + {devices.train}"
-        return name, *rates, f"{o.staleness:.2f}", verdict
+        return f"{devices.rollout} + {devices.train}", *rates, f"{o.staleness:.2f}", verdict
 
 
 def on_one_gpu(plan: Plan) -> Plan:
@@ -398,10 +383,9 @@ def on_one_gpu(plan: Plan) -> Plan:
 def cards(plan: Plan) -> Table:
     """The largest model that fits both pools on one card, trained whole and by LoRA."""
     rows: Table = [("one card", "method", "largest model", "max_tokens", "KV GiB", "with")]
-    by_size = sorted(SHAPES, key=lambda name: SHAPES[name].num_parameters)
     for (size, gib), lora_rank in product(CARDS.items(), (0, 32)):
         gpu = plan.gpu._replace(memory_gib=gib)
-        values = [{"model.path": name, "train.lora_rank": lora_rank} for name in by_size]
+        values = [{"model.path": name, "train.lora_rank": lora_rank} for name in SHAPES]
         tried = [replace(on_one_gpu(plan.changed(given)), gpu=gpu).mended for given in values]
         fit = [own for own in tried if own.fits and own.config.train.lora_rank == lora_rank]
         own = fit[-1].config  # "tiny" fits any
@@ -488,6 +472,17 @@ def gpu_for(name: str, file: Path | None) -> GpuKind:
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         remedy = "write it again by minirl doctor --gpu, or name a kind by --gpu"
         raise RecipeError("--gpu-json", str(path), "holds no measured GPU", remedy) from None
+
+
+def checkpoint_bytes(config: Config) -> float:
+    """What the checkpoints of a run take on disk: those kept, the best, and one being written."""
+    shape, train, size = shape_of(config), config.train, ITEM_BYTES[config.model.dtype]
+    num, state = shape.num_parameters, 2.0 if train.optimizer == "adamw8bit" else 8.0
+    trained = shape.num_adapted(train.lora_rank) or num
+    masters = 4.0 * trained if train.lora_rank or size == 2 else 0.0
+    critic = (4.0 + state) * num if train.estimator == "gae" else 0.0
+    each = size * num + masters + state * trained + critic
+    return (config.checkpoint.keep + 2) * each
 
 
 def with_auto_split(config: Config, gpu: GpuKind | None) -> Config:
