@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from minirl.config import Config
+from minirl.config import TINY, Config
 
-SPEEDUP = 1.6  # of a pool that has all CPU cores instead of half of them
+SPEEDUP = 1.6  # assumed, of a pool that has all CPU cores instead of half; none for "tiny"
 
 
 def sentence(config: Config, idle: Sequence[float], word: str = "GPU") -> str:
@@ -21,7 +21,7 @@ def sentence(config: Config, idle: Sequence[float], word: str = "GPU") -> str:
     if config.devices.share:
         return f"both on the same {word or 'GPU'}: {shares}"
     advice, gain = "", SPEEDUP / sum(busy) - 1
-    if word == "cores" and config.num_devices == 2 and gain > 0.05:
+    if word == "cores" and config.num_devices == 2 and gain > 0.1 and config.model.path != TINY:
         advice = (
             f"; all cores in turn (devices.share, max_staleness 0) would give about {gain:+.0%}"
         )
