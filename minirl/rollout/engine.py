@@ -158,8 +158,7 @@ class Engine:
         return pause
 
     def sleep(self) -> None:
-        """Drops weights and KV, so that the trainer may have the GPU. Nothing runs. On CPU vLLM
-        keeps them: there the trainer takes the cores alone."""
+        """For the trainer's turn: drops weights and KV (on CPU vLLM keeps them). Nothing runs."""
         self._engine.sleep(level=2)
         self.is_asleep = True
 
