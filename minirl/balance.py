@@ -8,26 +8,35 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from minirl.config import Config
+from minirl.config import TINY, Config
+
+SPEEDUP = 1.6  # assumed, of a pool that has all CPU cores instead of half; none for "tiny"
 
 
 def sentence(config: Config, idle: Sequence[float], word: str = "GPU") -> str:
-    """`idle`: the shares of rollout and training; `word`: what a device is called, "" where there
-    is none left to advise."""
+    """`idle`: the shares of rollout and training; `word`: "GPU" where there may be one more, ""
+    where there is none left, "cores" on a CPU."""
     shares = f"engines idle {idle[0]:.0%}, trainers {idle[1]:.0%}"
+    busy = [max(1e-3, 1 - share) for share in idle]
+    if config.devices.share:
+        return f"both on the same {word or 'GPU'}: {shares}"
+    advice, gain = "", SPEEDUP / sum(busy) - 1
+    if word == "cores" and config.num_devices == 2 and gain > 0.1 and config.model.path != TINY:
+        advice = (
+            f"; all cores in turn (devices.share, max_staleness 0) would give about {gain:+.0%}"
+        )
     if config.is_synchronous:
-        return f"synchronous: {shares}; buffer.max_staleness = 1 or more would let both work"
+        text = f"synchronous: {shares}; buffer.max_staleness = 1 or more would let both work"
+        return text + advice
     if max(idle) < 0.05:
         return f"balanced: {shares}"
     text, pool, num = "training-bound: engines", "training", config.devices.train
     if idle[1] > idle[0]:
         text, pool, num = "generation-bound: trainers", "rollout", config.devices.rollout
-    if not word:
-        return f"{text} idle {max(idle):.0%}"
-    # More devices help the slower pool until the other one is the slower.
-    low, high = sorted(max(1e-3, 1 - share) for share in idle)
-    gain = min((num + 1) / num, high / low) - 1
-    return f"{text} idle {max(idle):.0%}, one {word} more for {pool} would give {gain:+.0%}"
+    if word == "GPU":  # more help the slower pool until the other one is the slower
+        gain = min((num + 1) / num, max(busy) / min(busy)) - 1
+        advice = f", one {word} more for {pool} would give {gain:+.0%}"
+    return f"{text} idle {max(idle):.0%}{advice}"
 
 
 def measured(config: Config, lines: Sequence[dict[str, Any]], word: str) -> str:

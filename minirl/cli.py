@@ -279,7 +279,7 @@ def plan(
     from minirl.tools.plan import Plan, gpu_for, tables, usual_lengths
 
     config = load(recipe, overrides or []).config
-    total = gpus or config.devices.rollout + config.devices.train
+    total = gpus or config.num_devices
     planned = Plan(config, gpu_for(gpu, gpu_json), usual_lengths(config, mean or None))
     fits, shown = tables(planned, total, price)
     for table in shown:

@@ -79,6 +79,8 @@ class DevicesConfig:
     """Devices that train, one DDP rank each (on CPU: processes)."""
     split: Literal["manual", "auto"] = "manual"
     """"auto" takes the split that `minirl plan` recommends."""
+    share: bool = False
+    """Both pools on one GPU (always where there is but one) or on all cores; at η = 0 in turns."""
     tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
     """Rollout devices per vLLM engine, for a model too large for one GPU."""
 
@@ -108,9 +110,9 @@ class RolloutConfig:
     max_num_seqs: Annotated[int, Field(ge=1, le=65_536)] = 256
     """Sequences that one engine decodes at once."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
-    """Share of a GPU's memory that vLLM takes. On CPU see kv_cache_gib."""
+    """Share of a GPU's memory that vLLM takes, where it is alone there."""
     kv_cache_gib: Annotated[float, Field(gt=0, le=4096)] = 0.5
-    """KV cache of one engine on CPU."""
+    """KV cache of one engine on CPU, or on a GPU that it shares with the trainer."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -181,8 +183,10 @@ class TrainConfig:
     """Recompute activations in backward: less memory, about a third more time."""
     compile: bool = False
     """torch.compile: slow first steps, then faster ones."""
-    shard_optimizer: bool = False
-    """Shard AdamW's state over the ranks: less memory, one broadcast per step."""
+    shard: Literal["none", "optimizer", "full"] = "none"
+    """What ranks divide among them: AdamW's state, or the weights and gradients too (FSDP2)."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """"adamw8bit" keeps AdamW's state in 2 bytes per parameter instead of 8."""
     lora_rank: Annotated[int, Field(ge=0, le=1024)] = 0
     """Rank of LoRA adapters on all linear layers; 0 is off. Needs extra `lora`."""
 
@@ -247,6 +251,10 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     @property
+    def num_devices(self) -> int:
+        return self.devices.rollout + self.devices.train - self.devices.share
+
+    @property
     def num_slots(self) -> int:
         """Groups that may be running, ready or in training at once."""
         return (self.buffer.max_staleness + 1) * self.train.batch_size
@@ -258,6 +266,11 @@ class Config:
     @property
     def is_synchronous(self) -> bool:
         return self.buffer.max_staleness == 0
+
+    @property
+    def takes_turns(self) -> bool:
+        """On a shared device: the engine sleeps while the trainer trains."""
+        return self.devices.share and self.is_synchronous
 
     @property
     def ring_bytes(self) -> int:

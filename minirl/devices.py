@@ -29,6 +29,8 @@ from minirl.config import Config
 if TYPE_CHECKING:
     from torch import Tensor
 
+ENGINE_WORK_BYTES = 1.5 * 2**30  # activations, CUDA graphs and context of an engine
+LIBRARY_BYTES = 1.5 * 2**30  # CUDA context, NCCL and cuBLAS of a rank
 PACKAGES = ("minirl", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 
@@ -151,20 +153,24 @@ def place(
     config: Config, kind: str, available: int, engines: bool = True, ranks: bool = True
 ) -> tuple[list[Placement], list[Placement]]:
     """One placement per rollout engine, one per trainer rank; `available` counts GPUs on cuda.
-    Either may be left out: then the other has all cores, or the first GPUs."""
-    shards = config.devices.tensor_parallel
+    Either may be left out: then the other has all cores, or the first GPUs. With devices.share both
+    have all cores, or the first GPU."""
+    shards, is_shared = config.devices.tensor_parallel, config.devices.share
     rollout, train = config.devices.rollout * engines, config.devices.train * ranks
-    pool: list[Any] = _visible(available)[: rollout + train]
+    pool: list[Any] = _visible(available)[: 1 if is_shared else rollout + train]
     split = rollout
     if kind == "cpu":
         pool = sorted(os.sched_getaffinity(0))
         split = round(len(pool) * rollout / (rollout + train))
         if engines and ranks:
             split = max(1, min(len(pool) - 1, split))
-    shares = _shares(pool[:split], rollout // shards)
+    first, second = (pool, pool) if is_shared else (pool[:split], pool[split:] or pool)
+    parts = _shares(first, rollout // shards)
+    # Threads that spin at a barrier would take the cores of the other pool.
+    env = {"OMP_WAIT_POLICY": "PASSIVE"} if is_shared and kind == "cpu" else {}
     return (
-        [_placement(kind, s, shards, vllm_environment(kind, i)) for i, s in enumerate(shares)],
-        [_placement(kind, part, 1, {}) for part in _shares(pool[split:] or pool, train)],
+        [_placement(kind, p, shards, env | vllm_environment(kind, i)) for i, p in enumerate(parts)],
+        [_placement(kind, part, 1, env) for part in _shares(second, train)],
     )
 
 
@@ -212,16 +218,21 @@ def vllm_environment(kind: str, engine: int = 0) -> dict[str, str]:
 
 def engine_arguments(config: Config, kind: str) -> dict[str, object]:
     """The engine arguments that differ between CPU and CUDA."""
+    is_shared, kv_bytes = config.devices.share, int(config.rollout.kv_cache_gib * 2**30)
     if kind == "cuda":
         return {
-            "gpu_memory_utilization": config.rollout.memory_fraction,
+            # On a shared GPU the KV cache has a size: vLLM's profiling fails where others' memory
+            # moves. It still compares its share of the GPU with what is free.
+            "gpu_memory_utilization": 0.01 if is_shared else config.rollout.memory_fraction,
+            "kv_cache_memory_bytes": kv_bytes if is_shared else None,
+            "enable_sleep_mode": config.takes_turns,
             "async_scheduling": True,  # the next step is scheduled while this one runs
             "max_num_batched_tokens": 8192,  # 2048 would cut the prefill after a reload in pieces
         }
     return {
         "async_scheduling": False,
         "enforce_eager": True,
-        "kv_cache_memory_bytes": int(config.rollout.kv_cache_gib * 2**30),
+        "kv_cache_memory_bytes": kv_bytes,
         "block_size": 32,  # the CPU default of 128 never shares a short prompt's KV
     }
 
@@ -256,6 +267,16 @@ def hide_broken_torchvision() -> None:
     if torch_cuda() is None:
         for name in ("torchvision", "torchaudio", "torchcodec"):
             sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+
+
+def leave_room_for_engine(config: Config, weights_bytes: int) -> None:
+    """In a trainer rank on a shared GPU: limits it to what the engine's bill and its own leave."""
+    import torch
+
+    awake = 0 if config.takes_turns else weights_bytes + config.rollout.kv_cache_gib * 2**30
+    total = torch.cuda.get_device_properties(0).total_memory
+    left = 1 - (ENGINE_WORK_BYTES + LIBRARY_BYTES + awake) / total
+    torch.cuda.set_per_process_memory_fraction(max(0.01, left))
 
 
 def use_training_device(placement: Placement, shared: "Tensor | None" = None) -> None:

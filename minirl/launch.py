@@ -78,7 +78,7 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: b
 
 def _make_job(config: Config, recipe: Path, run_dir: Path) -> Job:
     kind, available = devices.find_devices(config.devices.kind)
-    gpu = None
+    config, gpu = check_devices(config, kind, available), None
     if kind == "cuda":
         from minirl.tools import plan  # the only tool that the train path uses, and only here
 
@@ -86,7 +86,6 @@ def _make_job(config: Config, recipe: Path, run_dir: Path) -> Job:
         gpu = plan.recognise(first.name, first.memory_bytes)
         if config.devices.split == "auto":
             config = plan.with_auto_split(config, gpu)
-    check_devices(config, kind, available)
     check_memory(config, devices.free_memory_bytes())
     task = make_task(config)
     check_functions(config)
@@ -168,8 +167,8 @@ def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
 def _finish(job: Job, loop: Loop, log: RunLog, view: ConsoleView) -> int:
     """The summary, and an error where something is not on the disk."""
     is_whole = loop.step == job.config.train.steps
-    own, (kind, available) = job.config.devices, devices.find_devices(job.kind)
-    word = {"cuda": "GPU", "cpu": "process"}[kind] if available > own.rollout + own.train else ""
+    kind, available = devices.find_devices(job.kind)
+    word = "cores" if kind == "cpu" else "GPU" if available > job.config.num_devices else ""
     dropped = [f"{n:,} {why.words}" for why, n in loop.buffer.drops.most_common() if n]
     extra = {
         "run_dir": str(job.run_dir),

@@ -34,6 +34,7 @@ from minirl.recipe import to_toml
 from minirl.records import Batch, Prompt
 from minirl.rollout.dispatch import Speedometer
 from minirl.run_log import RunLog
+from minirl.shm.board import State
 from minirl.supervisor import RANKS, Supervisor
 from minirl.tasks.prompts import PromptStream
 from minirl.workers import Worker, Workers
@@ -160,6 +161,9 @@ class Loop:
         if self.wants_save:
             self.save()
             return
+        states = [self.workers.board.row(engine.row).state for engine in self.engines]
+        if self.config.takes_turns and states != [State.SLEEPING]:
+            return  # the trainer needs the engine's memory
         self.batch = self.groups.next_batch(self.step + 1, time.monotonic())
         if self.batch is not None:
             self.to_ranks(Train(self.batch))

@@ -12,6 +12,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ REMOVED = {
     "train.behav_above": "leave it out: a token above train.behav_cap is left out of the loss",
     "train.kl_kind": 'leave it out: k3 with train.kl_in = "loss", k1 with "reward"',
     "train.dual_clip": "leave it out: train.clip_low, clip_high and behav_cap bound a token",
+    "train.shard_optimizer": 'write train.shard = "optimizer"',
     "train.gamma": "leave it out: rewards are not discounted",
     "sft.warmup_steps": "leave it out: the learning rate rises over ten steps",
     "sft.schedule": "leave it out: the learning rate falls to 0 in a line",
@@ -224,8 +226,11 @@ def validate(config: Config) -> None:
     slow = config.tasks.timeout_s
     rule, remedy = f"must be above tasks.timeout_s = {slow}", "a slow reward is no stall: raise it"
     need("log.stall_s", config.log.stall_s > slow, rule, remedy)
-    can_shard = not train.shard_optimizer or devices.train > 1
-    need("train.shard_optimizer", can_shard, "there is one training device", "set it to false")
+    can_shard = train.shard == "none" or devices.train > 1
+    need("train.shard", can_shard, "there is one training device", 'set it to "none"')
+    rule, remedy = "devices.share is for one engine and one rank", "1, or devices.share = false"
+    for key in ("devices.rollout", "devices.train"):
+        need(key, not devices.share or get(config, key) == 1, rule, remedy)
     for key, built_in in BUILT_IN.items():
         value, is_own = get(config, key), re.compile(r".+:[^\W\d]\w*").fullmatch
         rule = f'must be one of {", ".join(built_in)}, or your own "FILE.py:NAME"'
@@ -242,18 +247,21 @@ def check_task(config: Config, *others: str) -> None:
             raise RecipeError(key, get(config, key), "there is no such file", remedy)
 
 
-def check_devices(config: Config, kind: str, available: int, rollout: int | None = None) -> None:
+def check_devices(config: Config, kind: str, available: int, rollout: int | None = None) -> Config:
     """`kind` is what the run would use, "cuda" or "cpu"; `available` counts GPUs or CPU cores;
-    `rollout` is given where it is not devices.rollout."""
+    `rollout` is given where it is not devices.rollout. Gives the recipe; the only GPU is shared."""
     devices = config.devices
+    if kind == "cuda" and available == devices.rollout == devices.train == 1:
+        devices = replace(devices, share=True)
     if devices.kind == "cuda" and kind != "cuda":
         raise RecipeError("devices.kind", "cuda", "there is no CUDA device here", '"cpu" works')
-    wanted = devices.train + (devices.rollout if rollout is None else rollout)
+    wanted = devices.train + (devices.rollout if rollout is None else rollout) - devices.share
     limit, what = (available, "GPUs") if kind == "cuda" else (max(4, 2 * available), "cores")
     if wanted > limit:
         rule = f"with devices.train = {devices.train} that is {wanted} {what}, of {available} here"
-        remedy = f"the two together may be {limit}" if limit > 1 else "two GPUs are the least"
+        remedy = f"the two together may be {limit}" if limit > 1 else "1 each would share it"
         raise RecipeError("devices.rollout", devices.rollout, rule, remedy)
+    return replace(config, devices=devices)
 
 
 def check_memory(config: Config, available_bytes: int) -> None:

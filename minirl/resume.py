@@ -19,7 +19,7 @@ MAY_CHANGE = (
     *("devices.", "eval.", "checkpoint.", "log.", "sft.", "buffer.target_staleness"),
     *("rollout.max_num_seqs", "rollout.memory_fraction", "rollout.kv_cache_gib"),
     *("train.steps", "train.max_tokens", "train.gradient_checkpointing", "train.compile"),
-    *("train.shard_optimizer", "tasks.verifiers", "tasks.timeout_s", "buffer.max_faults"),
+    *("train.shard", "tasks.verifiers", "tasks.timeout_s", "buffer.max_faults"),
 )
 
 

@@ -270,15 +270,17 @@ def _free_share(n: float, config: Config, found: re.Match[str]) -> float:
 # row that changes anything counts; of a rank's the cheapest: what costs no time, some, much.
 CHANGES: tuple[tuple[str, str, str, Callable[[Any, Config, re.Match[str]], Any]], ...] = (
     ("rollout cpu", NO_CACHE, "rollout.kv_cache_gib", lambda n, *_: n * 2),
+    ("rollout shared", NO_CACHE, "rollout.kv_cache_gib", lambda n, *_: n * 2),
     ("rollout cuda", NO_CACHE, "rollout.memory_fraction", _add(0.05)),
     ("rollout cuda", NO_CACHE, "devices.tensor_parallel", lambda n, *_: n * 2),
     ("rollout cuda", NO_ROOM, "rollout.memory_fraction", _free_share),
     ("rollout", SAMPLER, "rollout.max_num_seqs", _half),
+    ("rollout shared", FULL, "rollout.kv_cache_gib", lambda n, *_: n / 2),
     ("rollout cuda", FULL, "rollout.memory_fraction", _add(-0.1)),
     ("rollout cpu", MACHINE, "rollout.kv_cache_gib", lambda n, *_: n / 2),
     ("train", FULL, "train.max_tokens", lambda n, c, _: max(n // 2, c.max_tokens_per_trajectory)),
     ("train", FULL, "train.gradient_checkpointing", lambda *_: True),
-    ("train", FULL, "train.shard_optimizer", lambda n, c, _: n or c.devices.train > 1),
+    ("train", FULL, "train.shard", lambda n, c, _: "full" if c.devices.train > 1 else n),
     ("train", FULL, "rollout.max_new_tokens", _half),
     ("", MACHINE, "train.batch_size", _half),
 )
@@ -289,6 +291,7 @@ def memory_hint(role: str, words: str, config: Config, kind: str) -> str:
     function of `words`, all that the worker said at its end, so that what a GPU would say can be
     tested anywhere."""
     said = words.lower()
+    kind = "shared" if kind == "cuda" and config.devices.share else kind
     if role == "train" and kind == "cpu" and re.search(MACHINE, said):
         said += "out of memory"  # the machine's memory is the device's
     for who, sign, key, new_value in CHANGES:

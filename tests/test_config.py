@@ -151,6 +151,7 @@ def valid_configs(draw: st.DrawFn) -> Config:
     # What the combinations ask for, so that no draw is thrown away.
     values |= {"train.num_minibatches": 1, "train.max_tokens": 10**8, "devices.tensor_parallel": 1}
     values |= {"tasks.max_failures": 0, "log.stall_s": 604_800.0, "devices.train": 2}
+    values |= {"devices.share": False}
     return recipe.build(values)
 
 
@@ -210,7 +211,8 @@ def test_check_devices() -> None:
         (1, 1, "cuda", 2, ""),
         (2, 2, "cpu", 1, ""),
         (4, 4, "cuda", 2, "that is 8 GPUs, of 2 here; the two together may be 2"),
-        (1, 1, "cuda", 1, "that is 2 GPUs, of 1 here; two GPUs are the least"),
+        (1, 1, "cuda", 1, ""),  # they share it
+        (2, 1, "cuda", 1, "that is 3 GPUs, of 1 here; 1 each would share it"),
         (4, 1, "cpu", 2, "that is 5 cores, of 2 here; the two together may be 4"),
     ):
         values = {"devices.rollout": rollout, "devices.train": train}

@@ -97,15 +97,17 @@ def test_a_training_gpu_holds_what_the_algorithm_needs() -> None:
     for num_ranks, given, item, expected in (
         (1, {"kl_coef": 0.1}, "reference", 4 * num),
         (1, {"estimator": "gae"}, "critic", 16 * num),
-        (4, {"shard_optimizer": True}, "optimizer", 2 * num),
-        (1, {"lora_rank": 16}, "weights", 4 * num),
+        (4, {"shard": "optimizer"}, "optimizer", 2 * num),
+        (4, {"shard": "full"}, "weights", num),
+        (4, {"shard": "full", "optimizer": "adamw8bit"}, "optimizer", num / 2),
+        (1, {"lora_rank": 16}, "weights", 2 * num + 4 * adapted),
         (1, {"lora_rank": 16}, "gradients", 4 * adapted),
     ):
         own = config(split=(1, num_ranks), **given)
         assert plan(own).train_bill.items[item] == expected, item
 
 
-GPU_RECIPES = {"gsm8k": "H100", "gsm8k-2gpu": "4090", "smoke-gpu": "4090"}
+GPU_RECIPES = {"gsm8k": "H100", "gsm8k-2gpu": "4090", "gsm8k-1gpu": "4090", "smoke-gpu": "4090"}
 
 
 @pytest.mark.parametrize("recipe", GPU_RECIPES)
@@ -115,7 +117,7 @@ def test_the_bill_is_what_fake_tensors_count_and_recipes_fit_with_room(
 ) -> None:
     text = f"train.gradient_checkpointing={str(is_checkpointed).lower()}"
     own = plan(load(RECIPES / f"{recipe}.toml", [text]).config, GPU_RECIPES[recipe])
-    shape, billed = own.shape, own.train_bill.items
+    shape, billed = own.shape, own.train_items
     kind = Qwen3Config if shape.norms_heads else Qwen2Config
     sizes = kind(
         **dict(zip(HF_NAMES, shape[:-1], strict=True)), max_position_embeddings=4096, pad_token_id=0
@@ -124,7 +126,8 @@ def test_the_bill_is_what_fake_tensors_count_and_recipes_fit_with_room(
     total = sum(billed.values()) - sum(tool.LIBRARIES.values())
     near = 0.05 * counted if recipe != "smoke-gpu" else 0.1 * GIB  # 0.3 GiB in all
     assert total == pytest.approx(counted, abs=near)
-    assert counted + 3 * GIB < own.gpu.memory_gib * GIB and own.fits
+    assert counted + 3 * GIB < own.gpu.memory_gib * GIB
+    assert own.fits or (recipe == "gsm8k-1gpu" and not is_checkpointed)
 
 
 def test_one_set_of_changes_fits_with_no_more_of_them_than_it_takes() -> None:
@@ -133,14 +136,44 @@ def test_one_set_of_changes_fits_with_no_more_of_them_than_it_takes() -> None:
         return own.mended.changes_from(own.config) if own.mended.fits else ["nothing fits"]
 
     (lower,) = changes(max_tokens=16384)
-    tokens = int(lower.removeprefix("--set train.max_tokens="))
+    tokens = int(lower.removeprefix("train.max_tokens="))
     assert not changes(max_tokens=tokens) and changes(max_tokens=tokens + 1024)
     two = changes(gib=13, split=(1, 2), max_tokens=16384)
     assert two[1:] == [
-        "--set train.gradient_checkpointing=true",
-        "--set train.shard_optimizer=true",
+        "train.gradient_checkpointing=true",
+        'train.shard="optimizer"',
     ]
-    assert changes("A100-40", model="Qwen2.5-7B") == ["nothing fits"]
+    full = {"model": "Qwen2.5-7B", "max_tokens": 4096}
+    for model, split in (("Qwen2.5-7B", (4, 4)), ("Qwen3-14B", (2, 6))):
+        given = full | {"model": model, "split": split}
+        assert changes("H100", **given, gradient_checkpointing=True) == ['train.shard="full"']
+    assert changes("A100-40", **full)[-1] == "train.lora_rank=32"
+    assert changes("4090", **full | {"model": "Qwen2.5-14B"}) == ["nothing fits"]
+
+
+def test_one_gpu_pays_both_bills_or_the_larger_in_turns() -> None:
+    both = plan(load(RECIPES / "gsm8k-1gpu.toml").config, "4090")
+    memory, engine = both.gpu.memory_gib * GIB, sum(both.rollout_bill.items.values())
+    assert both.train_bill.available == pytest.approx(memory - engine)
+    assert both.rollout_bill.available == pytest.approx(memory - sum(both.train_items.values()))
+    in_turns = both.changed({"buffer.max_staleness": 0})
+    assert in_turns.train_bill.available == memory - both.rollout_bill.items["engine"]
+    freed = both.train_items["gradients"] + both.train_items["micro-batch"]
+    assert in_turns.rollout_bill.available == pytest.approx(both.rollout_bill.available + freed)
+    is_fitting, (_, (_, row), cards) = tool.tables(both, 1)
+    assert is_fitting and "both on the same GPU" in row[-1]
+    assert [row[:3] for row in cards[5:7]] == [
+        ("24 GB", "full", "Qwen2.5-1.5B"),
+        ("24 GB", "LoRA", "Qwen3-4B"),
+    ]
+    large = plan(config("Qwen2.5-1.5B", max_tokens=4096), "4090")
+    changes = tool.tables(large, 1)[1][0][3][1]
+    assert "devices.share=true" in changes and "buffer.max_staleness=0" in changes
+
+
+def test_the_page_has_the_table_of_models() -> None:
+    page = RECIPES.parent / "docs" / "planning.md"
+    assert paper.memory_table() in page.read_text()
 
 
 def test_splits_cover_the_box_and_the_recommended_is_the_fastest_or_as_good() -> None:
@@ -166,10 +199,12 @@ def test_nothing_is_recommended_that_does_not_fit() -> None:
     (taken,) = [row for row in rows if row[-1].startswith("<- take this, with these changes")]
     given = [part for part in change.split() if part != "--set"]
     values = dict(part.split("=") for part in given)
-    mended = own.changed("train", max_tokens=int(values["train.max_tokens"]))
+    mended = own.changed({"train.max_tokens": int(values["train.max_tokens"])})
     rollout, train = (int(n) for n in taken[0].split(" + "))
-    assert not is_fitting and mended.changed("devices", rollout=rollout, train=train).fits
-    huge = tool.tables(plan(config("Qwen2.5-7B", batch_size=4), "4090"), 3)
+    assert (
+        not is_fitting and mended.changed({"devices.rollout": rollout, "devices.train": train}).fits
+    )
+    huge = tool.tables(plan(config("Qwen2.5-14B", batch_size=4), "4090"), 3)
     assert not huge[0] and len(huge[1]) == 1 and huge[1][0][-1][1].startswith("no set of changes")
 
 
@@ -194,9 +229,9 @@ def test_the_disk_that_checkpoints_take() -> None:
 
 
 def test_a_split_whose_optimizer_does_not_fit_is_not_taken() -> None:
-    sharded = {"shard_optimizer": True, "gradient_checkpointing": True, "max_tokens": 32768}
+    sharded = {"shard": "optimizer", "gradient_checkpointing": True, "max_tokens": 32768}
     own = config("Qwen2.5-1.5B", batch_size=8, **sharded)
-    six = plan(own, mean=100).changed("devices", train=6).train_bill
+    six = plan(own, mean=100).changed({"devices.train": 6}).train_bill
     gib = sum(six.items.values()) / GIB + 0.01
     found = splits(plan(own, "A100-40", gib, 100), 8)
     # Each holds more of the optimizer the fewer they are, and training that is quick wants few.
@@ -233,9 +268,11 @@ def test_the_balance_names_the_bottleneck_and_what_would_help() -> None:
     assert sentence(config(split=(4, 4)), (0.0, 0.41)) == (
         "generation-bound: trainers idle 41%, one GPU more for rollout would give +25%"
     )
-    assert sentence(config(), (0.6, 0.0), "process") == (
-        "training-bound: engines idle 60%, one process more for training would give +100%"
+    assert sentence(config(), (0.6, 0.0), "cores") == (
+        "training-bound: engines idle 60%; all cores in turn (devices.share, max_staleness 0) "
+        "would give about +14%"
     )
+    assert sentence(config(), (0.3, 0.0), "cores") == "training-bound: engines idle 30%"
     assert sentence(config(), (0.6, 0.0), "") == "training-bound: engines idle 60%"  # no room
     assert sentence(config(), (0.01, 0.02)) == "balanced: engines idle 1%, trainers 2%"
 

@@ -118,6 +118,7 @@ class Engine:
         self._expected: Published | None = None  # whose canary is on its way
         self._suspect: Published | None = None  # whose canary came back wrong once
         self._drained: list[Chunk] = []  # of steps that a reload had to take
+        self.is_asleep = False
         self.version = 0 if store is None else -1
         self._load_slot = partial(self._rpc, "load_slot")
         if store is not None:
@@ -146,6 +147,7 @@ class Engine:
         must hold (rule 6): every tensor is where it should be, and the engine's logprobs of the
         canary are the trainer's."""
         start = time.perf_counter()
+        self.wake()
         was_busy = self.is_busy
         assert self._store is not None
         self._drain()
@@ -154,6 +156,17 @@ class Engine:
         while not was_busy and self._expected is not None:
             self.step()  # alone: what is sampled next does not depend on when it comes
         return pause
+
+    def sleep(self) -> None:
+        """For the trainer's turn: drops weights and KV (on CPU vLLM keeps them). Nothing runs."""
+        self._engine.sleep(level=2)
+        self.is_asleep = True
+
+    def wake(self) -> None:
+        """Its weights are no version's until the next reload."""
+        if self.is_asleep:
+            self._engine.wake_up()
+            self.is_asleep, self.version = False, -1
 
     def _drain(self) -> None:
         """With async scheduling a batch is on its way when a step ends: its tokens are of the

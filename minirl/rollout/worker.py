@@ -30,6 +30,7 @@ from minirl.shm.weights import WeightStore
 from minirl.tasks.turns import Dialogue
 
 IDLE_POLL_S = 0.02  # how often an idle worker looks for new weights
+PATIENCE = 50  # polls without a prompt, right after a reload, until it is the trainer's turn
 EVAL_SHARE = 0.5  # of the seats, while training groups wait
 EVAL_PRIORITY = -1  # before training groups (their id)
 
@@ -107,6 +108,7 @@ class RolloutWorker:
         self.expected = ExpectedLength(self.config.rollout.max_new_tokens)
         self.keys = count()
         self.stopped = False
+        self.polls_left = PATIENCE  # until an idle engine sleeps, where it takes turns
 
     def loop(self) -> None:
         while not self.stopped:
@@ -132,7 +134,7 @@ class RolloutWorker:
     def read_inbox(self) -> None:
         is_idle = not (self.engine.is_busy or self.waiting or self.waiting_eval)
         if is_idle:
-            self.board.enter(State.WAITING_FOR_PROMPTS)
+            self.rest()
         while not self.stopped and self.pipe.poll(IDLE_POLL_S if is_idle else 0):
             message = self.pipe.recv()
             is_idle = False
@@ -146,17 +148,30 @@ class RolloutWorker:
             else:
                 self.stopped = True
 
+    def rest(self) -> None:
+        """Where it takes turns the engine sleeps: at once after work, and after a while where it,
+        or the trainer, was restarted with a batch ready. It shows on the board (`Loop.learn`)."""
+        if self.config.takes_turns and not self.parked and not self.engine.is_asleep:
+            self.polls_left -= 1
+            if self.polls_left < 0:
+                self.engine.sleep()
+        self.board.enter(State.SLEEPING if self.engine.is_asleep else State.WAITING_FOR_PROMPTS)
+
     def look_at_version(self) -> None:
         if not self.engine.is_behind or (self.is_pinned and self.engine.version >= 0):
             return
         self.board.enter(State.RELOADING, behind=self.engine.version)
         self.board.add(Total.RELOAD_S, self.engine.reload())
         self.board.add(Total.RELOADS, 1)
+        self.polls_left = PATIENCE
         if self.config.rollout.on_update == "recompute":
             self.recomputing = set(self.running)
         self.board.serving(self.engine.version, len(self.running))
 
     def enqueue(self, submit: messages.Submit) -> None:
+        if self.engine.is_asleep:
+            self.engine.wake()
+            self.look_at_version()  # before it reseeds: the canary may draw too
         if submit.seed is not None:
             self.engine.reseed(submit.seed)
             self.expected = ExpectedLength(self.config.rollout.max_new_tokens)  # nothing remembered
@@ -223,7 +238,7 @@ class RolloutWorker:
 
     def step(self) -> None:
         finished, ended = [], []
-        num_tokens = 0
+        num_tokens = self.polls_left = 0
         for chunk in self.engine.step():
             request = self.running[chunk.key]
             request.append(chunk.tokens, chunk.logprobs, chunk.version)

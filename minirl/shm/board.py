@@ -30,13 +30,14 @@ class State(IntEnum):
     SAVING = 7
     WAITING_FOR_ANSWERS = 8
     GRADING = 9
+    SLEEPING = 10
 
     @property
     def words(self) -> str:
         return self.name.lower().replace("_", " ")
 
 
-IDLE_STATES = (State.WAITING_FOR_PROMPTS, State.WAITING_FOR_BATCH, State.WAITING_FOR_ANSWERS)
+IDLE_STATES = (*(s for s in State if s.name.startswith("WAITING")), State.SLEEPING)
 
 
 class Total(IntEnum):

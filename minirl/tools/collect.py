@@ -102,13 +102,13 @@ def last_checkpoint(run_dir: Path) -> Path:
 
 def with_engines(loaded: recipe.Loaded) -> Config:
     """On devices.rollout of --set; else on CUDA all GPUs, on CPU one engine with all cores."""
-    config, own = loaded.config, loaded.config.devices
+    own = replace(loaded.config.devices, share=False)  # nothing is trained beside it
     kind, available = devices.find_devices(own.kind)
     if loaded.origins["devices.rollout"] != "--set":
         whole = available // own.tensor_parallel if kind == "cuda" else 1
         own = replace(own, rollout=max(1, whole) * own.tensor_parallel)
-        config = replace(config, devices=own)
-    recipe.check_devices(config, kind, available, own.rollout - own.train)  # nothing is trained
+    config = replace(loaded.config, devices=own)
+    recipe.check_devices(config, kind, available, own.rollout - own.train)
     return config
 
 

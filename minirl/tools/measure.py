@@ -238,7 +238,7 @@ def judge(
     reached = planning.GpuKind(1.0, matmul / planning.MATMUL, matmul / 4, moved, moved)
     gpu = planning.recognise(found.name, found.memory_bytes) or reached
     plan = planning.Plan(config, gpu, planning.usual_lengths(config))
-    items, speed = plan.train_bill.items, plan.train_tokens_per_s
+    items, speed = plan.train_items, plan.train_tokens_per_s
     counted = sum(items[name] for name in items if name not in planning.LIBRARIES) / GIB
     if "fresh" in figures and "reloaded" in figures:
         figures["reload error"] = abs(figures.pop("reloaded") - figures.pop("fresh"))

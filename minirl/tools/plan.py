@@ -1,31 +1,33 @@
 """What a recipe needs and what it would do, on GPUs that need not be here: `minirl plan`.
 
 Takes a recipe, a kind of GPU and the lengths of answers; gives the memory bill of a rollout GPU and
-of a training GPU, one set of changes that fits where the recipe does not, every split of the GPUs,
-simulated, with the one to take, its hours and their cost. `devices.split = "auto"` takes that split
-when a run starts. docs/planning.md says how far to trust it. Leaves out: torch, and in the hours
-the start, evaluations and checkpoints.
+of a training GPU (or of both pools on one), one set of changes that fits where the recipe does not,
+every split of the GPUs, simulated, with the one to take, its hours and their cost. `devices.split =
+"auto"` takes that split when a run starts. docs/planning.md says how far to trust it. Leaves out:
+torch, and in the hours the start, evaluations and checkpoints.
 """
 
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress, product
+from math import ceil, floor
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from minirl.balance import sentence
 from minirl.config import KEYS, Config, get
+from minirl.devices import ENGINE_WORK_BYTES, LIBRARY_BYTES
 from minirl.errors import RecipeError, toml_value
 from minirl.recipe import find_model, read_model_config
+from minirl.shm.weights import ITEM_BYTES
 from minirl.tools.simulate import Costs, Lengths, Simulation, Throughput, long_tailed
 
 GIB = 2**30
-ENGINE_WORK = 1.5 * GIB  # activations and CUDA graphs of an engine, inside its share
-# On a training GPU: CUDA context, NCCL and cuBLAS; and fragments of the allocator.
-LIBRARIES = {"libraries": 1.5 * GIB, "spare": 1.5 * GIB}
+LIBRARIES = {"libraries": LIBRARY_BYTES, "spare": 1.5 * GIB}  # spare: fragments of the allocator
 LOGITS = 1024  # rows at once (train/policy.py)
 # Shares of the data sheet's rates that are reached. Those of training lie between the trainers of
 # two published tables, and STEP_S was fitted on one of them (tests/docs/plan.py); the others are
@@ -37,8 +39,15 @@ DECODE = 0.75  # of the memory bandwidth
 STEP_S = 0.007  # launches, scheduling and sampling of an engine step
 STEP_PER_SEQ_S = 10e-6  # bookkeeping of one sequence in a step
 TRUST = (0.6, 1.8)  # a run takes so many times the planned hours: the spread of those tables
-# What makes room on a training GPU, the cheapest first.
-REMEDIES = {"gradient_checkpointing": True, "shard_optimizer": True, "lora_rank": 32}
+REMEDIES: tuple[tuple[str, Any], ...] = (  # what makes room: the first costs most
+    ("train.lora_rank", 32),
+    ("buffer.max_staleness", 0),  # on a shared GPU the pools then take turns
+    ("train.optimizer", "adamw8bit"),
+    *(("train.shard", what) for what in ("full", "optimizer")),
+    ("train.gradient_checkpointing", True),
+    *(("devices.tensor_parallel", width) for width in (8, 4, 2)),
+    ("rollout.memory_fraction", 0.92),
+)
 MEASURED = Path("gpu.json")  # by `minirl doctor --gpu`
 Table = list[tuple[str, ...]]
 
@@ -100,6 +109,7 @@ class Shape(NamedTuple):  # a row of plan.toml
 TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 GPUS = {name: GpuKind(*row) for name, row in TABLES["gpus"].items()}
 SHAPES = {name: Shape(*row) for name, row in TABLES["shapes"].items()}
+CARDS: dict[str, float] = TABLES["cards"]  # GiB that a process can have, by GB
 
 
 def recognise(device_name: str, memory_bytes: float) -> GpuKind | None:
@@ -137,6 +147,29 @@ def _from_config_json(path: str, values: dict[str, Any]) -> Shape:
         raise RecipeError("model.path", path, rule, remedy) from None
 
 
+def rank_bytes(config: Config, shape: Shape) -> dict[str, float]:
+    """What a training rank holds, a micro-batch and libraries apart. All in float32, but for what
+    LoRA does not train and for AdamW's state in 8 bits."""
+    train, num, part = config.train, shape.num_parameters, 1 / config.devices.train
+    adapted = shape.num_adapted(train.lora_rank)
+    size, trained = ITEM_BYTES[config.model.dtype] if adapted else 4, adapted or num
+    held = part if train.shard == "full" else 1.0
+    state = 2.0 if train.optimizer == "adamw8bit" else 8.0
+    state *= 1.0 if train.shard == "none" else part
+    # FSDP2 gathers the layer that runs and the next one, and the root: embeddings and head.
+    layer = sum(a * b for a, b in shape.linears)
+    items = {
+        "weights": held * (size * num + 4.0 * adapted),
+        "gradients": held * 4.0 * trained,
+        "optimizer": state * trained,
+        "gathered": size * (num - (shape.layers - 2.0) * layer) if train.shard == "full" else 0.0,
+        # Of the same size, and always trained whole.
+        "critic": num * (held * 8.0 + state) if train.estimator == "gae" else 0.0,
+        "reference": 4.0 * num if train.kl_coef else 0.0,
+    }
+    return {name: bytes_ for name, bytes_ in items.items() if bytes_}
+
+
 @dataclass(frozen=True)
 class Bill:
     """Of one GPU."""
@@ -165,33 +198,38 @@ class Plan:
     gpu: GpuKind
     lengths: Lengths
 
-    def changed(self, section: str, **values: Any) -> "Plan":
-        """With other values in one section of the recipe."""
-        own = replace(getattr(self.config, section), **values)
-        return replace(self, config=replace(self.config, **{section: own}))
+    def changed(self, values: Mapping[str, Any]) -> "Plan":
+        """With other values of some keys."""
+        config = self.config
+        for key, value in values.items():
+            section, _, name = key.partition(".")
+            own = replace(getattr(config, section), **{name: value})
+            config = replace(config, **{section: own})
+        return replace(self, config=config)
 
     @cached_property
     def shape(self) -> Shape:
         return shape_of(self.config)
 
     @property
-    def value_bytes(self) -> int:
-        return 2 if self.config.model.dtype == "bfloat16" else 4
-
-    @property
     def engine_bytes(self) -> tuple[float, float]:
         """The weights, and a token's KV: on each of the devices.tensor_parallel GPUs."""
-        shape, size = self.shape, self.value_bytes / self.config.devices.tensor_parallel
-        kv_values = 2 * shape.layers * shape.kv_heads * shape.head_dim
-        return size * shape.num_parameters, size * kv_values
+        size = ITEM_BYTES[self.config.model.dtype] / self.config.devices.tensor_parallel
+        kv_values = 2 * self.shape.layers * self.shape.kv_heads * self.shape.head_dim
+        return size * self.shape.num_parameters, size * kv_values
 
     @cached_property
     def rollout_bill(self) -> Bill:
-        share = self.config.rollout.memory_fraction * self.gpu.memory_gib * GIB
-        weights, kv_bytes = self.engine_bytes
-        kv = max(0.0, share - weights - ENGINE_WORK)
-        items = {"weights": weights, "engine": ENGINE_WORK, "KV cache": kv}
-        return Bill(items, share, kv >= kv_bytes * self.config.max_tokens_per_trajectory)
+        """On a shared GPU beside what the trainer keeps meanwhile."""
+        own, memory, (weights, kv_bytes) = self.config, self.gpu.memory_gib * GIB, self.engine_bytes
+        available, kv = own.rollout.memory_fraction * memory, own.rollout.kv_cache_gib * GIB
+        if own.devices.share:
+            freed = ("gradients", "micro-batch") if own.takes_turns else ()
+            available = memory - sum(n for name, n in self.train_items.items() if name not in freed)
+        room = available - weights - ENGINE_WORK_BYTES
+        kv = kv if own.devices.share else max(0.0, room)
+        items = {"weights": weights, "engine": ENGINE_WORK_BYTES, "KV cache": kv}
+        return Bill(items, available, kv_bytes * own.max_tokens_per_trajectory <= kv <= room)
 
     @property
     def max_running(self) -> int:
@@ -200,39 +238,33 @@ class Plan:
         return min(self.config.rollout.max_num_seqs, int(fit))
 
     @property
-    def train_bill(self) -> Bill:
-        num_tokens = self.config.train.max_tokens
-        items = {**self.fixed_items, "micro-batch": max(a + b * num_tokens for a, b in self.peaks)}
-        return Bill(items, self.gpu.memory_gib * GIB, num_tokens <= self.max_tokens_that_fit)
+    def train_items(self) -> dict[str, float]:
+        peak = max(a + b * self.config.train.max_tokens for a, b in self.peaks)
+        return {**rank_bytes(self.config, self.shape), **LIBRARIES, "micro-batch": peak}
 
     @property
-    def fixed_items(self) -> dict[str, float]:
-        """All but a micro-batch: float32 weights, gradients and AdamW on every rank (DDP)."""
-        train, num = self.config.train, self.shape.num_parameters
-        trained = self.shape.num_adapted(train.lora_rank) if train.lora_rank else num
-        shards = self.config.devices.train if train.shard_optimizer else 1
-        items = {
-            "weights": 4.0 * num,
-            "gradients": 4.0 * trained,
-            "optimizer": 8.0 * trained / shards,
-            # Of the same size, and always trained whole.
-            "critic": num * (8.0 + 8.0 / shards) if train.estimator == "gae" else 0.0,
-            "reference": 4.0 * num if train.kl_coef else 0.0,
-            **LIBRARIES,
-        }
-        return {name: size for name, size in items.items() if size}
+    def train_bill(self) -> Bill:
+        """On a shared GPU beside the engine, or what a sleeping one keeps."""
+        available = self.gpu.memory_gib * GIB
+        if self.config.devices.share:
+            awake = self.engine_bytes[0] + self.config.rollout.kv_cache_gib * GIB
+            available -= ENGINE_WORK_BYTES + (0.0 if self.config.takes_turns else awake)
+        items = self.train_items
+        return Bill(items, available, sum(items.values()) <= available)
 
     @property
     def peaks(self) -> list[tuple[float, float]]:
         """(bytes, bytes per token) of a micro-batch where it may take the most memory. The residual
         stream and the norms are float32. tests/test_plan.py counts the same on fake tensors."""
-        shape, train, size = self.shape, self.config.train, self.value_bytes
+        shape, train, size = self.shape, self.config.train, ITEM_BYTES[self.config.model.dtype]
         hidden, heads, mlp = shape.widths
         matrix = shape.vocab * hidden
-        copies = 2.0 * shape.layers * sum(a * b for a, b in shape.linears) if size == 2 else 0.0
+        # In bfloat16 autocast copies what is held in float32; under FSDP2 a layer at a time.
+        copies = 2.0 * sum(a * b for a, b in shape.linears) if size == 2 else 0.0
+        copies *= 1 if train.shard == "full" else shape.layers
         logits, d_head = 6.0 * LOGITS * shape.vocab + 2.0 * matrix, 6.0 * matrix
         if train.lora_rank:  # the head is not trained
-            d_head = 0.0
+            copies, d_head = 0.0, 0.0
         kept_heads = (5 if shape.norms_heads else 2) * heads
         layer = 16.0 * hidden + size * (5 * hidden + kept_heads + 4 * mlp)
         if not train.gradient_checkpointing:
@@ -244,40 +276,47 @@ class Plan:
             (d_head, kept + layer + 8.0 * hidden + 2.0 * size * mlp),  # the last layer's backward
         ]
 
-    @property
-    def max_tokens_that_fit(self) -> int:
-        """Of a micro-batch, beside all else on a training GPU."""
-        free = self.gpu.memory_gib * GIB - sum(self.fixed_items.values())
-        return int(min((free - fixed) / per_token for fixed, per_token in self.peaks))
-
     @cached_property
     def mended(self) -> "Plan":
         """With no more changes than it takes to fit, the cheapest first; it may still not fit."""
-        longest, tried = self.config.max_tokens_per_trajectory, self
-        if not tried.rollout_bill.fits:
-            tried = tried.changed("rollout", memory_fraction=0.92)
-        width, num_engines = 2 * self.config.devices.tensor_parallel, self.config.devices.rollout
-        while not tried.rollout_bill.fits and num_engines % width == self.shape.heads % width == 0:
-            tried = tried.changed("devices", tensor_parallel=width)
-            width *= 2
-        for key, value in REMEDIES.items():
-            is_useless = key == "shard_optimizer" and self.config.devices.train == 1
-            is_set = getattr(tried.config.train, key)
-            if tried.max_tokens_that_fit < longest and not is_set and not is_useless:
-                tried = tried.changed("train", **{key: value})
-        fit = max(longest, tried.max_tokens_that_fit // 256 * 256)
-        return tried.changed("train", max_tokens=min(fit, tried.config.train.max_tokens))
+        own, heads = self.config.devices, self.shape.heads
+        only = {"train.shard": own.train > 1, "buffer.max_staleness": own.share}
+        widths = {n for n in (1, 2, 4, 8) if own.rollout % n == heads % n == 0}
+        useful = [(k, v) for k, v in REMEDIES if only.get(k, "parallel" not in k or v in widths)]
+        for chosen in product((False, True), repeat=len(useful)):  # counts up in binary
+            tried = self.changed(dict(reversed([*compress(useful, chosen)]))).sized
+            if tried.fits:
+                break
+        return tried
 
-    def changes_from(self, other: Config) -> list[str]:
-        """As options of the command line."""
-        changed = [key for key in KEYS if get(self.config, key) != get(other, key)]
-        return [f"--set {key}={toml_value(get(self.config, key))}" for key in changed]
+    @property
+    def sized(self) -> "Plan":
+        """With train.max_tokens, and on a shared GPU the KV cache, no larger than fit."""
+        longest, own, tried = self.config.max_tokens_per_trajectory, self.config.rollout, self
+        if self.config.devices.share and not self.fits:
+            bill = self.changed({"train.max_tokens": longest}).rollout_bill
+            room = bill.available - bill.items["weights"] - bill.items["engine"]
+            room *= 1.0 if self.config.takes_turns else 0.5  # the rest is for the micro-batch
+            least = ceil(10 * self.engine_bytes[1] * longest * own.group_size / GIB) / 10
+            kv = min(own.kv_cache_gib, floor(10 * room / GIB) / 10)
+            tried = self.changed({"rollout.kv_cache_gib": max(kv, least)})
+        bill = tried.train_bill
+        free = bill.available - sum(bill.items.values()) + bill.items["micro-batch"]
+        fit = int(min((free - fixed) / each for fixed, each in self.peaks)) // 256 * 256
+        num = min(max(longest, fit), self.config.train.max_tokens)
+        return tried.changed({"train.max_tokens": num})
+
+    def changes_from(self, other: Config, keys: Iterable[str] = KEYS) -> list[str]:
+        """As --set takes them."""
+        changed = [key for key in keys if get(self.config, key) != get(other, key)]
+        return [f"{key}={toml_value(get(self.config, key))}" for key in changed]
 
     @property
     def costs(self) -> Costs:
         gpu, shape, train = self.gpu, self.shape, self.config.train
         devices, num = self.config.devices, shape.num_parameters
-        flops = 1e12 * (gpu.bf16_tflops if self.value_bytes == 2 else gpu.fp32_tflops)
+        size = ITEM_BYTES[self.config.model.dtype]
+        flops = 1e12 * (gpu.bf16_tflops if size == 2 else gpu.fp32_tflops)
         prefill, bandwidth = flops * PREFILL * devices.tensor_parallel, gpu.bandwidth_gb_s * 1e9
         weights, kv_bytes = self.engine_bytes
         attention = shape.layers * shape.heads * shape.head_dim * self.lengths.mean_tokens
@@ -289,7 +328,7 @@ class Plan:
         update_s = 28.0 * num / bandwidth  # the optimizer, and the sum of gradients
         update_s += 8.0 * num / (gpu.link_gb_s * 1e9) if devices.train > 1 else 0.0
         host = gpu.host_gb_s * 1e9
-        publish_s = num * self.value_bytes / host
+        publish_s = num * size / host
         kv_s = kv_bytes * self.lengths.mean_context / (bandwidth * DECODE)
         return Costs(
             step=STEP_S + weights / (bandwidth * DECODE),
@@ -304,8 +343,10 @@ class Plan:
 
     @cached_property
     def outcome(self) -> Throughput:
-        num_warm = min(30, self.config.buffer.max_staleness + 3)
-        simulation = Simulation(self.config, self.costs, self.lengths, max(1, self.max_running))
+        """A shared GPU as if its pools took turns: two at once are each as much slower."""
+        own = self.changed({"buffer.max_staleness": 0}) if self.config.devices.share else self
+        num_warm = min(30, own.config.buffer.max_staleness + 3)
+        simulation = Simulation(own.config, self.costs, self.lengths, max(1, self.max_running))
         return simulation.run(min(60, 2 * num_warm + 6), num_warm)
 
     @property
@@ -331,15 +372,40 @@ class Plan:
         return f"{devices.rollout} + {devices.train}", *rates, f"{o.staleness:.2f}", verdict
 
 
+def on_one_gpu(plan: Plan) -> Plan:
+    """Both pools on it, with KV for all sequences that may run at once."""
+    alone = dict.fromkeys(("devices.rollout", "devices.train", "devices.tensor_parallel"), 1)
+    own = plan.changed({**alone, "devices.share": True})
+    kv = own.engine_bytes[1] * own.lengths.mean_tokens * own.config.rollout.max_num_seqs / GIB
+    return own.changed({"rollout.kv_cache_gib": max(0.1, round(kv, 1))})
+
+
+def cards(plan: Plan) -> Table:
+    """The largest model that fits both pools on one card, trained whole and by LoRA."""
+    rows: Table = [("one card", "method", "largest model", "max_tokens", "KV GiB", "with")]
+    for (size, gib), lora_rank in product(CARDS.items(), (0, 32)):
+        gpu = plan.gpu._replace(memory_gib=gib)
+        values = [{"model.path": name, "train.lora_rank": lora_rank} for name in SHAPES]
+        tried = [replace(on_one_gpu(plan.changed(given)), gpu=gpu).mended for given in values]
+        fit = [own for own in tried if own.fits and own.config.train.lora_rank == lora_rank]
+        own = fit[-1].config  # "tiny" fits any
+        sizes = own.model.path, f"{own.train.max_tokens:,}", f"{own.rollout.kv_cache_gib:g}"
+        changes = fit[-1].changes_from(plan.config, dict(REMEDIES[1:]))
+        rows.append((f"{size} GB", "LoRA" if lora_rank else "full", *sizes, " ".join(changes)))
+    return rows
+
+
 def splits(plan: Plan, num_gpus: int) -> list[Plan]:
-    """The same recipe, with each split of the GPUs."""
+    """The same recipe, with each split of the GPUs; one GPU is shared."""
+    if num_gpus == 1:
+        return [plan if plan.config.devices.share else on_one_gpu(plan)]
     config, width = plan.config, plan.config.devices.tensor_parallel
     share = config.train.batch_size // config.train.num_minibatches * config.rollout.group_size
     pairs = [(n, num_gpus - n) for n in range(width, num_gpus, width) if num_gpus - n <= share]
     if not pairs:
         rule = f"{num_gpus} cannot be split into engines of {width} and at least one to train"
         raise RecipeError("--gpus", num_gpus, rule, f"take {width + 1} or more")
-    return [plan.changed("devices", rollout=rollout, train=train) for rollout, train in pairs]
+    return [plan.changed({"devices.rollout": n, "devices.train": m}) for n, m in pairs]
 
 
 def recommended(found: Sequence[Plan]) -> Plan:
@@ -356,8 +422,8 @@ def tables(plan: Plan, num_gpus: int, price: float = 0.0) -> tuple[bool, list[Ta
     found = splits(plan, num_gpus)
     usable = [split for split in found if split.fits]
     fitting = usable or [split.mended for split in found if split.mended.fits]
-    counts = [sum(bool(getattr(s.config.train, key)) for key in REMEDIES) for s in fitting]
-    few = [split for split, count in zip(fitting, counts, strict=True) if count == min(counts)]
+    prices = [[get(s.config, key) == value for key, value in REMEDIES] for s in fitting]
+    few = [split for split, price in zip(fitting, prices, strict=True) if price == min(prices)]
     best = recommended(few or found)
     own = next(s for s in found if s.config.devices.train == best.config.devices.train)
     path, num, tokens = best.config.model.path, best.shape.num_parameters, best.lengths.mean_tokens
@@ -366,18 +432,20 @@ def tables(plan: Plan, num_gpus: int, price: float = 0.0) -> tuple[bool, list[Ta
         ("rollout GPU", *own.rollout_bill.row),
         ("training GPU", *own.train_bill.row),
     ]
+    more = [cards(plan)] if num_gpus == 1 else []
     if not few:
         rule = "no set of changes fits: take a smaller model, shorter answers or more memory"
-        return False, [[*memory, ("to change", rule, "")]]
-    if not usable:
-        memory.append(("to change", " ".join(best.changes_from(plan.config)), "then it fits"))
+        return False, [[*memory, ("to change", rule, "")], *more]
+    if not usable or best.config.devices.share != plan.config.devices.share:
+        changes = " ".join(f"--set {change}" for change in best.changes_from(plan.config))
+        memory.append(("to change", changes, "then it fits"))
     answers = f"KV of {best.max_running:,} answers of the usual {tokens:,.0f} tokens at once"
     memory += [("at once", answers, ""), ("time", _time(best, num_gpus, price), "")]
     idle = sentence(best.config, (best.outcome.engines_idle, best.outcome.trainer_idle))
     advice = f"<- take this{'' if usable else ', with these changes'}; {idle}"
     head = ("split", "tokens/s", "engines idle", "trainers idle", "staleness", "")
     rows = [(*best.row[:-1], advice) if s is own else s.row for s in found]
-    return bool(usable), [memory, [head, *rows]]
+    return bool(usable), [memory, [head, *rows], *more]
 
 
 def _time(plan: Plan, num_gpus: int, price: float) -> str:
@@ -408,12 +476,12 @@ def gpu_for(name: str, file: Path | None) -> GpuKind:
 
 def checkpoint_bytes(config: Config) -> float:
     """What the checkpoints of a run take on disk: those kept, the best, and one being written."""
-    shape, train = shape_of(config), config.train
-    num, size = shape.num_parameters, 2 if config.model.dtype == "bfloat16" else 4
-    trained = shape.num_adapted(train.lora_rank) if train.lora_rank else num
+    shape, train, size = shape_of(config), config.train, ITEM_BYTES[config.model.dtype]
+    num, state = shape.num_parameters, 2.0 if train.optimizer == "adamw8bit" else 8.0
+    trained = shape.num_adapted(train.lora_rank) or num
     masters = 4.0 * trained if train.lora_rank or size == 2 else 0.0
-    critic = 12.0 * num if train.estimator == "gae" else 0.0
-    each = size * num + masters + 8.0 * trained + critic
+    critic = (4.0 + state) * num if train.estimator == "gae" else 0.0
+    each = size * num + masters + state * trained + critic
     return (config.checkpoint.keep + 2) * each
 
 
@@ -422,5 +490,5 @@ def with_auto_split(config: Config, gpu: GpuKind | None) -> Config:
     the table. The same recipe gives the same plan, so a resumed run keeps its split."""
     if gpu is None:
         return config
-    num_gpus = config.devices.rollout + config.devices.train
-    return recommended(splits(Plan(config, gpu, usual_lengths(config)), num_gpus)).config
+    plan = Plan(config, gpu, usual_lengths(config))
+    return recommended(splits(plan, config.num_devices)).config

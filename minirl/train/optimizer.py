@@ -1,7 +1,7 @@
 """Stage 7, update: AdamW over a model, its learning rate, DDP, and its state by parameter name.
 
-Takes a model, gives a replica of it that takes steps. With train.shard_optimizer each rank keeps
-the state of its share of the parameters (ZeRO's first stage), updates those, and broadcasts them.
+Takes a model, gives a replica that takes steps. With train.shard = "optimizer" each rank keeps the
+state of its share of the parameters (ZeRO's first stage), updates those, and broadcasts them.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -75,7 +75,7 @@ class Replica:
         self.config, self.lr = setup.config.train, lr
         self.module = self.parallel = module.to(setup.placement.torch_device)
         self.named: Any = getattr(module, "model", module)  # whose names a checkpoint has
-        decay, is_sharded = self.config.weight_decay, self.config.shard_optimizer
+        decay, is_sharded = self.config.weight_decay, self.config.shard == "optimizer"
         self.optimizer = build_optimizer(module, lr, decay, is_sharded)
         self._local: Any = getattr(self.optimizer, "optim", self.optimizer)  # of its own share
         if setup.num_ranks > 1:

@@ -263,7 +263,7 @@ class Trainer:
         """A disk that is full or gone does not end the run: what was saved stays."""
         self.board.enter(State.SAVING)
         folder, setup = Path(request.folder), self.setup
-        num_shares = setup.num_ranks if self.config.train.shard_optimizer else 1
+        num_shares = setup.num_ranks if self.config.train.shard == "optimizer" else 1
         num_done = torch.zeros((), device=self.device)
         try:
             try:
@@ -291,6 +291,8 @@ class Trainer:
 def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
     """The body of a trainer rank."""
     devices.use_training_device(setup.placement, None if setup.rank else setup.store.memory)
+    if setup.config.devices.share and setup.placement.kind == "cuda":
+        devices.leave_room_for_engine(setup.config, setup.store.slot_bytes)
     torch.manual_seed(setup.config.seed)
     join_ranks(setup)
     trainer = Trainer(setup, board, pipe if setup.rank == 0 else None)
@@ -307,6 +309,10 @@ def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
         request = pipe.recv()
         if isinstance(request, Train):
             trained = trainer.train(request.batch)
+            if setup.config.takes_turns:  # the engine wakes when this version is published
+                for replica in trainer.replicas:
+                    replica.zero_grad()
+                torch.cuda.empty_cache()  # does nothing on a CPU
             if setup.rank == 0:
                 trained.values["weights/publish_s"] = trainer.publish(trained.version)
                 pipe.send(trained)

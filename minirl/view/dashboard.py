@@ -478,7 +478,7 @@ class Reporter:
         loop, log, config = self._loop, self._loop.log, self._loop.config
         lines, is_up = log.metrics[:], loop.is_ready
         shown = lines[:: -max(1, math.ceil(len(lines) / 240))][::-1]  # always with the last step
-        word = "GPU" if loop.engines[0].placement.kind == "cuda" else "process"
+        word = "GPU" if loop.engines[0].placement.kind == "cuda" else "cores"
         return Status(
             name=log.run_dir.name,
             time=time.time(),

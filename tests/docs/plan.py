@@ -1,4 +1,4 @@
-"""The planner against two published tables.
+"""The table of docs/planning.md, and the planner against two published tables.
 
     python -m tests.docs.plan
 
@@ -17,8 +17,16 @@ from math import nan
 from typing import NamedTuple
 
 from minirl.recipe import build
-from minirl.tools.plan import GPUS, Plan
+from minirl.tools.plan import CARDS, GIB, GPUS, Plan, usual_lengths
 from minirl.tools.simulate import Lengths, long_tailed
+
+MODELS = ("Qwen3-0.6B", "Qwen2.5-1.5B", "Qwen3-4B", "Qwen2.5-7B", "Qwen2.5-14B")
+METHODS: dict[str, dict[str, object]] = {
+    "full": {},
+    "8-bit AdamW": {"train.optimizer": "adamw8bit"},
+    "FSDP2 over 4": {"train.shard": "full", "devices.train": 4},
+    "LoRA r 32": {"train.lora_rank": 32},
+}
 
 PAPER = {0: 27_100, 1: 47_800, 4: 49_000, 16: 52_000}  # tokens/s by η
 PRIME_RL = {  # tokens/s by model, GPU, their number and the tokens of a sequence
@@ -31,6 +39,32 @@ PRIME_RL = {  # tokens/s by model, GPU, their number and the tokens of a sequenc
     ("Qwen3-4B", "H200", 8, 16_384): 27_440,
     ("Qwen3-4B", "H200", 8, 65_536): 29_540,
 }
+
+
+def memory_table() -> str:
+    """GiB of a training GPU; the smallest card, and the smallest for both pools in turns."""
+    rows = [["model", *METHODS], ["---"] * (1 + len(METHODS))]
+    rows += [[model, *(memory_cell(model, METHODS[name]) for name in METHODS)] for model in MODELS]
+    return "".join(f"|{'|'.join(row)}|\n" for row in rows)
+
+
+def memory_cell(model: str, method: dict[str, object]) -> str:
+    lengths = {"tasks.max_prompt_tokens": 512, "rollout.max_new_tokens": 1024}
+    values = {"model.path": model, "model.dtype": "bfloat16", **lengths, **method}
+    values |= {"train.max_tokens": 1536, "train.gradient_checkpointing": True}
+    config = build(values)
+    plan = Plan(config, GPUS["H100"], usual_lengths(config))
+    needed = sum(plan.train_items.values()) / GIB
+    cards = [size for size, gib in CARDS.items() if gib >= needed]
+    both = []
+    if config.devices.train == 1:
+        plan = plan.changed({"devices.share": True, "buffer.max_staleness": 0})
+        sized = {
+            n: Plan(plan.config, plan.gpu._replace(memory_gib=g), plan.lengths).sized
+            for n, g in CARDS.items()
+        }
+        both = [size for size, own in sized.items() if own.fits]
+    return f"{needed:.0f}→{(cards or ['–'])[0]}/{(both or ['–'])[0]}"
 
 
 def tokens_per_s(eta: int) -> float:
@@ -86,6 +120,7 @@ def prime_rl() -> list[TrainerRow]:
 
 
 if __name__ == "__main__":
+    print(memory_table())
     for row in table_7():
         print(
             f"η = {row.eta:<2} paper {row.paper:,.0f}, planned {row.simulated:,.0f} tokens/s",
