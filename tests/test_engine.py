@@ -149,9 +149,7 @@ def through_versions(engine: Remote, num_steps: int, num_updates: int) -> list[W
 
 
 @pytest.mark.parametrize("name", ["tied", "llama", "async"])
-def test_recompute_every_token_is_exact_under_the_version_that_wrote_it(
-    name: str, engines: dict[str, Remote]
-) -> None:
+def test_recompute_is_exact_under_the_tokens_version(name: str, engines: dict[str, Remote]) -> None:
     engine = engines[name]
     first = engine.versions.store.latest
     answers = through_versions(engine, num_steps=12, num_updates=4)
@@ -161,9 +159,7 @@ def test_recompute_every_token_is_exact_under_the_version_that_wrote_it(
 
 
 @pytest.mark.parametrize("name", ["keep", "async keep"])
-def test_keep_versions_are_right_and_the_first_span_is_exact(
-    name: str, engines: dict[str, Remote]
-) -> None:
+def test_keep_is_exact_in_the_first_span(name: str, engines: dict[str, Remote]) -> None:
     keep = engines[name]
     first = keep.versions.store.latest
     answers = through_versions(keep, num_steps=15, num_updates=3)
@@ -179,9 +175,7 @@ def test_keep_versions_are_right_and_the_first_span_is_exact(
 
 
 @pytest.mark.parametrize("name", ["tied", "keep"])
-def test_a_prefix_is_never_served_from_another_version(
-    name: str, engines: dict[str, Remote]
-) -> None:
+def test_no_prefix_is_of_another_version(name: str, engines: dict[str, Remote]) -> None:
     """While a sequence runs vLLM cannot empty its prefix cache, so a salt must do."""
     engine = engines[name]
     running = engine.add(PROMPT)
@@ -201,23 +195,17 @@ def test_a_prefix_is_never_served_from_another_version(
 
 
 @pytest.mark.parametrize(
-    ("engine_name", "fault"),
+    ("name", "fault"),
     [
         ("tied", "all"),
         ("tied", "torn"),
         ("tied", "model.embed_tokens.weight"),
-        ("tied", "model.norm.weight"),
         ("tied", "model.layers.0.self_attn.q_norm.weight"),
-        ("tied", "model.layers.0.self_attn.k_proj.weight"),
-        ("tied", "model.layers.1.mlp.up_proj.weight"),
-        ("tied", "model.layers.1.mlp.down_proj.weight"),
         ("llama", "lm_head.weight"),
     ],
 )
-def test_a_tensor_left_behind_is_noticed_by_its_name(
-    engine_name: str, fault: str, engines: dict[str, Remote]
-) -> None:
-    engine = engines[engine_name]
+def test_a_tensor_left_behind(name: str, fault: str, engines: dict[str, Remote]) -> None:
+    engine = engines[name]
     first, second = [spec.name for spec in engine.versions.store.table][:2]
     named = {"all": f"{first} ", "torn": f"{second} "}.get(fault, rf"{fault} \(and 0 more\)")
     engine.call(engine_child.break_copies, fault)
@@ -243,9 +231,7 @@ def test_a_wrong_canary_is_noticed_by_an_idle_engine_at_once(tied: Remote) -> No
     assert tied.call(getattr, "canary").gap < EXACT
 
 
-def test_a_wrong_canary_is_noticed_under_running_sequences_unless_newer_weights_overtake_it(
-    tied: Remote,
-) -> None:
+def test_a_wrong_canary_is_noticed_unless_newer_weights_overtake_it(tied: Remote) -> None:
     running = tied.add(PROMPT)
     tied.step(3)
     tied.update(wrong_canary(tied))
@@ -275,9 +261,7 @@ def test_a_wrong_canary_is_noticed_under_running_sequences_unless_newer_weights_
     ],
     ids=str,
 )
-def test_logprobs_are_those_of_the_distribution_sampled_from(
-    sampling: Sampling, tied: Remote
-) -> None:
+def test_logprobs_are_of_the_distribution_sampled_from(sampling: Sampling, tied: Remote) -> None:
     answer = tied.add(PROMPT, sampling)
     tied.step()
     tokens = PROMPT + answer.tokens
@@ -298,9 +282,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
         assert not rank_T.any()
 
 
-def test_short_answers_end_with_a_stop_text_or_a_stop_token_and_keep_it(
-    engines: dict[str, Remote], tied_folder: Path
-) -> None:
+def test_short_answers_keep_their_stop(engines: dict[str, Remote], tied_folder: Path) -> None:
     from transformers import AutoTokenizer
 
     engine, tokenizer = engines["short"], AutoTokenizer.from_pretrained(tied_folder)

@@ -103,9 +103,7 @@ def test_a_reload_that_went_wrong_is_noticed_at_once(fault: str, engine: Remote)
         (16, 13, 1, [(0, 13)]),
     ],
 )
-def test_each_rank_finds_its_slice(
-    room: int, full: int, num_ranks: int, rows: list[tuple[int, int]]
-) -> None:
+def test_rank_slices(room: int, full: int, num_ranks: int, rows: list[tuple[int, int]]) -> None:
     tensor = torch.arange(3.0 * full).view(full, 3)
     for rank, (start, stop) in enumerate(rows):
         for of, held in ((tensor, torch.zeros(room, 3)), (tensor.T, torch.zeros(3, room))):
