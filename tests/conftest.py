@@ -36,6 +36,9 @@ def model_fixture(name: str, **options: Any) -> Any:
 tied_folder = model_fixture("qwen3-tied", tied=True)
 untied_folder = model_fixture("qwen3-untied", tied=False)
 llama_folder = model_fixture("llama", tied=False, kind="LlamaConfig")
+# One key-value head for two ranks, a padded vocabulary, biases.
+BIASED = {"attention_bias": True, "num_key_value_heads": 1, "vocab_size": 390}
+biased_folder = model_fixture("biased", tied=False, kind="LlamaConfig", **BIASED)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,8 @@
-"""Real worker processes for tests, and an inbox that waits for what a worker must say."""
+"""Real worker processes for tests, an inbox that waits for what a worker must say, and a disk that
+is as full as one gets it without mounting one."""
 
 import os
+import resource
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -75,3 +77,14 @@ def crew(log_dir: Path, num_workers: int) -> Iterator[Inbox]:
         yield Inbox(workers)
     finally:
         workers.kill()
+
+
+@contextmanager
+def files_up_to(num_bytes: int) -> Iterator[None]:
+    """Writes past this size fail half-way."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

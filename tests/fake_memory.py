@@ -33,9 +33,7 @@ class Counter(TorchDispatchMode):
         super().__init__()
         self.known, self.now, self.peak = known, 0, 0
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
@@ -58,41 +56,33 @@ class Counter(TorchDispatchMode):
 
 def peak_bytes(config: Config, shape: PretrainedConfig) -> float:
     """Of one rank: weights, gradients, AdamW's state, activations and copies."""
-    mode, train, num_tokens = (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        config.train,
-        config.train.max_tokens,
-    )
+    mode, num_tokens = FakeTensorMode(allow_non_fake_inputs=True), config.train.max_tokens
 
     def fake(size: Any, dtype: torch.dtype) -> Tensor:
         with mode:
-            return FakeTensor(
-                mode, torch.empty(size, dtype=dtype, device="meta"), torch.device("cpu")
-            )
+            meta = torch.empty(size, dtype=dtype, device="meta")
+            return FakeTensor(mode, meta, torch.device("cpu"))
 
     model = faked(shape, fake)
     num_parameters = sum(p.numel() for p in model.parameters())
     num_needed = int(WRITTEN * num_tokens)
     bounds = (fake(num_tokens, torch.int64), fake(num_tokens // LENGTH + 1, torch.int32), LENGTH)
     with ExitStack() as stack:
-        for target, name, value in (
-            (attention, "VARLEN_ON", {"cpu"}),
-            (policy, "AUTOCAST_ON", {"cpu"}),
-            (Tensor, "nonzero", lambda self: fake((num_needed, 1), torch.int64)),
-        ):
-            stack.enter_context(patch.object(target, name, value))
+        needed = lambda self: fake((num_needed, 1), torch.int64)  # noqa: E731
+        stack.enter_context(patch.object(attention, "VARLEN_ON", {"cpu"}))
+        stack.enter_context(patch.object(policy, "AUTOCAST_ON", {"cpu"}))
+        stack.enter_context(patch.object(Tensor, "nonzero", needed))
         stack.enter_context(mode)
-        if train.gradient_checkpointing:
+        if config.train.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         own = Policy(model, getattr(torch, config.model.dtype)).train()
-        counter = stack.enter_context(
-            Counter({p.untyped_storage()._cdata for p in own.parameters()})
-        )
+        known = {p.untyped_storage()._cdata for p in own.parameters()}
+        counter = stack.enter_context(Counter(known))
         for _ in range(2):
             logprobs_T, _entropy_T = own(fake(num_tokens, torch.int64), *bounds)
             logprobs_T.sum().backward()
             del logprobs_T, _entropy_T
-    shards = config.devices.train if train.shard == "optimizer" else 1
+    shards = config.devices.train if config.train.shard == "optimizer" else 1
     return 4.0 * num_parameters + 8.0 * num_parameters / shards + counter.peak
 
 

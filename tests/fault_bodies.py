@@ -14,22 +14,8 @@ import torch
 from crew import publish
 from safetensors.torch import load_file, save_file
 
+from minirl import messages
 from minirl.errors import StaleWeights
-from minirl.messages import (
-    Abort,
-    AnswerTokens,
-    CheckpointState,
-    Finished,
-    Gone,
-    GroupRequest,
-    Save,
-    Saved,
-    Score,
-    Started,
-    Submit,
-    Train,
-    Trained,
-)
 from minirl.records import Group, StopReason, Trajectory
 from minirl.shm.board import BEAT_S, BoardWriter, State, Total
 from minirl.shm.weights import WeightStore
@@ -51,14 +37,15 @@ class Script:
     bad: dict[str, int] = field(default_factory=dict)
     """What goes wrong, and when: "die_at_step", "die_in_save", "die_after_publishing", "unsaved"
     (a step), "dies" (at once), "deadly_prompt", "deaf" (an engine that never answers), "long_save"
-    (a step), "long_evaluation" (a version), "stale" (an engine that new weights do not reach),
+    (a step), "held_save" (a step: it lasts until there is a file "begun"), "long_evaluation" (a
+    version), "stale" (an engine that new weights do not reach),
     "broken_from" (a version: no reward from then on)."""
 
 
 def engine(script: Script, board: BoardWriter, pipe: Connection) -> None:
     time.sleep(script.start_s)
-    pipe.send(Started())
-    running: list[tuple[float, GroupRequest, int, int]] = []
+    pipe.send(messages.Started())
+    running: list[tuple[float, messages.GroupRequest, int, int]] = []
     while True:
         board.enter(State.GENERATING if running else State.WAITING_FOR_PROMPTS)
         board.serving(script.store.latest, len(running))
@@ -66,7 +53,9 @@ def engine(script: Script, board: BoardWriter, pipe: Connection) -> None:
             raise StaleWeights(f"version {script.store.latest} did not reach the engine")
         while pipe.poll(TICK_S):
             message = pipe.recv()
-            if isinstance(message, Submit) and "deaf" not in script.bad:
+            if isinstance(message, messages.Submit) and "deaf" not in script.bad:
+                if any(group.is_eval for group in message.groups):
+                    pipe.send(messages.Pinned(script.store.latest))
                 for group in message.groups:
                     if group.prompt[0] == script.bad.get("deadly_prompt"):
                         os.kill(os.getpid(), signal.SIGKILL)
@@ -75,18 +64,18 @@ def engine(script: Script, board: BoardWriter, pipe: Connection) -> None:
                     if group.is_eval and head == script.bad.get("long_evaluation"):
                         due += LONG_S
                     running += [(due, group, i, head) for i in range(len(group.cells))]
-            elif isinstance(message, Abort):
+            elif isinstance(message, messages.Abort):
                 running = [entry for entry in running if entry[1].group_id != message.group_id]
-                pipe.send(Gone(message.group_id, ""))
-            elif not isinstance(message, Submit):
+                pipe.send(messages.Gone(message.group_id, ""))
+            elif not isinstance(message, messages.Submit):
                 return
         now = time.monotonic()
         board.add(Total.TOKENS, len(running))
         for due, group, i, head in [entry for entry in running if entry[0] <= now]:
             running.remove((due, group, i, head))
-            tail = max(head, script.store.latest)
+            tail = head if group.is_eval else max(head, script.store.latest)
             done = Trajectory(group.cells[i], 12, 4, StopReason.STOP, head, tail)
-            pipe.send(Finished(((group.group_id, i, done),)))
+            pipe.send(messages.Finished(((group.group_id, i, done),)))
 
 
 def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
@@ -95,7 +84,7 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
         raise RuntimeError("CUDA out of memory" if script.bad["dies"] == 2 else "no luck")
     updates = read_updates(Path(script.folder)) if script.is_resumed else 0
     publish(script.store, script.version, [torch.tensor([float(updates)])])
-    pipe.send(Started())
+    pipe.send(messages.Started())
     died = Path(script.rendezvous).with_name("died")
 
     def is_due(fault: str, step: int) -> bool:
@@ -110,7 +99,7 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
         while not pipe.poll(BEAT_S):
             board.enter(State.WAITING_FOR_BATCH)
         request = pipe.recv()
-        if isinstance(request, Train):
+        if isinstance(request, messages.Train):
             board.enter(State.TRAINING)
             time.sleep(script.seconds)
             step, version = request.batch.step, request.batch.version
@@ -127,32 +116,36 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
             values: dict[str, float | None] = {"train/tokens": 1.0, "train/loss": float(updates)}
             values |= {"buffer/staleness_max": stale, "buffer/staleness_mean": stale}
             shown = [shown_tokens(group, version - script.eta) for group in request.batch.groups]
-            pipe.send(Trained(version + 1, values, samples=tuple(shown)))
-        elif isinstance(request, Save):
+            pipe.send(messages.Trained(version + 1, values, samples=tuple(shown)))
+        elif isinstance(request, messages.Save):
             board.enter(State.SAVING)
             step = request.state.step
             if is_due("die_in_save", step):
                 Path(request.folder).with_name(".step-000099.tmp").mkdir(parents=True)
                 os.kill(os.getpid(), signal.SIGKILL)
             if step == script.bad.get("unsaved"):
-                pipe.send(Saved(request.folder, "No space left on device"))
+                pipe.send(messages.Saved(request.folder, "No space left on device"))
                 continue
+            while step == script.bad.get("held_save") and not died.with_name("begun").exists():
+                time.sleep(TICK_S)
             seconds = LONG_S if step == script.bad.get("long_save") else 0.0
             write_checkpoint(Path(request.folder), request.state, updates, seconds)
-            pipe.send(Saved(request.folder))
-        elif not isinstance(request, Score):
+            pipe.send(messages.Saved(request.folder))
+        elif not isinstance(request, messages.Score):
             return
 
 
-def shown_tokens(group: Group, oldest: int) -> AnswerTokens:
+def shown_tokens(group: Group, oldest: int) -> messages.AnswerTokens:
     """The first and the last token of a group's first answer; what is older is not trained."""
     first = group.trajectories[0]
     versions = [first.head_version, first.tail_version]
-    return AnswerTokens(["a", "b"], versions, [0.0 if v >= oldest else None for v in versions])
+    return messages.AnswerTokens(
+        ["a", "b"], versions, [0.0 if v >= oldest else None for v in versions]
+    )
 
 
 def write_checkpoint(
-    folder: Path, state: CheckpointState, updates: int, seconds: float = 0.0
+    folder: Path, state: messages.CheckpointState, updates: int, seconds: float = 0.0
 ) -> None:
     aside = folder.with_name(f".{folder.name}.tmp")
     (aside / "trainer").mkdir(parents=True)

@@ -1,6 +1,5 @@
 """Tasks of one's own, as a user would write them, that a random model gets rewards from."""
 
-import os
 import time
 from string import ascii_lowercase
 
@@ -29,17 +28,6 @@ class Endless(EvenLength):
     num_train = 10**8  # in order
 
 
-class Talkative(EvenLength):
-    """In training, one answer in five has no reward."""
-
-    def reward(self, example: Example, answer: Answer) -> float:
-        kind = sum(answer.text.encode())
-        is_training = str(example.prompt).startswith("Tom")
-        if answer.text != "right" and is_training and kind % 5 == 3:
-            raise ValueError("no verdict")
-        return float(kind % 2 == 0 or answer.text == "right")
-
-
 class Again(EvenLength):
     """Three turns, whatever the model says; a turn ends at a letter, which even a random model
     writes soon. Right is an even number of tokens in all."""
@@ -56,20 +44,20 @@ class Again(EvenLength):
         return super().reward(example, answer)
 
 
-class Moody(Again):
-    """A prompt in eight raises at its second reply, a few exit or hang at their first."""
+class Talkative(Again):
+    """In training, a reply to one prompt in four raises, and so does one reward in five."""
 
     def reply(self, example: Example, turns: tuple[str, ...]) -> str | None:
         name, _, number, _ = str(example.prompt).split()
-        if turns == ("right",):  # the self-check
-            return None
-        if name == "Tom" and int(number) % 8 == 3 and len(turns) == 3:
+        if name == "Tom" and int(number) % 4 == 3 and turns != ("right",):  # the self-check
             raise ValueError("nothing to say")
-        if name == "Tom" and int(number) % 32 == 5:
-            os._exit(7)
-        if name == "Tom" and int(number) % 32 == 9:
-            time.sleep(60)
         return super().reply(example, turns)
+
+    def reward(self, example: Example, answer: Answer) -> float:
+        kind = sum(answer.text.encode())
+        if answer.text != "right" and str(example.prompt).startswith("Tom") and kind % 5 == 3:
+            raise ValueError("no verdict")
+        return super().reward(example, answer)
 
 
 class UnsureAgain(EvenLength):

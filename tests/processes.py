@@ -33,7 +33,8 @@ class Run:
     """`minirl train` on the smoke recipe, made small, in a process of its own."""
 
     def __init__(self, run_dir: Path, *extra: str, small: bool = True, **changes: object):
-        settings = {**SMALL, **_dotted(changes)} if small else _dotted(changes)
+        dotted = {key.replace("__", "."): value for key, value in changes.items()}
+        settings = {**SMALL, **dotted} if small else dotted
         overrides = [f"--set={key}={value}" for key, value in settings.items()]
         self.dir, here = run_dir, Path(__file__).parent
         path = (here, here.parent, os.environ.get("PYTHONPATH", ""))
@@ -117,7 +118,3 @@ def listening_addresses(session: int) -> set[str]:
             open_now = psutil.Process(pid).net_connections("tcp")
             found |= {c.laddr.ip for c in open_now if c.status == psutil.CONN_LISTEN}
     return found
-
-
-def _dotted(changes: dict[str, object]) -> dict[str, object]:
-    return {key.replace("__", "."): value for key, value in changes.items()}

@@ -15,20 +15,10 @@ from crew import TRAINER_PLACE, Inbox, crew
 from plain_script import Weights
 from safetensors.torch import load_file
 
+from minirl import messages
 from minirl.buffer import History
 from minirl.config import BufferConfig, Config, RolloutConfig, TrainConfig
-from minirl.messages import (
-    CheckpointState,
-    Died,
-    Role,
-    Save,
-    Saved,
-    Started,
-    Stop,
-    Train,
-    Trained,
-    TrainerSetup,
-)
+from minirl.messages import CheckpointState, Save, TrainerSetup
 from minirl.model import weight_table
 from minirl.records import Batch, Group, StopReason, Trajectory
 from minirl.shm.board import Board
@@ -195,19 +185,19 @@ class Ranks:
             worker.send(message)
 
     def train(self, batch: Batch) -> dict[str, float | None]:
-        self.send(Train(batch))
-        trained = self.inbox.take(self.workers[0], Trained)
+        self.send(messages.Train(batch))
+        trained = self.inbox.take(self.workers[0], messages.Trained)
         assert trained.version == self.store.latest
         return trained.values
 
     def save(self, folder: Path) -> None:
         self.send(Save(str(folder), STATE))
-        assert self.inbox.take(self.workers[0], Saved).folder == str(folder)
+        assert self.inbox.take(self.workers[0], messages.Saved).folder == str(folder)
 
     def stop(self) -> None:
-        self.send(Stop())
+        self.send(messages.Stop())
         for worker in self.workers:
-            assert self.inbox.take(worker, Died).how == "ended with exit code 0"
+            assert self.inbox.take(worker, messages.Died).how == "ended with exit code 0"
 
     def weights(self) -> Weights:
         return read_store(self.store)
@@ -222,9 +212,9 @@ def ranks(
     with crew(tmp_path / "logs", num) as inbox:
         spawn, body = inbox.workers.spawn, "minirl.train.trainer:run"
         setups = [replace(first, rank=rank) for rank in range(num)]
-        workers = [spawn(Role.TRAIN, s.rank, body, s, s.placement) for s in setups]
+        workers = [spawn(messages.Role.TRAIN, s.rank, body, s, s.placement) for s in setups]
         for worker in workers:
-            inbox.take(worker, Started)
+            inbox.take(worker, messages.Started)
         yield Ranks(inbox, workers, first.store)
 
 

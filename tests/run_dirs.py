@@ -1,7 +1,6 @@
 """Run directories without a run: the real RunLog and tracer write them, fed with made-up steps."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 from minirl.buffer import Buffer
@@ -10,7 +9,7 @@ from minirl.devices import Placement
 from minirl.evaluation import Ended, Evaluation
 from minirl.groups import GroupState
 from minirl.messages import AnswerTokens, Role, Trained
-from minirl.recipe import to_toml
+from minirl.recipe import build, to_toml
 from minirl.records import Batch, Example, Group, Prompt, StopReason, Trajectory
 from minirl.rollout.dispatch import Assignment
 from minirl.run_log import RunLog
@@ -35,10 +34,8 @@ class Notes(list[str]):
 
 
 def make_config(seed: int = 0, steps: int = 6, eta: int = 2, lr: float = 1e-6) -> Config:
-    base = Config(seed=seed)
-    train = replace(base.train, steps=steps, batch_size=2, lr=lr)
-    rollout, buffer = replace(base.rollout, group_size=2), replace(base.buffer, max_staleness=eta)
-    return replace(base, train=train, rollout=rollout, buffer=buffer)
+    values = {"seed": seed, "train.steps": steps, "train.batch_size": 2, "train.lr": lr}
+    return build({**values, "rollout.group_size": 2, "buffer.max_staleness": eta})
 
 
 def log_of(path: Path, config: Config, step: int = 0, evaluating: int | None = None) -> RunLog:

@@ -1,5 +1,5 @@
-"""Processes that write and read shared memory until they are killed, for test_ring.py and
-test_weights.py. A fork server imports torch once: a start takes milliseconds."""
+"""Processes that write and read shared memory until they are killed, for test_shm.py. A
+fork server imports torch once: a start takes milliseconds."""
 
 import random
 import time

@@ -1,13 +1,12 @@
 """Batches on disk: they come back as they were, training on them again gives the same bits, and
 what went bad is found. Nothing that is not finite is published or saved."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from disks import files_up_to
+from crew import files_up_to
 from ranks import CONFIG, FIRST_VERSION, FRESH, STATE, Data, LocalRank, are_equal, with_reward
 from typer.testing import CliRunner
 
@@ -18,7 +17,6 @@ from minirl.messages import Save
 from minirl.records import Batch
 from minirl.train import bad_batch
 from minirl.train.bad_batch import BatchSaver, path_of
-from minirl.train.policy import load_policy
 
 
 @pytest.fixture
@@ -37,9 +35,7 @@ def saver(data: Data, config: Config, rank: LocalRank, tmp_path: Path) -> BatchS
     return BatchSaver(config, tmp_path, data.ring, rank.store, Path(config.model.path), threads=2)
 
 
-def test_training_again_gives_the_same_losses_to_the_bit_and_a_difference_is_found(
-    data: Data, rank: LocalRank, saver: BatchSaver, tmp_path: Path
-) -> None:
+def test_replay_is_exact(data: Data, rank: LocalRank, saver: BatchSaver, tmp_path: Path) -> None:
     trained = []
     first, *rest = data.batches[3].groups
     masked = replace(data.batches[3], groups=(first._replace(masked=frozenset({1})), *rest))
@@ -102,9 +98,8 @@ def test_a_logprob_of_vllm_that_is_not_finite_costs_the_update_and_is_found(
     assert found.bad[0] == f"{place}: vLLM's logprob is not finite"
 
 
-def test_an_infinite_reward_is_found_by_the_command_and_only_the_first_few_are_kept(
-    data: Data, rank: LocalRank, saver: BatchSaver, tmp_path: Path
-) -> None:
+def test_infinite_reward(data: Data, rank: LocalRank, saver: BatchSaver, tmp_path: Path) -> None:
+    """The command finds it, and only the first few such batches are kept."""
     for step in range(1, 5):
         bad = with_reward(data.of(FRESH, step), 0, float("inf"))
         assert rank.train(bad)["train/skipped_updates"] == 1
@@ -120,9 +115,8 @@ def test_an_infinite_reward_is_found_by_the_command_and_only_the_first_few_are_k
     assert "the gradient of model.model.embed_tokens.weight is not" in done.stdout
 
 
-def test_weights_that_are_not_finite_are_not_published(
-    data: Data, rank: LocalRank, saver: BatchSaver, tmp_path: Path
-) -> None:
+def test_spoiled_weights(data: Data, rank: LocalRank, saver: BatchSaver, tmp_path: Path) -> None:
+    """They are not published."""
     rank.train(data.of(FRESH))
     published = rank.weights()
     name, parameter = next(iter(rank.trainer.policy.model.named_parameters()))
@@ -139,9 +133,8 @@ def test_weights_that_are_not_finite_are_not_published(
     assert found.is_good and found.lines[0] == "spoiled"
 
 
-def test_a_checkpoint_or_batch_that_cannot_be_written_leaves_what_was_there(
-    data: Data, rank: LocalRank, saver: BatchSaver, tmp_path: Path
-) -> None:
+def test_full_disk(data: Data, rank: LocalRank, saver: BatchSaver, tmp_path: Path) -> None:
+    """What was there stays whole."""
     rank.train(data.of(FRESH))
     folders = [tmp_path / "checkpoints" / f"step-00000{step}" for step in (1, 2)]
     requests = [Save(str(folder), STATE) for folder in folders]
@@ -157,12 +150,3 @@ def test_a_checkpoint_or_batch_that_cannot_be_written_leaves_what_was_there(
     assert list((tmp_path / "checkpoints").iterdir()) == folders[:1]
     assert not [*(tmp_path / "bad_batches").glob("*"), *(tmp_path / "record").glob("*")]
     assert rank.trainer.save(requests[1]).error == ""
-
-
-def test_a_model_whose_only_weights_are_a_pickle_is_refused(
-    tmp_path: Path, tied_folder: Path
-) -> None:
-    shutil.copytree(tied_folder, tmp_path / "m")
-    (tmp_path / "m" / "model.safetensors").rename(tmp_path / "m" / "pytorch_model.bin")
-    with pytest.raises(OSError, match="safetensors"):
-        load_policy(str(tmp_path / "m"))

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from ranks import CONFIG, LocalRank, make_data
 from safetensors.torch import load_file, save_file
 
-from minirl import model
 from minirl.buffer import History
 from minirl.errors import MinirlError, RecipeError
 from minirl.messages import CheckpointState, Save
@@ -70,9 +69,11 @@ def test_a_broken_checkpoint_is_passed_over_with_a_note(
     run = tmp_path / "run"
     shutil.copytree(made / "checkpoints", run / "checkpoints")
     before, last = found(run)
+    start = find_start(run)
+    assert (start.folder, start.notes) == (last, (f"going on from {last}",))
     harm(last / name)
     start = find_start(run)
-    assert (start.folder, start.state.step, start.state.consumed_below) == (before, 1, 8)
+    assert (start.folder, start.state) == (before, CheckpointState(1, History(), 8, (9,)))
     passed, going_on = start.notes
     assert passed.startswith(f"passed over: {last}") and "\n" not in passed
     assert name in passed and going_on == f"going on from {before}"
@@ -83,12 +84,8 @@ def test_a_broken_checkpoint_is_passed_over_with_a_note(
         find_start(run)
 
 
-@pytest.fixture
-def folder(tied_folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tied_folder, tmp_path / "model"))
-
-
-def test_other_shapes_missing_and_extra_tensors_are_found_when_it_is_loaded(folder: Path) -> None:
+def test_other_shapes_missing_and_extra_tensors(tied_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tied_folder, tmp_path / "model"))
     load_policy(str(folder))
     config = folder / "config.json"
     before = config.read_text()
@@ -106,19 +103,6 @@ def test_other_shapes_missing_and_extra_tensors_are_found_when_it_is_loaded(fold
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(RecipeError, match=f"lacks {name}"):
         load_policy(str(folder))
-
-
-def test_weights_that_cannot_be_read_and_a_tokenizer_that_is_gone_or_broken(folder: Path) -> None:
-    garble(folder / "tokenizer.json")
-    with pytest.raises(RecipeError, match="its tokenizer cannot be loaded"):
-        model.load_tokenizer(folder, trust_remote_code=False)
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(RecipeError, match=r"has no tokenizer.json; copy it there"):
-        model.check_folder(folder)
-    for harm in (cut, garble):
-        harm(folder / "model.safetensors")
-        with pytest.raises(RecipeError, match=r"its model.safetensors cannot be read .*fetch"):
-            model.check_folder(folder)
 
 
 def harmed(data: bytes, seed: int) -> bytes:
@@ -142,9 +126,7 @@ FILES = ("metrics.jsonl", "trainer/state.json", "config.json", bad_batch.FILE)
 
 @QUICK
 @given(st.data(), st.sampled_from(FILES))
-def test_any_file_is_read_or_refused(
-    made: Path, tmp_path: Path, data: st.DataObject, name: str
-) -> None:
+def test_any_file_is_read(made: Path, tmp_path: Path, data: st.DataObject, name: str) -> None:
     """Lines, a checkpoint, a saved batch: whatever the bytes are, a MinirlError or a value."""
     run = tmp_path / "run"
     if not run.exists():

@@ -5,13 +5,15 @@ proved over random histories in test_buffer_histories.py.
 """
 
 import random
+from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minirl.buffer import AUTO, Admission, Buffer, OnStale, Ticket, republished_as
+from minirl.buffer import AUTO, Admission, Buffer, Ticket, republished_as
 from minirl.records import Drop, Group, StopReason, Trajectory
+from minirl.rollout.dispatch import Assignment, Dispatcher
 
 
 def done(ticket: Ticket, head: int | None = None, tail: int | None = None) -> Group:
@@ -25,14 +27,6 @@ def fill(buffer: Buffer, count: int) -> list[Ticket]:
     return [buffer.admit(i, buffer.version) for i in range(count)]
 
 
-def train(buffer: Buffer) -> list[int]:
-    """One step; the ids that it trained."""
-    batch = buffer.next_batch(1)
-    assert batch is not None
-    buffer.release(buffer.published())
-    return [group.id for group in batch.groups]
-
-
 def test_a_group_cannot_end_twice() -> None:
     buffer = Buffer(1, 1)
     ticket = buffer.admit(0, 0)
@@ -41,21 +35,6 @@ def test_a_group_cannot_end_twice() -> None:
         buffer.drop(ticket.group_id, Drop.STALE)
     with pytest.raises(KeyError):
         buffer.finish(done(ticket))
-
-
-def test_wait_looks_ahead_further_than_the_next_step() -> None:
-    # B = 1, η = 2: all three began under version 0 and are due by version 2. Two were left by the
-    # first step; if both were still running at the second, one of them would be too late.
-    buffer = Buffer(1, 2, OnStale.WAIT)
-    slow, slower, quick = fill(buffer, 3)
-    buffer.finish(done(quick))
-    assert train(buffer) == [quick.group_id]
-    buffer.finish(done(buffer.admit(3, 1)))
-    assert buffer.next_batch(1) is None
-    buffer.finish(done(slow, 0, 1))
-    assert train(buffer) == [slow.group_id]
-    buffer.finish(done(slower, 0, 2))
-    assert train(buffer) == [slower.group_id]
 
 
 @given(st.integers(0, 50), st.integers(0, 50))
@@ -78,25 +57,6 @@ def test_admission_control_holds_groups_back_and_slots_stay_what_they_are() -> N
     assert buffer.num_to_admit(99, 0) == 1 and buffer.num_to_admit(3, 0) == 0
 
 
-def test_admission_control_measures_turn_arounds_steps_and_starvation() -> None:
-    seen: list[float] = []
-
-    class Recorder(Admission):
-        def group_took(self, seconds: float, num_left: int = 0) -> None:
-            seen.append(seconds)
-
-        step_took = batch_taken = group_took
-
-    buffer = Buffer(1, 1)
-    buffer.admission = Recorder(1, 2)
-    ticket = buffer.admit(0, 0, now=1.0)
-    assert buffer.next_batch(1, now=2.0) is None and buffer.next_batch(1, now=3.0) is None
-    buffer.finish(done(ticket), now=5.0)
-    assert buffer.next_batch(1, now=6.0) is not None
-    buffer.published(now=9.0)
-    assert seen == [4.0, 4.0, 3.0]  # a group took, the trainer starved, a step took
-
-
 def test_groups_in_flight_are_a_fixed_number_of_batches_or_cover_the_turn_around() -> None:
     assert [Admission(8, 72, target).limit for target in (0.0, 1.5, 100.0)] == [8, 20, 72]
     admission = Admission(8, 72, AUTO)
@@ -107,9 +67,20 @@ def test_groups_in_flight_are_a_fixed_number_of_batches_or_cover_the_turn_around
         admission.group_took(3.0)
     admission.step_took(1.0)
     assert admission.limit == 8 + 3 * 8  # Little's law
+    buffer = Buffer(8, 8, target_staleness=AUTO)  # it measures the same by itself
+    starved = list[float]()
+    buffer.admission.batch_taken = lambda seconds, num_left: starved.append(seconds)
+    tickets = [buffer.admit(i, 0, now=1.0) for i in range(8)]
+    assert buffer.next_batch(1, now=2.0) is None and buffer.next_batch(1, now=3.0) is None
+    for ticket in tickets:
+        buffer.finish(done(ticket), now=4.0)
+    assert buffer.next_batch(1, now=4.0) is not None and starved == [2.0]
+    buffer.published(now=5.0)
+    assert buffer.admission.limit == 8 + 3 * 8
 
 
 def test_a_trainer_that_starves_gets_more_and_unused_stock_is_given_up() -> None:
+    """Where generation is the bottleneck nothing is held back."""
     admission = Admission(8, 72)
     admission.step_took(1.0)
     before = admission.limit
@@ -118,9 +89,6 @@ def test_a_trainer_that_starves_gets_more_and_unused_stock_is_given_up() -> None
     for _ in range(60):
         admission.batch_taken(starved_s=0.0, num_left=max(0, admission.limit - 16))
     assert before <= admission.limit <= before + 1
-
-
-def test_where_generation_is_the_bottleneck_nothing_is_held_back() -> None:
     admission = Admission(8, 72)
     for _ in range(20):
         admission.step_took(1.0)
@@ -131,12 +99,55 @@ def test_where_generation_is_the_bottleneck_nothing_is_held_back() -> None:
     assert admission.limit < 60
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_the_limit_is_always_between_a_batch_and_the_slots(seed: int) -> None:
-    dice = random.Random(seed)
-    size, eta = dice.randint(1, 20), dice.randint(0, 9)
-    admission = Admission(size, size * (eta + 1), dice.choice([AUTO, 0.0, 0.3, 2.0, 50.0]))
-    for _ in range(300):
-        dice.choice([admission.group_took, admission.step_took])(dice.lognormvariate(0, 3))
-        admission.batch_taken(dice.choice([0.0, dice.lognormvariate(0, 3)]), dice.randint(0, 100))
-        assert size <= admission.limit <= size * (eta + 1)
+def test_the_limit_is_always_between_a_batch_and_the_slots() -> None:
+    for seed in range(10):
+        dice = random.Random(seed)
+        size, eta = dice.randint(1, 20), dice.randint(0, 9)
+        admission = Admission(size, size * (eta + 1), dice.choice([AUTO, 0.0, 0.3, 2.0, 50.0]))
+        for _ in range(300):
+            dice.choice([admission.group_took, admission.step_took])(dice.lognormvariate(0, 3))
+            starved_s = dice.choice([0.0, dice.lognormvariate(0, 3)])
+            admission.batch_taken(starved_s, dice.randint(0, 100))
+            assert size <= admission.limit <= size * (eta + 1)
+
+
+# Dispatch: each group goes to the engine with the least to do, for its speed ----------------------
+
+
+@settings(deadline=None)
+@given(st.integers(1, 4), st.randoms(use_true_random=False))
+def test_a_group_goes_to_the_engine_with_the_least_outstanding(num: int, random: Random) -> None:
+    dispatcher = Dispatcher(num, max_new_tokens=10)
+    left: list[tuple[Assignment, int]] = []  # with the trajectories to come
+    for _ in range(60):
+        load = [sum(n for a, n in left if a.engine == i) for i in range(num)]
+        size = random.randint(1, 5)
+        assignment = dispatcher.assign(size)
+        assert load[assignment.engine] == min(load)
+        left.append((assignment, size))
+        for _ in range(random.randint(0, 6)):
+            if left:
+                assignment, n = left.pop(random.randrange(len(left)))
+                if random.random() < 0.1:
+                    dispatcher.release(assignment, n)
+                    continue
+                dispatcher.trajectory_done(assignment, 10)
+                left += [(assignment, n - 1)] if n > 1 else []
+
+
+def test_groups_go_by_speed_and_a_restarted_engine_must_prove_itself_again() -> None:
+    dispatcher = Dispatcher(2, max_new_tokens=100)
+
+    def share_of_first(count: int) -> int:
+        return [dispatcher.assign(4).engine for _ in range(count)].count(0)
+
+    dispatcher.measured(0, 300.0)
+    dispatcher.measured(1, 100.0)
+    assert share_of_first(40) == 30
+    dispatcher = Dispatcher(2, max_new_tokens=100)
+    for engine in (0, 1):
+        dispatcher.measured(engine, 1000.0)
+    dispatcher.restarted(0)
+    assert share_of_first(10) == 2
+    dispatcher.measured(0, 1000.0)
+    assert share_of_first(20) >= 10

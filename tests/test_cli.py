@@ -1,5 +1,6 @@
 """The command line, as a person meets it: real processes, exit codes, what is printed."""
 
+import json
 import os
 import re
 import subprocess
@@ -42,66 +43,35 @@ def test_help_shows_every_command_with_its_whole_summary() -> None:
     assert minirl("--version").stdout == f"{__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS.split()])
-def test_help_of_a_command_teaches_and_loads_nothing_heavy(command: str) -> None:
+def test_help_of_a_command_teaches_and_loads_nothing_heavy() -> None:
     code = f"""
 import sys, minirl.cli
-sys.argv = ["minirl", *{command.split()!r}, "-h"]
-try:
-    minirl.cli.main()
-except SystemExit as end:
-    assert not end.code
-print([name for name in {HEAVY!r} if name in sys.modules])
+for command in sys.argv[1:]:
+    sys.argv = ["minirl", *command.split(), "-h"]
+    try:
+        minirl.cli.main()
+    except SystemExit as end:
+        assert not end.code
+    print([name for name in {HEAVY!r} if name in sys.modules], end="|")
 """
-    done = python("-c", code)
+    commands = ["", *COMMANDS.split()]
+    done = python("-c", code, *commands)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("Usage: minirl") and done.stdout.endswith("[]\n")
-    num_examples = len(re.findall(rf"^  minirl {command}\b", done.stdout, re.MULTILINE))
-    assert num_examples >= 1 or command in ("doctor", "runs")
+    for command, shown in zip(commands, done.stdout.split("|")[:-1], strict=True):
+        assert shown.startswith("Usage: minirl") and shown.endswith("[]"), command
+        num_examples = len(re.findall(rf"^  minirl {command}\b", shown, re.MULTILINE))
+        assert num_examples >= 1 or command in ("doctor", "runs")
 
 
-GSM8K = "recipes/gsm8k.toml"
+WRONG_INPUT = (ROOT / "tests/data/wrong_input.jsonl").read_text().splitlines()
 TOO_SHORT = '{"max_position_embeddings": 383}'
-NO_RUN = "holds no run: there is no recipe.toml in it; name another directory"
 
 
-@pytest.mark.parametrize(
-    ("args", "line"),
-    [
-        ("eval", 'MODEL_OR_RUN = "": one target, or --compare; '),
-        ("eval no/such/folder --task gsm8k", 'model.path = "no/such/folder": no such folder'),
-        ("eval tiny --task gsm9k", 'tasks.kind = "gsm9k": must be one of '),
-        ("eval tiny --task math --set devices.rollout=99", "devices.rollout = 99: "),
-        ("eval --compare r.toml r.toml", 'results = "r.toml": is no results of an eval; '),
-        ("sample tiny hello -n 0", "Invalid value for '-n': "),
-        ("train", "Missing argument 'RECIPE'; see minirl train --help"),
-        ("trian x.toml", "No such command 'trian'. Did you mean 'train'?; see minirl --help"),
-        ("train x.toml --nope", "No such option: --nope; see minirl train --help"),
-        ("diff a b", "No such command 'diff'; use minirl report RUN RUN, "),
-        ("train smokee", 'recipe = "smokee": cannot be read (No such file or directory)'),
-        (f"plan {GSM8K} --gpu T4", '--gpu = "T4": is not in the table; one of H100, '),
-        (f"plan {GSM8K} --gpus 1", "--gpus = 1: 1 cannot be split into engines of 1 "),
-        (f"plan {GSM8K} --num 8", "No such option: --num; use --gpus N"),
-        ("train r.toml --dry-run --set devices.rollout=1024", "devices.rollout = 1024: "),
-        ("train r.toml --dry-run --set train.objective=no.py:f", 'train.objective = "no.py:f": '),
-        ("train r.toml --dry-run --set model.path=model", "rollout.max_new_tokens = 128: "),
-        (
-            "eval /nonexist --task gsm8k",
-            'MODEL_OR_RUN = "/nonexist": there is no such path; name a',
-        ),
-        ("train r.toml --run-dir full", f'--run-dir = "full": {NO_RUN}'),
-        ("train r.toml --run-dir r.toml", '--run-dir = "r.toml": cannot be written to ('),
-        ("train r.toml --resume --run-dir no", f'--run-dir = "no": {NO_RUN}'),
-        ("train r.toml --resume", '--resume = "runs/r-*": no run of this recipe; leave --resume '),
-    ],
-)
+@pytest.mark.parametrize("case", WRONG_INPUT, ids=range(len(WRONG_INPUT)))
 def test_wrong_input_is_one_line_and_exit_code_2(
-    args: str,
-    line: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    args, line = json.loads(case).values()
     for name, text in (("full/metrics.jsonl", ""), ("model/config.json", TOO_SHORT)):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(text)
@@ -154,9 +124,7 @@ def test_resume_takes_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("SystemExit(7)", 7, b""),
     ],
 )
-def test_errors_have_exit_codes_and_output_to_a_full_disk_changes_none(
-    error: str, exit_code: int, stderr: bytes
-) -> None:
+def test_errors_have_exit_codes_on_a_full_disk(error: str, exit_code: int, stderr: bytes) -> None:
     code = f"""
 import minirl.cli, minirl.errors as e
 from minirl.view.console import ConsoleView

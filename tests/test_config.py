@@ -1,7 +1,11 @@
-"""Recipes: what is read, what is refused and in which words."""
+"""Recipes: what is read, what is refused and in which words, also by a dry run."""
 
 import dataclasses
+import json
+import shutil
 import string
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -9,17 +13,16 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 from annotated_types import Ge, Gt, Le, Lt
-from bad_recipes import BAD_FILES, BAD_SETS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from minirl import cli, model, recipe
 from minirl import config as c
-from minirl import recipe
 from minirl.config import ALGORITHMS, KEYS, TINY_FOLDER, Config
 from minirl.errors import RecipeError
-from minirl.recipe import load
+from minirl.recipe import check_model, kv_bytes_per_token, load
 
-ROOT = Path(__file__).parents[1]
+BAD_RECIPES = (Path(__file__).parent / "data" / "bad_recipes.jsonl").read_text().splitlines()
 
 
 @pytest.fixture
@@ -40,14 +43,12 @@ def line_of(path: Path | None, *overrides: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("text, line", BAD_FILES, ids=range(len(BAD_FILES)))
-def test_bad_recipe_gives_its_line(folder: Path, text: str, line: str) -> None:
-    assert line_of(write("bad.toml", text)) == line
-
-
-@pytest.mark.parametrize("override, line", BAD_SETS)
-def test_bad_override_gives_its_line(override: str, line: str) -> None:
-    assert line_of(None, override) == line
+@pytest.mark.parametrize("case", BAD_RECIPES, ids=range(len(BAD_RECIPES)))
+def test_bad_recipe_gives_its_line(folder: Path, case: str) -> None:
+    """The whole line. The recipe is bad.toml, or there is none but one --set."""
+    given = json.loads(case)
+    path = write("bad.toml", given["recipe"]) if "recipe" in given else None
+    assert line_of(path, *([] if path else [given["set"]])) == given["line"]
 
 
 def limits_of(key: str) -> list[Any]:
@@ -206,7 +207,7 @@ def refusal(check: Callable[..., Any], values: dict[str, Any], *args: Any) -> st
     return ""
 
 
-def test_check_devices() -> None:
+def test_devices_and_memory_are_checked() -> None:
     for rollout, train, kind, available, line in (
         (1, 1, "cuda", 2, ""),
         (2, 2, "cpu", 1, ""),
@@ -221,9 +222,6 @@ def test_check_devices() -> None:
     assert not refusal(recipe.check_devices, {}, "cuda", 1, 0)  # of `minirl sft`: no engines
     found = refusal(recipe.check_devices, {"devices.kind": "cuda"}, "cpu", 2)
     assert found == 'devices.kind = "cuda": there is no CUDA device here; "cpu" works'
-
-
-def test_check_memory() -> None:
     num_bytes = Config().ring_bytes
     assert num_bytes == 3 * 32 * 8 * (256 + 128) * 13
     assert not refusal(recipe.check_memory, {}, num_bytes)
@@ -249,3 +247,95 @@ def test_a_model_is_found_and_checked(folder: Path) -> None:
         write("config.json", text)
         found = refusal(recipe.check_model, values, folder)
         assert bool(found) == bool(line) and line in found
+
+
+# `minirl train --dry-run` refuses what `minirl train` would, at once ------------------------------
+
+
+CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}{% if not loud %}.{% endif %}"
+
+
+@pytest.fixture
+def with_model(tmp_path: Path) -> Path:
+    shutil.copytree(TINY_FOLDER, tmp_path / "model")
+    (tmp_path / "r.toml").write_text('[model]\npath = "model"\n[devices]\nkind = "cpu"\n')
+    return tmp_path
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def garble(path: Path) -> None:
+    path.write_bytes(b"\xff\x00{" * 50)
+
+
+def pickled(path: Path) -> None:
+    path.rename(path.with_name("pytorch_model.bin"))
+
+
+@pytest.mark.parametrize(
+    ("harm", "name", "line"),
+    [
+        (Path.unlink, "tokenizer.json", "has no tokenizer.json; copy it there"),
+        (pickled, "model.safetensors", "has no *.safetensors; pickled weights are never loaded"),
+        (cut, "model.safetensors", "its model.safetensors cannot be read ("),
+        (garble, "model.safetensors", "its model.safetensors cannot be read ("),
+        (garble, "tokenizer.json", "its tokenizer cannot be loaded"),
+        (None, "tasks.max_prompt_tokens=1", "none of 64 prompts is as short as that; raise it to"),
+        (None, "rollout.stop_tokens=[5,428]", "the model has only the tokens below 428"),
+        (None, "rollout.kv_cache_gib=3e-4", "one sequence of 384 tokens needs 0.000366; raise it"),
+        (None, "tasks.template.loud=true", "the model has no chat template; leave it out"),
+        (None, "model.path=./gone", "no such folder, nor a hub name"),
+        (None, "model.path=~/gone/x", "no such folder, nor a hub name"),
+        (None, "tasks.kind=gsm8k --set tasks.data=/gone", "FileNotFoundError: there is no such"),
+    ],
+)
+def test_it_is_refused(
+    with_model: Path, harm: object, name: str, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(with_model)
+    monkeypatch.setattr(model, "ask_hub", lambda: pytest.fail("the hub was asked"))
+    if callable(harm):
+        harm(with_model / "model" / name)
+    with pytest.raises(RecipeError) as caught:
+        overrides = [] if harm else name.split(" --set ")
+        cli.train(Path("r.toml"), overrides, dry_run=True)
+    assert line in str(caught.value) and "\n" not in str(caught.value)
+    assert not Path("runs").exists()
+
+
+def test_only_layers_that_keep_all_tokens_count_for_the_kv_cache(with_model: Path) -> None:
+    config = load(with_model / "r.toml", ["rollout.kv_cache_gib=3.7e-4"]).config
+    check_model(config, with_model / "model", "cpu")
+    check_model(load(None, ["rollout.kv_cache_gib=1e-9"]).config, with_model / "model", "cuda")
+    sizes = json.loads((with_model / "model/config.json").read_text())
+    assert kv_bytes_per_token(config, sizes) == 2 * 2 * 2 * 32 * 4
+    sizes["layer_types"][0] = "sliding_attention"
+    assert kv_bytes_per_token(config, sizes) == 2 * 1 * 2 * 32 * 4
+
+
+def test_the_chat_template_is_given_the_recipes_table(with_model: Path) -> None:
+    (with_model / "model/chat_template.jinja").write_text(CHAT)
+    chat = [{"role": "user", "content": "Hi"}]
+    for options, text in (([], "Hi."), (["tasks.template.loud=true"], "Hi")):
+        config = load(with_model / "r.toml", options).config
+        tokenizer = model.tokenizer_of(config, with_model / "model")
+        assert tokenizer.apply_chat_template(chat, tokenize=False) == text
+    with pytest.raises(RecipeError, match="chat template does not read lud"):
+        config = load(with_model / "r.toml", ["tasks.template.lud=true"]).config
+        model.tokenizer_of(config, with_model / "model")
+
+
+def test_without_a_network_the_hub_is_asked_once() -> None:
+    program = """
+import os, sys
+import huggingface_hub.constants
+from minirl import model
+os.environ["HF_ENDPOINT"] = "http://127.0.0.1:1"  # where nothing answers
+os.environ.pop("HF_HUB_OFFLINE", None)
+huggingface_hub.constants.HF_HUB_OFFLINE = False
+model.ask_hub()
+assert model.is_offline() and huggingface_hub.constants.is_offline_mode()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,8 +1,10 @@
 """Which process runs where: on CPU by cores, on CUDA by GPUs; GPUs are found without torch."""
 
+import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,47 +15,33 @@ import torch
 
 from minirl import devices
 from minirl.config import Config, DevicesConfig
-from minirl.devices import Placement, place
+from minirl.devices import Gpu, place
+from minirl.recipe import load
+from minirl.tools import doctor, measure, plan
 
 
-def placed(
-    monkeypatch: pytest.MonkeyPatch, num_cores: int, rollout: int, train: int
-) -> tuple[list[Placement], list[Placement]]:
-    cores = set(range(10, 10 + num_cores))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
-    config = Config(devices=DevicesConfig(kind="cpu", rollout=rollout, train=train))
-    return place(config, "cpu", num_cores)
-
-
-@pytest.mark.parametrize("num_cores", [1, 2, 3, 7, 64])
-@pytest.mark.parametrize(("rollout", "train"), [(1, 1), (2, 1), (1, 3), (8, 8)])
-def test_every_process_has_cores_of_its_pool_and_as_many_threads(
-    num_cores: int, rollout: int, train: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engines, trainers = placed(monkeypatch, num_cores, rollout, train)
-    assert (len(engines), len(trainers)) == (rollout, train)
-    for placement in engines + trainers:
-        assert placement.torch_device == "cpu" and placement.process_group_backend == "gloo"
-        assert placement.cores and set(placement.cores) <= set(range(10, 10 + num_cores))
-        assert placement.env["OMP_NUM_THREADS"] == str(len(placement.cores))
-        assert placement.env["CUDA_VISIBLE_DEVICES"] == ""
-    pools = [[core for place in pool for core in place.cores] for pool in (engines, trainers)]
-    assert num_cores == 1 or set(pools[0]).isdisjoint(pools[1])
-    for taken, count in zip(pools, (rollout, train), strict=True):
-        if len(set(taken)) >= count:  # enough for all: no core is shared
-            assert len(taken) == len(set(taken))
-
-
-def test_only_engines_get_what_vllm_needs_and_shares_for_its_processes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engines, trainers = placed(monkeypatch, 4, 2, 2)
-    for placement in engines:
-        assert placement.env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-        assert placement.env["TORCH_COMPILE_DISABLE"] == "1"
-    for placement in trainers:
-        assert not [name for name in placement.env if name.startswith(("VLLM", "TORCH"))]
+def test_on_cpu_every_process_has_cores_of_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    for num_cores, (rollout, train) in product((1, 2, 3, 7, 64), ((1, 1), (2, 1), (1, 3), (8, 8))):
+        cores = set(range(10, 10 + num_cores))
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: cores)
+        config = Config(devices=DevicesConfig(kind="cpu", rollout=rollout, train=train))
+        engines, trainers = place(config, "cpu", num_cores)
+        assert (len(engines), len(trainers)) == (rollout, train)
+        for placement in engines + trainers:
+            assert placement.torch_device == "cpu" and placement.process_group_backend == "gloo"
+            assert placement.cores and set(placement.cores) <= cores
+            assert placement.env["OMP_NUM_THREADS"] == str(len(placement.cores))
+            assert placement.env["CUDA_VISIBLE_DEVICES"] == ""
+        pools = [[core for own in pool for core in own.cores] for pool in (engines, trainers)]
+        assert num_cores == 1 or set(pools[0]).isdisjoint(pools[1])
+        for taken, count in zip(pools, (rollout, train), strict=True):
+            if len(set(taken)) >= count:  # enough for all: no core is shared
+                assert len(taken) == len(set(taken))
+        assert engines[0].env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+        assert engines[0].env["TORCH_COMPILE_DISABLE"] == "1"
+        assert not [name for name in trainers[0].env if name.startswith(("VLLM", "TORCH"))]
     config = Config(devices=DevicesConfig(kind="cpu", rollout=2, tensor_parallel=2, train=3))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(10, 14)))
     (engine,), none = place(config, "cpu", 4, ranks=False)
     assert engine.cores == (10, 11, 12, 13) and none == []
     assert engine.env["VLLM_CPU_OMP_THREADS_BIND"] == "10,11|12,13"
@@ -62,9 +50,7 @@ def test_only_engines_get_what_vllm_needs_and_shares_for_its_processes(
     assert [rank.cores for rank in ranks] == [(10,), (11,), (12,)] and none == []
 
 
-def test_on_cuda_each_engine_sees_its_own_gpus_and_each_rank_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_cuda_every_process_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,GPU-a1,7,0,2")
     config = Config(devices=DevicesConfig(rollout=4, train=2, tensor_parallel=2))
     engines, trainers = place(config, "cuda", 6)
@@ -168,3 +154,83 @@ def test_a_broken_torchvision_does_not_stop_us(tmp_path: Path) -> None:
     code = "import minirl.train.policy; from transformers import Qwen3ForCausalLM"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# `minirl doctor --gpu`: what is measured, and what the plan makes of it ---------------------------
+
+
+H100 = Gpu("NVIDIA H100 80GB HBM3", int(79.6 * 2**30))
+RECIPE = Path(__file__).parents[1] / "recipes/gsm8k.toml"
+GOOD = {
+    **{"attention error": 0.006, "memory": 79.1, "matmul": 650.0, "device copy": 2900.0},
+    **{"host copy": 50.0, "all-reduce": 300.0, "reload": 0.2, "reload error": 0.0},
+    **{"canary gap": 0.04, "logprob gap": 0.03, "decoding": 30_000.0},
+    **{"training": 20_000.0, "training memory": 66.5},
+}
+
+
+@pytest.mark.vllm
+def test_measured_figures_are_the_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    findings = measure.examine("cpu", None, ["train.max_tokens=512", "devices.train=2"])
+    found = {found.name: found for found in findings}
+    assert [*found] == [*GOOD][:-1], "memory is CUDA's"
+    exact = ("attention error", "reload error", "canary gap", "logprob gap")
+    assert all(found[name].ok for name in exact) and "expected 0 to 0.03" in findings[0].detail
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert written["measured"].keys() == found.keys() and written["gpu"].startswith("CPU")
+    own = plan.gpu_for("", None)
+    assert own.memory_gib == written["measured"]["memory"]
+    config = load(None, ["train.max_tokens=512", "devices.train=2"]).config
+    planned = plan.Plan(config, own, plan.usual_lengths(config)).train_tokens_per_s
+    assert planned == pytest.approx(written["measured"]["training"])
+
+
+def test_a_measurement_may_fail_or_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(measure, "DEADLINE_S", 0.01)
+    findings = measure.examine("cpu", None, [])
+    assert [found.name for found in findings] == [*measure.MEASURES]
+    assert all(found.detail.endswith("no answer in 0.01 s") for found in findings)
+    assert plan.gpu_for("", None).train_speed == 1.0
+    monkeypatch.setattr(devices, "gpus", lambda: [])
+    assert [found.detail for found in measure.examine("cuda", None, [])] == ["there is none here"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("attention error", 0.05), ("memory", 39.0), ("matmul", 300.0), ("device copy", 900.0)),
+        *(("host copy", 6.0), ("training", 3_000.0), ("training memory", 72.0)),
+        *(("all-reduce", 20.0), ("reload", 9.0), ("reload error", 1e-7), ("canary gap", 0.3)),
+        *(("logprob gap", 0.2), ("decoding", 900.0)),
+    ],
+)
+def test_each_figure_is_held_to_the_plan(name: str, value: float) -> None:
+    config = load(RECIPE).config
+    findings, own = measure.judge(config, H100, GOOD)
+    assert all(found.ok for found in findings) and len(findings) == len(GOOD)
+    assert (own.host_gb_s, own.bf16_tflops) == (50.0, plan.GPUS["H100"].bf16_tflops)
+    findings, _ = measure.judge(config, H100, {**GOOD, name: value})
+    assert [found.name for found in findings if not found.ok] == [name]
+    _, own = measure.judge(Config(), Gpu("NVIDIA X1", 2**30), GOOD)  # it is not in the table
+    assert own.bf16_tflops == 650.0 / plan.MATMUL and own.bandwidth_gb_s == 2900.0
+
+
+def test_drivers_and_compute_capabilities_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = fake_nvml(2)
+    monkeypatch.setattr(devices, "pynvml", nvml)
+    for version, capability, cuda, remedy in (
+        ("580.65.06", (9, 0), "13.0", ""),
+        ("570.86.15", (9, 0), "13.0", "update the NVIDIA driver"),
+        ("570.86.15", (8, 0), "12.9", ""),
+        ("580.65.06", (7, 5), "13.0", "a GPU of the kind of A100, 3090 or newer"),
+    ):
+        nvml.nvmlDeviceGetCudaComputeCapability = {"0": (9, 0), "1": capability}.get
+        nvml.nvmlSystemGetDriverVersion = lambda version=version: version
+        monkeypatch.setattr(doctor, "torch_cuda", lambda cuda=cuda: cuda)
+        (found,) = doctor._driver()
+        assert found.ok == (not remedy) and f"{version}, compute capability" in found.detail
+        assert not remedy or found.remedy == remedy
+    monkeypatch.setattr(doctor, "torch_cuda", lambda: None)
+    assert doctor._driver() == []

@@ -1,9 +1,13 @@
-"""`minirl eval` and `minirl sample`: what they take, what they give, and two results compared."""
+"""`minirl eval` and `minirl sample`: what they take, what they give, two results compared, and the
+statistics behind it: known values and brute force."""
 
+import itertools
 import json
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from test_cli import minirl
@@ -11,8 +15,40 @@ from test_cli import minirl
 from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.recipe import to_toml
+from minirl.statistics import interval_of, pass_at, usual_ks, wilson
 from minirl.tools.collect import Attempt, as_overrides, resolve
 from minirl.tools.evaluate import Result, compare, read, summarise
+
+
+def test_wilson_s_interval_has_known_values() -> None:
+    # Newcombe 1998, table I, method 3.
+    table = [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611)]
+    for right, count, low, high in [*table, (1, 29, 0.0061, 0.1718)]:
+        found = wilson(right / count, count)
+        assert (found.low, found.high) == pytest.approx((low, high), abs=1e-4)
+    assert interval_of([(1.0,)] * 81 + [(0.0,)] * 182) == wilson(81 / 263, 263)
+    assert interval_of([(1.0,), ()]) == wilson(1.0, 1)
+    copied = interval_of([(1.0,) * 8] * 81 + [(0.0,) * 8] * 182)
+    assert copied == wilson(81 / 263, 263), "answers to one problem are not independent"
+    assert interval_of([]) is interval_of([(), ()]) is None  # nothing was graded
+
+
+def test_the_bootstrap_covers_as_often_as_it_says() -> None:
+    dice, num_held = random.Random(0), 0
+    for _ in range(200):
+        skills = [dice.betavariate(0.6, 0.4) for _ in range(60)]  # true mean 0.6
+        found = interval_of([[float(dice.random() < s) for _ in range(4)] for s in skills])
+        num_held += found is not None and found.low <= 0.6 <= found.high
+    assert 180 <= num_held <= 199
+
+
+def test_pass_at_k_is_the_mean_over_all_choices_of_k() -> None:
+    for n, c in [(1, 0), (1, 1), (4, 1), (8, 3), (8, 0), (8, 8)]:
+        answers = [True] * c + [False] * (n - c)
+        for k in range(1, n + 1):
+            chosen = list(itertools.combinations(answers, k))
+            assert pass_at(k, n, c) == pytest.approx(fmean(any(part) for part in chosen))
+    assert [usual_ks(k) for k in (0, 1, 2, 6, 8)] == [[], [1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
 def result(problem: int, *rewards: float | None) -> Result:
@@ -29,7 +65,7 @@ def test_a_failed_reward_counts_nowhere_and_is_counted() -> None:
     assert summarise([result(0, None)])["accuracy"] is None
 
 
-def test_one_answer_each_is_compared_by_mcnemar() -> None:
+def test_results_are_compared_by_mcnemar_or_by_means() -> None:
     a = [result(i, float(i < 2)) for i in range(10)]
     b = [result(i, float(i >= 1)) for i in range(11)]
     found = compare(a, b)
@@ -41,9 +77,7 @@ def test_one_answer_each_is_compared_by_mcnemar() -> None:
     assert [mean for mean, _, _ in found["accuracies"]] == [0.2, 0.9]
     rewards = [(pair["a_reward"], pair["b_reward"]) for pair in found["shown"]]
     assert rewards == [(0.0, 1.0), (0.0, 1.0), (1.0, 0.0)], "two gained, and the one that was lost"
-
-
-def test_several_answers_are_compared_by_their_mean() -> None:
+    # Several answers each, by their mean.
     a = [result(i, 0.0, 1.0, 0.0, None) for i in range(12)]
     b = [result(i, None, 1.0, 0.0, 1.0) for i in range(12)]
     found = compare(a, b)
@@ -56,9 +90,7 @@ def test_several_answers_are_compared_by_their_mean() -> None:
         compare(a, [replace(r, reference="other") for r in b])
 
 
-def test_a_run_gives_its_recipe_and_a_checkpoint_and_a_model_needs_a_task(
-    tmp_path: Path, tied_folder: Path
-) -> None:
+def test_a_run_has_its_recipe_and_a_model_needs_a_task(tmp_path: Path, tied_folder: Path) -> None:
     first, last = (tmp_path / "checkpoints" / f"step-{step:06d}" for step in (10, 20))
     for folder in (first, last):
         (folder / "trainer").mkdir(parents=True)

@@ -37,9 +37,7 @@ def score(
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_problems_are_the_same_again_and_solvable_and_none_is_on_both_sides(
-    kind: type[Generated], options: dict[str, Any]
-) -> None:
+def test_problems_are_solvable_on_one_side(kind: type[Generated], options: dict[str, Any]) -> None:
     def identity(example: Example) -> str:
         """Countdown's numbers may come in any order."""
         known = json.loads(example.reference) if kind is Countdown else {}
@@ -51,7 +49,7 @@ def test_problems_are_the_same_again_and_solvable_and_none_is_on_both_sides(
     assert task.heldout(300)[:100] == task.heldout(100), "a longer one only appends"
     assert len({str(example.prompt) for example in task.heldout(300)}) == 300
     heldout = set(map(identity, task.heldout(300)))
-    for index in range(1000):
+    for index in range(300):
         trained = task.train(index)
         assert score(task, trained, task.solution(trained)) == 1.0
         assert heldout.isdisjoint({identity(trained), identity(other.train(index))})
@@ -71,6 +69,7 @@ def test_clean_demonstrations_score_1_and_damaged_ones_0(num_steps: int) -> None
         assert grade(problem.result, answer, StopReason.LENGTH) == 0.0
         damaged = f"{answer}0", f"{answer} #### {problem.result + 1}", answer.partition(" ####")[0]
         assert not any(grade(problem.result, text) for text in damaged)
+        assert grade(problem.result, f" #### {problem.result + 1}{answer}") == 1.0, "the last mark"
         for clause, added in problem.steps:
             assert f" on {clause}." in problem.prompt and f" {clause}: {total}" in answer
             total += added or total
@@ -87,13 +86,10 @@ REPLIES = [
 ]
 
 
-def test_a_call_is_computed_and_never_run() -> None:
+def test_a_call_is_computed_never_run_and_worked_answers_agree() -> None:
     for text, reply in REPLIES:
         assert TOOL.reply(TOOL.train(0), (text,)) == reply, text
         assert TOOL.reply(TOOL.train(0), ("<<1+1>>", " = 2", text)) == reply
-
-
-def test_the_calculators_worked_answers_are_what_the_tool_says() -> None:
     assert has_turns(TOOL)
     for index in range(50):
         example = TOOL.train(index)

@@ -6,32 +6,18 @@ may touch it, the ledger adds up, and the staleness bound holds.
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minirl import messages
 from minirl.buffer import Buffer, OnStale, republished_as
 from minirl.config import Config
-from minirl.evaluation import Evaluation
+from minirl.evaluation import Ended, Evaluation
 from minirl.groups import MAX_SCORED, Groups, Phase, Sends
-from minirl.messages import (
-    Abort,
-    Ask,
-    Continue,
-    Finished,
-    Gone,
-    Grade,
-    Graded,
-    GroupRequest,
-    Pinned,
-    Replied,
-    Score,
-    Submit,
-    TurnEnded,
-)
+from minirl.recipe import build
 from minirl.records import Batch, Drop, Example, Prompt, StopReason, Trajectory
 from minirl.tasks.prompts import PromptStream
 
@@ -51,27 +37,18 @@ class Numbers:
         return [int(text)] * (9 if int(text) % TOO_LONG == TOO_LONG - 1 else 1)
 
 
-def config_of(eta: int = 2, batch_size: int = 2, group_size: int = 2, **tasks: object) -> Config:
-    base = Config()
-    return replace(
-        base,
-        tasks=replace(base.tasks, max_prompt_tokens=8, **tasks),
-        rollout=replace(base.rollout, max_new_tokens=20, max_turns=3, group_size=group_size),
-        buffer=replace(base.buffer, max_staleness=eta, drop_equal_rewards=True),
-        train=replace(base.train, batch_size=batch_size, steps=10**6),
-    )
+def config_of(eta: int = 2, batch: int = 2, size: int = 2, max_failures: int = 0) -> Config:
+    values = {"tasks.max_prompt_tokens": 8, "rollout.max_new_tokens": 20, "rollout.max_turns": 3}
+    values |= {"rollout.group_size": size, "buffer.max_staleness": eta}
+    values |= {"train.batch_size": batch, "train.steps": 10**6}
+    config = build({**values, "buffer.drop_equal_rewards": True})
+    return replace(config, tasks=replace(config.tasks, max_failures=max_failures))
 
 
-def groups_of(
-    config: Config,
-    engines: int,
-    verifiers: int,
-    rule: OnStale = OnStale.MASK,
-    note: Callable[[str], object] = bool,
-) -> Groups:
+def groups_of(config: Config, engines: int, verifiers: int, rule: OnStale = OnStale.MASK) -> Groups:
     stream = PromptStream(Numbers(), Numbers(), 0)  # type: ignore[arg-type]
     buffer = Buffer(config.train.batch_size, config.buffer.max_staleness, rule)
-    return Groups(config, stream, buffer, engines, verifiers, note)
+    return Groups(config, stream, buffer, engines, verifiers, note=bool)
 
 
 # By example ---------------------------------------------------------------------------------------
@@ -80,21 +57,22 @@ def groups_of(
 class Desk:
     """Two groups of two, at two engines, and one verifier."""
 
-    def __init__(self, eta: int = 2, **tasks: object):
-        self.groups = groups_of(config_of(eta, **tasks), engines=2, verifiers=1)
+    def __init__(self, max_failures: int = 0):
+        config = config_of(max_failures=max_failures)
+        self.groups = groups_of(config, engines=2, verifiers=1)
         sends = self.groups.begin(2, [0, 0], 0, 0.0)
         assert [name for name, _ in sends] == ["rollout-0", "rollout-1"]
 
     def turn(self, group_id: int, place: int = 0, turn: Trajectory = TURN) -> Sends:
-        return self.groups.handle(group_id, TurnEnded(((group_id, place, turn),)), 0.0)
+        return self.groups.handle(group_id, messages.TurnEnded(((group_id, place, turn),)), 0.0)
 
     def reply(self, group_id: int, place: int, *tokens: int) -> Sends:
-        return self.groups.handle(0, Replied(group_id, place, tokens), 0.0)
+        return self.groups.handle(0, messages.Replied(group_id, place, tokens), 0.0)
 
-    def finish(self, group_id: int) -> Grade:
+    def finish(self, group_id: int) -> messages.Grade:
         both = tuple((group_id, place, TURN) for place in (0, 1))
-        ((name, request),) = self.groups.handle(group_id, Finished(both), 0.0)
-        assert name == "verify-0" and isinstance(request, Grade)
+        ((name, request),) = self.groups.handle(group_id, messages.Finished(both), 0.0)
+        assert name == "verify-0" and isinstance(request, messages.Grade)
         return request
 
 
@@ -111,14 +89,13 @@ class Desk:
         (TURN._replace(num_turns=3), (), None),  # it ends by itself
     ],
 )
-def test_a_reply_continues_an_answer_unless_there_is_no_room_for_more(
-    turn: Trajectory, reply: tuple[int, ...], continues: bool | None
-) -> None:
+def test_reply_continues(turn: Trajectory, reply: tuple[int, ...], continues: bool | None) -> None:
+    """The answer goes on unless there is no room for more."""
     desk = Desk()
     ((name, ask),) = desk.turn(1, 0, turn)
-    assert name == "verify-0" and isinstance(ask, Ask) and ask.trajectory == turn
+    assert name == "verify-0" and isinstance(ask, messages.Ask) and ask.trajectory == turn
     sends = desk.reply(1, 0, *reply)
-    assert sends == [("rollout-1", Continue(((1, 0, reply if continues else ()),)))]
+    assert sends == [("rollout-1", messages.Continue(((1, 0, reply if continues else ()),)))]
     ended = {True: {}, False: {0: turn._replace(stop=StopReason.LENGTH)}, None: {0: turn}}
     assert desk.groups.states[1].done == ended[continues]
 
@@ -127,9 +104,9 @@ def test_turns_are_graded_before_groups_and_those_of_a_lost_engine_not_at_all() 
     desk = Desk()
     desk.finish(0)
     assert desk.turn(1, 0) == desk.turn(1, 1) == []
-    graded = Graded(0, (1.0, 0.0), ("a", "b"))
+    graded = messages.Graded(0, (1.0, 0.0), ("a", "b"))
     ((_, asked),) = desk.groups.handle(0, graded, 0.0)
-    assert isinstance(asked, Ask) and desk.groups.buffer.num_ready == 1
+    assert isinstance(asked, messages.Ask) and desk.groups.buffer.num_ready == 1
     desk.groups.engine_lost(1)
     assert desk.reply(1, 0, 7) == [] and not desk.groups.at_verifier and not desk.groups._turns
     assert desk.groups.buffer.drops == {Drop.WORKER_DIED: 1} and desk.groups.stream is not None
@@ -139,14 +116,16 @@ def test_turns_are_graded_before_groups_and_those_of_a_lost_engine_not_at_all() 
 def test_at_eta_0_an_engine_gets_all_its_replies_at_once_in_order() -> None:
     groups = groups_of(config_of(eta=0), engines=1, verifiers=4)
     ((_, submit),) = groups.begin(2, [0], 0, 0.0)
-    assert isinstance(submit, Submit) and submit.seed is not None
+    assert isinstance(submit, messages.Submit) and submit.seed is not None
     for group_id, place in ((1, 1), (0, 1), (1, 0), (0, 0)):
-        groups.handle(0, TurnEnded(((group_id, place, TURN),)), 0.0)
-    assert groups.handle(0, Replied(1, 1, (7,)), 0.0) == []
-    assert groups.handle(1, Replied(0, 1, (8,)), 0.0) == []
-    assert groups.handle(2, Replied(1, 0, ()), 0.0) == []  # it ends
+        groups.handle(0, messages.TurnEnded(((group_id, place, TURN),)), 0.0)
+    assert groups.handle(0, messages.Replied(1, 1, (7,)), 0.0) == []
+    assert groups.handle(1, messages.Replied(0, 1, (8,)), 0.0) == []
+    assert groups.handle(2, messages.Replied(1, 0, ()), 0.0) == []  # it ends
     replies = ((0, 0, (9,)), (0, 1, (8,)), (1, 0, ()), (1, 1, (7,)))
-    assert groups.handle(3, Replied(0, 0, (9,)), 0.0) == [("rollout-0", Continue(replies))]
+    assert groups.handle(3, messages.Replied(0, 0, (9,)), 0.0) == [
+        ("rollout-0", messages.Continue(replies))
+    ]
 
 
 def test_a_verifier_killed_from_outside_is_retried_once_and_then_the_reward_is_blamed() -> None:
@@ -161,7 +140,7 @@ def test_one_bad_reward_costs_one_answer_where_one_may_fail() -> None:
     desk = Desk(max_failures=1)
     desk.finish(0)
     ((_, again),) = desk.groups.verifier_lost(0, 1, "too slow", is_late=True)
-    assert isinstance(again, Grade) and again.skip == (1,)
+    assert isinstance(again, messages.Grade) and again.skip == (1,)
     desk.groups.verifier_lost(0, 0, "too slow", is_late=True)
     assert desk.groups.buffer.drops == {Drop.REWARD_TIMEOUT: 1}
 
@@ -170,46 +149,46 @@ def test_one_bad_reward_costs_one_answer_where_one_may_fail() -> None:
 def test_a_reply_that_fails_aborts_its_group(is_late: bool) -> None:
     desk = Desk()
     desk.turn(0)
-    assert desk.groups.verifier_lost(0, 0, "!", is_late) == [("rollout-0", Abort(0))]
-    assert desk.groups.handle(0, Gone(0, ""), 0.0) == []
+    assert desk.groups.verifier_lost(0, 0, "!", is_late) == [("rollout-0", messages.Abort(0))]
+    assert desk.groups.handle(0, messages.Gone(0, ""), 0.0) == []
     reason = Drop.REPLY_TIMEOUT if is_late else Drop.REPLY_ERROR
     assert desk.groups.buffer.drops == {reason: 1}
 
 
-def test_faults_in_a_row_are_counted_and_said_at_powers_of_ten_without_inner_ids() -> None:
-    notes, example = list[str](), Example("", "")
-    groups = groups_of(config_of(batch_size=8), engines=1, verifiers=1, note=notes.append)
-    evaluation = Evaluation([Prompt(i, example, (1,)) for i in range(3)], range(90, 93), 0, 0)
-    groups.evaluate(evaluation)
-    while not groups.drops.fault:
-        groups.begin(24, [0], 0, 0.0)
-        for state in list(groups.states.values()):
-            groups.handle(0, Finished(tuple((state.id, i, TURN) for i in range(state.num_left))), 0)
-        while groups.at_verifier:
-            groups.handle(0, Graded(groups.at_verifier[0].group_id, (), (), "KeyError: 'a'"), 0.0)
-    drops, num_failed = groups.buffer.drops, groups.buffer.drops[Drop.REWARD_ERROR] + 3
-    assert num_failed + drops[Drop.TOO_LONG] >= 24 > 0 < drops[Drop.TOO_LONG]
-    assert groups.drops.fault.endswith("KeyError: 'a'; mend that, or raise buffer.max_faults = 3")
-    assert notes[0] == "no reward for held-out prompt 0 (reward_error): KeyError: 'a'"
-    assert len(notes) == 2 and notes[1].endswith("(10 times so far)")
+def evaluation(count: int, num_cells: int = 99) -> Evaluation:
+    prompts = [Prompt(i, Example(str(i), str(i)), (i,)) for i in range(count)]
+    return Evaluation(prompts, range(num_cells))
 
 
-def test_two_answers_that_end_while_a_batch_trains_are_scored_under_its_version() -> None:
-    groups = groups_of(config_of(group_size=4), engines=1, verifiers=1)
-    groups.begin(6, [0], 0, 0.0)
-    answers = [
-        (i, place, TURN._replace(cell=4 * i + place)) for i in range(4) for place in range(4)
-    ]
-    assert not [
-        m for _, m in groups.handle(0, Finished(tuple(answers[:8])), 0.0) if type(m) is Score
-    ]
-    for group_id in (0, 1):
-        groups.handle(0, Graded(group_id, (1.0, 0.0, 1.0, 0.0), ("",) * 4), 0.0)
-    assert groups.next_batch(1, 0.0) is not None
-    newer = [(i, place, answer._replace(tail_version=1)) for i, place, answer in answers[8:9]]
-    sends = groups.handle(0, Finished((*newer, *answers[9:])), 0.0)
-    scores = [(name, message) for name, message in sends if isinstance(message, Score)]
-    assert scores == [("train-0", Score(0, ((9, 2),))), ("train-0", Score(0, ((10, 2),)))]
+def ended(reward: float | None, stop: StopReason = StopReason.STOP) -> Ended:
+    return Ended(0, Trajectory(0, 2, 1, stop, 7, 7), reward)
+
+
+def test_accuracy_is_the_mean_of_what_was_graded() -> None:
+    run = evaluation(4)
+    assert list(run.next_to_ask()) == [(i, i) for i in range(4)]
+    run.end(0, ended(0.0, StopReason.LENGTH))
+    run.end(1, ended(1.0))
+    run.end(2, ended(1.0))
+    assert not run.is_done
+    run.end(3, ended(None))  # no verdict is not a 0
+    assert run.is_done
+    result = run.result
+    assert result["low"] < result["accuracy"] == 2 / 3 < result["high"]
+    assert (result["count"], result["failures"], result["truncated_frac"]) == (3, 1, 0.25)
+    ungraded = evaluation(1)
+    ungraded.end(0, Ended(0, None, None))
+    assert ungraded.is_done and ungraded.result["accuracy"] is None
+
+
+def test_where_there_is_one_version_lost_prompts_are_requeued_and_cells_reused() -> None:
+    run = evaluation(3, num_cells=2)
+    assert list(run.next_to_ask()) == [(0, 0), (1, 1)]
+    run.lost(0)
+    run.end(1, ended(1.0))
+    assert list(run.next_to_ask()) == [(2, 0)], "the cell of 1 may still be read"
+    assert [place for place, _ in run.take_ended()] == [1] and list(run.take_ended()) == []
+    assert list(run.next_to_ask()) == [(0, 1)] and not run.is_void
 
 
 # Under random histories ---------------------------------------------------------------------------
@@ -252,7 +231,7 @@ class House:
         self.num_verifiers = dice.randint(1, 3)
         rule = dice.choice(list(OnStale))
         self.groups = groups_of(self.config, len(self.engines), self.num_verifiers, rule)
-        self.asked: dict[int, Grade | Ask] = {}  # what each verifier has
+        self.asked: dict[int, messages.Grade | messages.Ask] = {}  # what each verifier has
         self.latest = self.base = 0
         self.step = self.saved_step = 0
         self.batch: Batch | None = None
@@ -276,16 +255,16 @@ class House:
     def deliver(self, sends: Sends) -> None:
         for name, message in sends:
             role, _, rank = name.partition("-")
-            if isinstance(message, Score):
+            if isinstance(message, messages.Score):
                 self.score(message)
             elif role == "verify":
                 assert int(rank) not in self.asked, "one request at a time"
-                assert isinstance(message, Grade | Ask)
+                assert isinstance(message, messages.Grade | messages.Ask)
                 self.asked[int(rank)] = message
             else:
                 self.tell(self.engines[int(rank)], message)
 
-    def score(self, message: Score) -> None:
+    def score(self, message: messages.Score) -> None:
         """Of the weights that the batch in training started from, before the next are out."""
         assert self.batch is not None and message.version == self.batch.version == self.latest
         for cell, group_id in message.cells:
@@ -297,28 +276,28 @@ class House:
 
     def tell(self, engine: Engine, message: object) -> None:
         match message:
-            case Submit():
+            case messages.Submit():
                 self.load_weights(engine)
                 if any(group.is_eval for group in message.groups):
-                    engine.said.append(Pinned(engine.version))
+                    engine.said.append(messages.Pinned(engine.version))
                 for group in message.groups:
                     self.start(engine, group)
-            case Abort():
+            case messages.Abort():
                 for at in [at for at in engine.answers if at[0] == message.group_id]:
                     del engine.answers[at]
-                engine.said.append(Gone(message.group_id, ""))
-            case Continue():
+                engine.said.append(messages.Gone(message.group_id, ""))
+            case messages.Continue():
                 for *at, tokens in message.replies:
                     if tokens and tuple(at) in engine.answers:
                         engine.answers[*at].is_parked = False
                     else:
                         engine.answers.pop(tuple(at), None)
 
-    def start(self, engine: Engine, group: GroupRequest) -> None:
+    def start(self, engine: Engine, group: messages.GroupRequest) -> None:
         if group.is_eval:
             engine.is_eval.add(group.group_id)
         if self.dice.random() < 0.03:
-            engine.said.append(Gone(group.group_id, "too long for the engine"))
+            engine.said.append(messages.Gone(group.group_id, "too long for the engine"))
             return
         for place, cell in enumerate(group.cells):
             engine.answers[group.group_id, place] = Answer(cell, engine.version)
@@ -347,11 +326,11 @@ class House:
             done = Trajectory(answer.cell, 30, 4, StopReason.STOP, *versions, replied, turns)
             if self.dice.random() < share_of_turns:
                 answer.turns, answer.is_parked = turns, True
-                engine.said.append(TurnEnded(((*at, done),)))
+                engine.said.append(messages.TurnEnded(((*at, done),)))
                 self.seen["turns"] += 1
             else:
                 del engine.answers[at]
-                engine.said.append(Finished(((*at, done),)))
+                engine.said.append(messages.Finished(((*at, done),)))
 
     def receive(self) -> None:
         self.receive_from(self.dice.randrange(len(self.engines)), self.dice.randint(1, 4))
@@ -364,16 +343,16 @@ class House:
     def grade(self) -> None:
         for rank in list(self.asked):
             request = self.asked.pop(rank)
-            if isinstance(request, Ask):
+            if isinstance(request, messages.Ask):
                 error = "!" if self.dice.random() < 0.05 else ""
                 tokens = () if error or self.dice.random() < 0.4 else (7, 7)
-                message: object = Replied(request.group_id, request.place, tokens, error)
+                message: object = messages.Replied(request.group_id, request.place, tokens, error)
             else:
                 count, chances = len(request.trajectories), [0.0, 1.0] * 9 + [None]
                 rewards = [self.dice.choice(chances) for _ in range(count)]
                 is_bad = rewards.count(None) > request.max_failures
                 answer = ((), ()) if is_bad else (tuple(rewards), ("text",) * count)
-                message = Graded(request.group_id, *answer, error="!" if is_bad else "")
+                message = messages.Graded(request.group_id, *answer, error="!" if is_bad else "")
             self.deliver(self.groups.handle(rank, message, 0.0))
 
     def learn(self) -> None:
@@ -460,7 +439,7 @@ class House:
             for group_id, _ in engine.running:
                 assert states[group_id].phase is Phase.SAMPLING, "its cells are still written to"
         for request in self.asked.values():
-            is_needed = isinstance(request, Grade)
+            is_needed = isinstance(request, messages.Grade)
             assert not is_needed or states[request.group_id].phase is Phase.GRADING
 
     def drain(self) -> None:

@@ -17,14 +17,11 @@ from minirl.view.loggers import Logger, Loggers
 ANSWER = {"prompt": "2 + 2?", "reference": "4", "answer": "four", "reward": 1.0}
 
 
-def with_loggers(*names: str) -> Config:
-    return replace(Config(), log=replace(Config().log, to=names))
-
-
 def log_of(folder: Path, step: int, *names: str) -> Any:
     """A RunLog that resumes at a step, as far as a logger looks at it."""
     notes: list[str] = []
-    given = {"config": with_loggers(*names), "run_dir": folder, "note": notes.append}
+    config = replace(Config(), log=replace(Config().log, to=names))
+    given = {"config": config, "run_dir": folder, "note": notes.append}
     log = SimpleNamespace(**given, step=step, notes=notes, metrics=[], evals=[])
     train(log, *range(1, step + 1))
     return log
@@ -36,9 +33,7 @@ def train(log: Any, *steps: int) -> None:
         log.evals.append({"step": step, "accuracy": 0.5, "low": None, "answers": [ANSWER]})
 
 
-def test_a_logger_that_raises_or_hangs_is_noted_once_and_training_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_logger_may_raise_or_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Any] = []
 
     def raises(*_: object) -> Logger:
@@ -65,9 +60,7 @@ def test_a_logger_that_raises_or_hangs_is_noted_once_and_training_continues(
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
-def test_a_real_logger_keeps_metrics_here(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_real_logger_keeps_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read by the import
     pytest.importorskip(name)
@@ -90,4 +83,4 @@ def test_a_package_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(recipe, "find_spec", lambda name: None)
     rule = r'log.to = \["wandb"\]: wandb is not installed; pip install "minirl\[wandb\]", or take'
     with pytest.raises(RecipeError, match=rule):
-        recipe.check_loggers(with_loggers("wandb"))
+        recipe.check_loggers(recipe.build({"log.to": ["wandb"]}))

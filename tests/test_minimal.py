@@ -29,10 +29,6 @@ def minimal() -> ModuleType:
     return module
 
 
-def test_it_can_be_read_in_one_sitting() -> None:
-    assert len(FILE.read_text().splitlines()) <= 200
-
-
 def as_written(minimal: ModuleType, group: Group, ring: TrajectoryRing) -> list:
     """A group as minimal.py has it."""
     written = []
@@ -44,6 +40,7 @@ def as_written(minimal: ModuleType, group: Group, ring: TrajectoryRing) -> list:
 
 
 def test_its_step_is_the_trainers(minimal: ModuleType, tied_folder: Path) -> None:
+    assert len(FILE.read_text().splitlines()) <= 200, "it can be read in one sitting"
     config = load(RECIPE, ["buffer.max_staleness=0", f"train.batch_size={NUM_GROUPS}"]).config
     size = config.rollout.group_size
     policy = load_policy(str(tied_folder), config.model.dtype)

@@ -1,14 +1,18 @@
-"""Objectives: values worked by hand, the gradient of REINFORCE on policy, masks and caps."""
+"""Objectives and advantages: values worked by hand, the gradient of REINFORCE on policy, masks and
+caps, and exact zeros where there is nothing to learn."""
 
 from dataclasses import replace
 from math import log, sqrt
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from minirl.config import TrainConfig
+from minirl.train.advantage import ESTIMATORS, estimate, gae
+from minirl.train.batch import loss_weights
 from minirl.train.objective import OBJECTIVES, Sums, Tokens, loglinear_prox, loss_of
 
 TRAIN = TrainConfig(clip_low=0.2, clip_high=0.3, behav_cap=5.0)
@@ -103,12 +107,9 @@ def test_cispo_by_hand() -> None:
     assert sums["clipped"] == 1
 
 
-def test_w_above_the_cap_is_left_out_also_if_it_overflows() -> None:
+def test_w_above_the_cap_is_left_out_and_else_a_constant_in_the_gradient() -> None:
     overflowed = tokens_of(u=[1.0, 1.0], w=[1.0, float("inf")], advantages=[1.0, 1.0])
     assert check("decoupled", overflowed, 1.0, [1.0, 0.0])["capped"] == 1
-
-
-def test_w_is_a_constant_in_the_gradient() -> None:
     # With prox = logprobs of the same graph, a w that were not constant would add w·A once more.
     tokens = tokens_of(u=[1.0, 1.0], w=[2.0, 0.5], advantages=[1.0, -3.0])
     check("decoupled", replace(tokens, prox_T=tokens.logprobs_T * 1.0), 0.5, [2.0, -1.5])
@@ -129,16 +130,13 @@ def test_garbage_in_masked_tokens_goes_nowhere(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_kl_is_added_to_the_loss_where_tokens_train(name: str) -> None:
+def test_kl_is_added_where_tokens_train_and_weights_scale(name: str) -> None:
     tokens = tokens_of(u=[1.0, 1.0], w=[9.0, 1.0], advantages=[0.0, 0.0], mask=[True, False])
     tokens = replace(tokens, ref_T=torch.tensor([log(0.05), NAN]))
     k3 = 0.5 + log(2) - 1  # d = log 0.05 - log 0.1; also where w is above its cap
     sums = check(name, tokens, -0.5 * k3, [-0.5 * (1 - 0.5), 0.0], kl_coef=0.5)
     assert sums["kl"].item() == pytest.approx(k3, abs=1e-6)
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_weights_scale_each_token(name: str) -> None:
+    # Weights scale each token.
     tokens = tokens_of(u=[1.1, 0.9], w=[1.0, 2.0], advantages=[1.0, -2.0])
     plain = grad(loss_of(name, tokens, TRAIN)[0], tokens.logprobs_T)
     tokens = replace(tokens, weights_T=torch.tensor([3.0, 0.5]))
@@ -153,3 +151,58 @@ def test_loglinear_prox_by_hand() -> None:
     assert at[0] == [-1.0, -1.0, -1.0]  # nothing was trained yet: the policy is π_prox
     assert at[0.5] == pytest.approx([-2.0, -2 + 1 / 1.5, -2 + 3 / 3.5])
     assert at[1] == pytest.approx([-2.0, -1.5, -1.25])  # A-3PO: weight 1/(s + 1) on behaviour
+
+
+# Advantages ----------------------------------------------------------------------------------
+
+GROUPS = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]]
+STD = 0.1875**0.5 + 1e-4  # of a group: variance (3 · 0.0625 + 0.5625) / 4
+ONE = 5 / (5 + 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("grpo", [0.75 / STD, *[-0.25 / STD] * 3], [*[0.25 / STD] * 3, -0.75 / STD]),
+        ("dr_grpo", [0.75, -0.25, -0.25, -0.25], [0.25, 0.25, 0.25, -0.75]),
+        # The mean of the others is 0, or (1 + 0 + 0) / 3.
+        ("rloo", [1.0, -1 / 3, -1 / 3, -1 / 3], [1 / 3, 1 / 3, 1 / 3, -1.0]),
+        # Centred by group, then over the batch: mean 0, variance (2 · 0.5625 + 6 · 0.0625) / 8.
+        ("reinforce++", [0.75 / STD, *[-0.25 / STD] * 3], [*[0.25 / STD] * 3, -0.75 / STD]),
+        # ±5, four of each: mean 0, std 5. The question does not matter, only the answer.
+        ("batch", [ONE, -ONE, -ONE, -ONE], [ONE, ONE, ONE, -ONE]),
+    ],
+)
+def test_estimators_by_hand(name: str, first: list[float], second: list[float]) -> None:
+    found = estimate(name, GROUPS)
+    assert found[0] == pytest.approx(first) and found[1] == pytest.approx(second)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_group_without_variance_gets_zero_whatever_is_normalised_after(name: str) -> None:
+    found = estimate(name, [[0.1] * 3, [1.0, 0.0, 1.0], [0.3] * 3])
+    assert found[0] == found[2] == [0.0] * 3
+    assert all(found[1])
+    assert estimate(name, [[1.0, 1.0], [0.0, 0.0]]) == [[0.0, 0.0], [0.0, 0.0]]
+    # Also where a penalty in the reward varies: it is not a signal of its own.
+    assert estimate(name, [[1.0, 1.0]], [[0.001, 0.002]]) == [[0.0, 0.0]]
+    # A penalty is taken off the reward.
+    assert estimate("dr_grpo", [[1.0, 0.0]], [[0.5, 0.1]])[0] == pytest.approx([0.3, -0.3])
+
+
+def test_gae_by_hand() -> None:
+    # λ 0.5; rewards 0, 0, 1; values 0.2, 0.4, 0.6.
+    # δ: 0.4 - 0.2 = 0.2;  0.6 - 0.4 = 0.2;  1 - 0.6 = 0.4
+    # A, from the last: 0.4;  0.2 + 0.5·0.4 = 0.4;  0.2 + 0.5·0.4 = 0.4
+    rewards_N, values_N = (np.array(x, np.float32) for x in ([0, 0, 1], [0.2, 0.4, 0.6]))
+    advantages_N, returns_N = gae(rewards_N, values_N, 0.5)
+    assert advantages_N == pytest.approx([0.4, 0.4, 0.4], abs=1e-6)
+    assert returns_N == pytest.approx([0.6, 0.8, 1.0], abs=1e-6)
+
+
+def test_loss_weights_by_hand() -> None:
+    # 6 trained tokens: 2, 4 and none. The loss is divided by 6 after.
+    # Each trajectory that trains counts 1/2, a token of it 1/2 of that or 1/4.
+    assert loss_weights([2, 4, 0], "sequence", 10) == [6 / 4, 6 / 8, 0.0]
+    assert loss_weights([2, 4, 0], "constant", 10) == [6 / 30] * 3
+    assert loss_weights([0, 0], "sequence", 10) == [0.0, 0.0]

@@ -1,6 +1,8 @@
-"""The plan: memory that adds up, shapes that are right, splits, the paper, and a run's balance."""
+"""The plan: memory that adds up, shapes that are right, splits, the paper, and a run's balance. And
+the simulator: engines that cost what they should, and runs whose numbers can be worked out."""
 
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from minirl.errors import RecipeError
 from minirl.recipe import build, load
 from minirl.tools import plan as tool
 from minirl.tools.plan import GIB, GPUS, SHAPES, Plan, recommended, shape_of, splits
+from minirl.tools.simulate import Costs, Lengths, SimulatedEngine, Simulation, Throughput
 from tests.docs import plan as paper
 from tests.fake_memory import peak_bytes
 
@@ -35,14 +38,11 @@ def plan(own: Config, gpu: str = "H100", gib: float = 0, mean: float | None = No
     return Plan(own, kind, tool.usual_lengths(own, mean))
 
 
-def test_shapes_have_the_published_number_of_parameters() -> None:
+def test_shapes_are_the_published_ones_and_those_of_a_folder(tmp_path: Path) -> None:
     billions = {"Qwen2.5-1.5B": 1.544, "Qwen2.5-7B": 7.616, "Qwen3-0.6B": 0.596}
     billions |= {"Qwen3-8B": 8.191, "DeepSeek-R1-Distill-Qwen-1.5B": 1.777, "tiny": 0.000345}
     found = {name: SHAPES[name].num_parameters / 1e9 for name in billions}
     assert found == pytest.approx(billions, rel=0.005)
-
-
-def test_a_name_is_found_by_its_family_and_a_folder_by_its_config(tmp_path: Path) -> None:
     assert shape_of(config("Qwen/Qwen2.5-1.5B-Instruct")) == SHAPES["Qwen2.5-1.5B"]
     with pytest.raises(RecipeError, match="neither on this machine nor in the table"):
         shape_of(config("someone/else-3B"))
@@ -56,22 +56,27 @@ def test_a_name_is_found_by_its_family_and_a_folder_by_its_config(tmp_path: Path
         shape_of(config(str(tmp_path)))
 
 
-def test_gpus_by_name_and_as_drivers_call_them() -> None:
+def test_gpus_by_name_as_drivers_call_them_and_as_measured(tmp_path: Path) -> None:
     assert tool.gpu_for("h100", None) is GPUS["H100"]
     with pytest.raises(RecipeError, match="is not in the table"):
         tool.gpu_for("H1", None)
     for called, gib, name in (
         ("NVIDIA A100-SXM4-40GB", 39.5, "A100-40"),
-        ("NVIDIA GeForce RTX 4090", 23.6, "4090"),
         ("NVIDIA L4", 22.5, "L4"),
         ("NVIDIA L40S", 45, "L40S"),
-        ("NVIDIA RTX A6000", 48, "A6000"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 95.6, "RTX-PRO-6000"),
         ("NVIDIA RTX 6000 Ada Generation", 48, ""),
-        ("NVIDIA GB10", 119.7, "GB10"),
-        ("NVIDIA T4", 15, ""),
     ):
         assert tool.recognise(called, gib * GIB) is GPUS.get(name)
+    file, kind = tmp_path / "gpu.json", GPUS["4090"]._replace(memory_gib=20.0, train_speed=0.5)
+    file.write_text(json.dumps({"plan": kind._asdict()}))
+    assert tool.gpu_for("", file) == kind and tool.gpu_for("H200", file) == GPUS["H200"]
+    slow, fast = (Plan(config(), gpu, tool.usual_lengths(config())) for gpu in (kind, GPUS["4090"]))
+    assert slow.train_tokens_per_s == pytest.approx(fast.train_tokens_per_s / 2)
+    for broken in ("{}", "[]", "no", '{"plan": {"memory_gib": 1}}'):
+        file.write_text(broken)
+        with pytest.raises(RecipeError, match="holds no measured GPU"):
+            tool.gpu_for("", file)
 
 
 def test_a_rollout_gpu_has_what_is_left_for_kv() -> None:
@@ -105,6 +110,9 @@ def test_a_training_gpu_holds_what_the_algorithm_needs() -> None:
     ):
         own = config(split=(1, num_ranks), **given)
         assert plan(own).train_bill.items[item] == expected, item
+    assert tool.checkpoint_bytes(config()) == 4 * 14 * num  # two, the best, and the next
+    assert tool.checkpoint_bytes(config(estimator="gae")) == 4 * 26 * num
+    assert 4 * 2 * num < tool.checkpoint_bytes(config(lora_rank=8)) < 4 * 2.5 * num
 
 
 GPU_RECIPES = {"gsm8k": "H100", "gsm8k-2gpu": "4090", "gsm8k-1gpu": "4090", "smoke-gpu": "4090"}
@@ -112,9 +120,8 @@ GPU_RECIPES = {"gsm8k": "H100", "gsm8k-2gpu": "4090", "gsm8k-1gpu": "4090", "smo
 
 @pytest.mark.parametrize("recipe", GPU_RECIPES)
 @pytest.mark.parametrize("is_checkpointed", [False, True])
-def test_the_bill_is_what_fake_tensors_count_and_recipes_fit_with_room(
-    recipe: str, is_checkpointed: bool
-) -> None:
+def test_the_bill_is_what_fake_tensors_count(recipe: str, is_checkpointed: bool) -> None:
+    """And recipes fit with room."""
     text = f"train.gradient_checkpointing={str(is_checkpointed).lower()}"
     own = plan(load(RECIPES / f"{recipe}.toml", [text]).config, GPU_RECIPES[recipe])
     shape, billed = own.shape, own.train_items
@@ -208,26 +215,6 @@ def test_nothing_is_recommended_that_does_not_fit() -> None:
     assert not huge[0] and len(huge[1]) == 1 and huge[1][0][-1][1].startswith("no set of changes")
 
 
-def test_a_measured_gpu_takes_the_place_of_the_table(tmp_path: Path) -> None:
-    file = tmp_path / "gpu.json"
-    kind = GPUS["4090"]._replace(memory_gib=20.0, train_speed=0.5)
-    file.write_text(json.dumps({"plan": kind._asdict()}))
-    assert tool.gpu_for("", file) == kind and tool.gpu_for("H200", file) == GPUS["H200"]
-    slow, fast = (Plan(config(), gpu, tool.usual_lengths(config())) for gpu in (kind, GPUS["4090"]))
-    assert slow.train_tokens_per_s == pytest.approx(fast.train_tokens_per_s / 2)
-    for broken in ("{}", "[]", "no", '{"plan": {"memory_gib": 1}}'):
-        file.write_text(broken)
-        with pytest.raises(RecipeError, match="holds no measured GPU"):
-            tool.gpu_for("", file)
-
-
-def test_the_disk_that_checkpoints_take() -> None:
-    num = SHAPES["Qwen3-0.6B"].num_parameters
-    assert tool.checkpoint_bytes(config()) == 4 * 14 * num  # two, the best, and the next
-    assert tool.checkpoint_bytes(config(estimator="gae")) == 4 * 26 * num
-    assert 4 * 2 * num < tool.checkpoint_bytes(config(lora_rank=8)) < 4 * 2.5 * num
-
-
 def test_a_split_whose_optimizer_does_not_fit_is_not_taken() -> None:
     sharded = {"shard": "optimizer", "gradient_checkpointing": True, "max_tokens": 32768}
     own = config("Qwen2.5-1.5B", batch_size=8, **sharded)
@@ -248,16 +235,13 @@ def test_auto_takes_the_planned_split() -> None:
     assert tool.with_auto_split(planned, GPUS["H100"]) == planned, "a resumed run keeps its split"
 
 
-def test_the_simulator_agrees_with_the_papers_table_7_and_figure_5c() -> None:
+def test_the_plan_agrees_with_the_papers_table_7_and_figure_5c_and_with_prime_rl() -> None:
     rows = paper.table_7((0, 1, 2, 4, 8, 16))
     assert all(abs(row.error) <= 0.10 for row in rows if row.eta in paper.PAPER)
     rates = [row.simulated for row in rows]
     assert all(later >= 0.99 * rate for rate, later in pairwise(rates))
     assert rates[1] / rates[0] > 1.5 and rates[-1] / rates[1] < 1.15
     assert all(rates[-1] / paper.PAPER[eta] > tool.TRUST[0] for eta in paper.PAPER)
-
-
-def test_planned_training_lies_near_prime_rls_published_rates() -> None:
     errors = {row.case: row.error for row in paper.prime_rl()}
     assert all(-0.15 < error < tool.TRUST[1] - 0.98 for error in errors.values()), errors
     long = [error for case, error in errors.items() if case[-1] == 65_536]
@@ -275,15 +259,46 @@ def test_the_balance_names_the_bottleneck_and_what_would_help() -> None:
     assert sentence(config(), (0.3, 0.0), "cores") == "training-bound: engines idle 30%"
     assert sentence(config(), (0.6, 0.0), "") == "training-bound: engines idle 60%"  # no room
     assert sentence(config(), (0.01, 0.02)) == "balanced: engines idle 1%, trainers 2%"
-
-
-def test_the_balance_of_a_run_weighs_steps_by_their_time_and_leaves_the_first_out() -> None:
-    lines = [
-        {"seconds": seconds, "rollout/idle_frac": engines, "train/idle_frac": trainers}
-        for seconds, engines, trainers in ((100.0, 1.0, 1.0), (101.0, 0.0, 0.8), (104.0, 0.0, 0.4))
-    ]
+    # Of a run: steps weigh by their time, and the first is left out.
+    names, steps = ("seconds", "rollout/idle_frac", "train/idle_frac"), [(100.0, 1.0, 1.0)]
+    steps += [(101.0, 0.0, 0.8), (104.0, 0.0, 0.4)]
+    lines = [dict(zip(names, step, strict=True)) for step in steps]
     found = measured(config(), lines, "GPU")
     assert found.startswith("generation-bound: trainers idle 50%, ")
     assert measured(config(), lines[:1], "GPU") == ""
     before = {**lines[1], "rollout/devices": 2, "train/devices": 1}  # resumed on other devices
     assert measured(config(), [before, before, *lines], "GPU") == found
+
+
+def test_a_step_gives_every_running_sequence_a_token() -> None:
+    for costs, max_running, lengths, expected in (
+        (Costs(step=1.0), 8, (3, 5, 5, 9), [(3.0, 0), (5.0, 1), (5.0, 2), (9.0, 3)]),
+        (Costs(step=1.0), 1, (3, 5), [(3.0, 0), (8.0, 1)]),  # the others wait
+        (Costs(1.0, step_per_seq=0.5, prefill=0.1), 8, (4, 8), [(8.2, 0), (8.2 + 4 * 1.5, 1)]),
+    ):
+        engine, found = SimulatedEngine(costs, max_running), []
+        engine.submit(enumerate(lengths), now=1.0)
+        while (at := engine.next_end_s) < math.inf:
+            found += [(round(at - 1.0, 6), group_id) for group_id, _ in engine.take_done(at)]
+        assert found == expected
+        engine.advance(engine.now + 2.0)
+        assert engine.idle_s == pytest.approx(1.0 + 2.0)
+
+
+def simulated(train_s: float, eta: int) -> Throughput:
+    values = {"buffer.max_staleness": eta, "buffer.target_staleness": eta}
+    values |= {"devices.rollout": 2, "rollout.group_size": 2, "train.batch_size": 8}
+    costs = Costs(step=1.0, train=train_s)
+    return Simulation(build(values), costs, Lengths((100,), 10), max_running=8).run(60, num_warm=8)
+
+
+def test_synchronous_is_the_sum_and_asynchronous_the_slower_of_the_two() -> None:
+    one_batch = 8 * 2 * 100  # tokens; 16 sequences at once: 100 s, then 50 s of training
+    outcome = simulated(50, eta=0)
+    assert outcome.tokens_per_s == pytest.approx(one_batch / 150)
+    assert outcome.trainer_idle == pytest.approx(100 / 150, abs=0.01)
+    assert outcome.engines_idle == pytest.approx(50 / 150, abs=0.01)
+    assert outcome.staleness == 0
+    for train_s, slower_s in ((50, 100), (300, 300)):
+        rate = simulated(train_s, eta=2).tokens_per_s
+        assert rate == pytest.approx(one_batch / slower_s, rel=0.01)

@@ -1,14 +1,28 @@
 """Prompts: each example once an epoch, and after a resume exactly what was not consumed."""
 
+import json
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_cli import minirl
+from tiny_models import EOS, PAD, POSITIONS
+from tiny_models import tokenizer as tiny_tokenizer
+from tokenizers import Tokenizer
 
+from minirl.config import TasksConfig
+from minirl.errors import RecipeError
+from minirl.model import load_tokenizer
 from minirl.records import Example
-from minirl.tasks.prompts import SHUFFLED_UP_TO, Consumed, PromptStream, encode
+from minirl.shm.ring import TrajectoryRing
+from minirl.tasks import Task
+from minirl.tasks.arithmetic import Arithmetic
+from minirl.tasks.prompts import SHUFFLED_UP_TO, Consumed, PromptStream, encode, render
+from minirl.tasks.turns import Dialogue, dialogue_of, readable, reply_tokens, runs, texts_of
 
 
 class Letters:
@@ -51,9 +65,7 @@ def test_every_epoch_is_another_permutation_by_the_seed() -> None:
 
 
 @given(st.integers(1, 9), st.integers(0, 40), st.randoms(use_true_random=False))
-def test_a_run_broken_anywhere_consumes_each_index_once(
-    num_train: int, count: int, random: Random
-) -> None:
+def test_a_broken_run_consumes_each_index_once(num_train: int, count: int, random: Random) -> None:
     prompts = stream(num_train)
     consumed: list[int] = []
     in_flight: list[int] = []
@@ -77,3 +89,135 @@ def test_a_run_broken_anywhere_consumes_each_index_once(
     assert prompts.consumed.below == min(missing, default=len(consumed)), "the dense part is a mark"
     resumed = stream(num_train, consumed=prompts.consumed)
     assert {resumed.next().index for _ in missing} == missing
+
+
+# Turns: only a reply's own text is tokenised, and it comes back whole -----------------------------
+
+
+TURNS_TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}<eos>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+CHAT, TEXT = Example(({"role": "user", "content": "Hi"},), "!"), Example("Hi", "!")
+
+
+class Chatty(Task):
+    turn_stop = (">>",)
+
+    def reply(self, example: Example, turns: tuple[str, ...]) -> str | None:
+        return "more"
+
+
+def chatty(template: str | None = TURNS_TEMPLATE) -> tuple[Dialogue, Tokenizer]:
+    tokenizer = tiny_tokenizer(POSITIONS)
+    tokenizer.chat_template = template
+    dialogue = dialogue_of(Chatty(TasksConfig()), "chatty", tokenizer)
+    assert dialogue is not None
+    return dialogue, tokenizer.backend_tokenizer
+
+
+def ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_what_stands_between_two_answers_is_found_or_refused_in_one_line() -> None:
+    assert chatty()[0] == Dialogue((">>",), "<eos>", "\n[user]", "\n[assistant]")
+    assert chatty(None)[0] == Dialogue((">>",))
+    assert dialogue_of(Arithmetic(TasksConfig()), "one turn", tiny_tokenizer(POSITIONS)) is None
+    for template, why in (("{{ raise_exception('only one') }}", "only one"), ("", "second turn")):
+        with pytest.raises(RecipeError, match=why):
+            chatty(template)
+    for wrong in (("",), "</call>"):
+        task = Chatty(TasksConfig())
+        task.turn_stop = wrong  # type: ignore[assignment]
+        with pytest.raises(RecipeError, match="its turn_stop is"):
+            dialogue_of(task, "wrong", tiny_tokenizer(POSITIONS))
+
+
+def test_after_a_chat_models_own_end_a_reply_is_a_users_message_elsewhere_its_text() -> None:
+    for template, example, last, text in (
+        (TURNS_TEMPLATE, CHAT, EOS, "\n[user]more\n[assistant]"),  # the end is there already
+        (TURNS_TEMPLATE, CHAT, PAD, "<eos>\n[user]more\n[assistant]"),  # another special token
+        *(
+            (TURNS_TEMPLATE, CHAT, 7, "more"),
+            (TURNS_TEMPLATE, TEXT, EOS, "more"),
+            (None, CHAT, EOS, "more"),
+        ),
+    ):
+        dialogue, tokenizer = chatty(template)
+        assert reply_tokens("more", example, last, tokenizer, dialogue) == ids(tokenizer, text)
+
+
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_turns_come_back_from_the_flat_record_as_they_were_said(is_ended: bool) -> None:
+    dialogue, tokenizer = chatty()
+    texts = ("a é answer", "more 💡\n", "last >>", " = 3", "end")
+    tokens, versions = [], []
+    for number, text in enumerate(texts):
+        if number % 2:
+            found = reply_tokens(text, CHAT, tokens[-1], tokenizer, dialogue)
+        else:
+            found = ids(tokenizer, text) + [EOS] * (is_ended and number == 0)
+        tokens += found
+        versions += [-1 if number % 2 else 2] * len(found)
+    ring = TrajectoryRing(1, 200)
+    logprobs = [0.0 if version < 0 else -1.0 for version in versions]
+    ring.write(0, 1, ids(tokenizer, "Hi"), tokens, logprobs, versions)
+    view = ring.read(0, 1)
+    assert view.mask.tolist() == [0, 0, *(int(version >= 0) for version in versions)]
+    assert texts_of(view, tokenizer, dialogue) == texts
+    assert len(runs(view.mask)) == 5
+    assert readable(texts) == "a é answer⟦more 💡\n⟧last >>⟦ = 3⟧end"
+    one_turn = texts_of(view, tokenizer, None)
+    assert len(one_turn) == 1 and "more" not in one_turn[0]
+
+
+# `minirl data`: what it shows is what a run would see ---------------------------------------------
+
+
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
+ROWS = [
+    ("What is 1 + 1?", "2"),
+    ("What is 2 + 2?", "#### 4"),
+    ("what is  1 + 1?", "2"),  # but for case and space, the first again
+    ("What is 3 + 3? " + "Think! " * 40, "6"),
+]
+
+
+def test_the_tiny_models_view_of_rows_of_ones_own(tmp_path: Path) -> None:
+    for split, rows in (("train", ROWS), ("test", [("What is 2 + 2?", "4"), ("And 5?", "5")])):
+        lines = [json.dumps({"question": q, "answer": a}) for q, a in rows]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
+    path = tmp_path / "r.toml"
+    path.write_text('[tasks]\nkind = "gsm8k"\ndata = "."\nmax_prompt_tokens = 200\n')
+    done = minirl("data", str(path), "--show", "1", cwd=tmp_path.parent)  # another folder
+    assert done.returncode == 0, done.stderr
+    for text in (
+        "What is 1 + 1?\nPlease reason step by step",
+        "reference: 2",
+        "4 references score 1",
+        "1 of 4 (25.0%) above tasks.max_prompt_tokens = 200",
+        "1 prompts that came before",
+        "1 of 2 held-out prompts are trained on, such as",
+        "the model has none",
+    ):
+        assert text in done.stdout
+
+
+def test_the_light_tokenizer_is_the_runs_own(tied_folder: Path, tmp_path: Path) -> None:
+    """With a chat template and without one."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tied_folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path)
+    one = ({"role": "user", "content": "2?"},)
+    for folder in (tmp_path, tied_folder):
+        light, whole = load_tokenizer(folder, False), AutoTokenizer.from_pretrained(folder)
+        for example in (Example(one, ""), Example("Tom has 7 apples.", "")):
+            assert encode(example, light) == encode(example, whole)
+            assert render(example, light) == render(example, whole)
+    assert render(Example(one, ""), light) == "2?\n"
+    several = ({"role": "system", "content": "Brief."}, *one)
+    assert render(Example(several, ""), light) == "system: Brief.\nuser: 2?\nassistant:"

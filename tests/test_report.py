@@ -1,5 +1,7 @@
-"""`minirl report`: from run directories, whole or damaged, to one page and its figures."""
+"""`minirl report`: from run directories, whole or damaged, to one page and its figures. And `minirl
+runs` and `inspect`, from files alone."""
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -9,6 +11,7 @@ from run_dirs import make_config, write_run
 from typer.testing import CliRunner
 
 from minirl.cli import app
+from minirl.errors import RecipeError
 from minirl.run_dir import RunDir
 from minirl.view import report
 from minirl.view.charts import CHARTS, families
@@ -54,9 +57,7 @@ def test_the_page_is_whole_without_network_and_figures_lie_beside_it(page: Path)
     assert "gap.png" not in names, "it is flat"
 
 
-def test_seeds_are_one_curve_with_a_band_and_one_run_has_its_interval(
-    runs: dict[str, RunDir],
-) -> None:
+def test_seeds_are_one_curve_with_a_band_and_a_run_has_an_interval(runs: dict[str, RunDir]) -> None:
     found = families(list(runs.values()))
     assert {name: len(found[name]) for name in found} == {"seed-0": 3, "sync": 1, "died": 1}
     *_, last = BY_NAME["reward"].curve(found["seed-0"], "reward/mean")
@@ -65,7 +66,7 @@ def test_seeds_are_one_curve_with_a_band_and_one_run_has_its_interval(
     assert low < accuracy == 0.25 < high
 
 
-def test_damaged_empty_and_foreign_runs_are_shown_as_far_as_they_go(
+def test_damaged_runs_are_shown_as_far_as_they_go(
     tmp_path: Path, runs: dict[str, RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report, "save", lambda figure, path: "<svg></svg>")  # slow
@@ -92,3 +93,37 @@ def test_damaged_empty_and_foreign_runs_are_shown_as_far_as_they_go(
         (empty / f"{name}.jsonl").write_text(text)
     done = CliRunner().invoke(app, ["report", str(empty)])
     assert done.stdout.splitlines()[0] == str(empty / "report" / "report.html")
+
+
+def ran(*words: object) -> list[str]:
+    done = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output.splitlines()
+
+
+def test_runs_are_listed_with_what_they_came_to(tmp_path: Path) -> None:
+    assert ran("runs", tmp_path) == [f"no runs in {tmp_path}"]
+    write_run(tmp_path / "eta-0", make_config(eta=0))
+    nested = tmp_path / "smoke" / "lr=1e-3" / "seed-0"  # of a sweep
+    for folder in (nested, nested / "eval"):  # and an evaluation in it, which is no run
+        folder.mkdir(parents=True)
+        (folder / "recipe.toml").write_text("seed = 0\n[train]\nste")
+    os.utime(nested / "recipe.toml", (0, 0))
+    rows = [re.split(r"  +", line) for line in ran("runs", tmp_path)]
+    assert rows[1][:5] == ["eta-0", "finished", "6/6", "0.500", "75.0%"]
+    assert rows[2][:5] == ["smoke/lr=1e-3/seed-0", "failed", "0/?", "—", "—"] and len(rows) == 3
+
+
+def test_inspect_prints_every_trajectory_of_a_step(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", make_config())
+    lines = ran("inspect", run, "--step", 4)
+    assert lines[0] == "step 4, from version 3" and "  answer: <i>4</i>" in lines
+    assert lines.index("  answer: <i>4</i>") < len(lines) - 5, "answers come first"
+    rows = [row.split() for row in lines[-4:-2]]
+    assert rows == [["8", "0", "1", "3", "3", "stop"], ["8", "1", "0", "2–3", "4", "length"]]
+    assert ran("inspect", run)[0].startswith("step 6"), "the last by default"
+    with pytest.raises(RecipeError, match=r"--step = 99: run has no such step; it has 1 to 6"):
+        ran("inspect", run, "--step", 99)
+    (run / "batches.jsonl").unlink()
+    with pytest.raises(RecipeError, match="let it train a step"):
+        ran("inspect", run)

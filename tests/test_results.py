@@ -7,9 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from minirl.config import ALGORITHMS
+import pytest
+
+from minirl.config import ALGORITHMS, KEYS, SECTIONS
 from minirl.errors import toml_value
-from tests.docs import results
+from minirl.metrics import METRICS
+from tests.docs import metrics, reference, results
 from tests.docs.results import BLOCK, PAGE, draw, render
 
 ROOT = PAGE.parents[1]
@@ -78,5 +81,20 @@ def test_links_lead_somewhere_and_the_readme_to_every_page() -> None:
     assert {*PAGES[1:]} <= linked
 
 
-def test_the_pages_are_short() -> None:
+def test_the_pages_are_short_and_generated_ones_as_printed() -> None:
     assert sum(len(page.read_text().split()) for page in PAGES) <= MAX_WORDS
+    assert (PAGE.parent / "recipe.md").read_text() == reference.document()
+    assert (PAGE.parent / "metrics.md").read_text() == metrics.document()
+
+
+@pytest.mark.parametrize("name", ["architecture.md", "troubleshooting.md"])
+def test_documents_name_only_metrics_keys_and_files_that_there_are(name: str) -> None:
+    words = re.findall(r"`([^`\n]+)`", (PAGE.parent / name).read_text())
+    rooms = r"(reward|eval|rollout|buffer|weights|train)/\w+"
+    assert {word for word in words if re.fullmatch(rooms, word)} <= METRICS.keys()
+    keys = [re.fullmatch(rf"((?:{'|'.join(SECTIONS)})\.\w+)(?: = .*)?", word) for word in words]
+    found = {match[1] for match in keys if match and not match[1].endswith((".py", ".jsonl"))}
+    assert found and found <= KEYS.keys()
+    files = {w.partition(":")[0] for w in words if re.fullmatch(r"[\w/]+\.py(:\w+)?", w)}
+    missing = [f for f in files if not [*ROOT.glob(f"minirl/**/{f}"), *ROOT.glob(f"tests/**/{f}")]]
+    assert not missing

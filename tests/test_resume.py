@@ -14,7 +14,7 @@ from minirl.config import Config
 from minirl.errors import Interrupted, MinirlError, RecipeError
 from minirl.messages import CheckpointState
 from minirl.recipe import load, to_toml
-from minirl.resume import Start, check_changes, check_steps, find_start
+from minirl.resume import Start, check_changes, check_steps
 from minirl.run_dir import RunDir, choose_run_dir, holds_run, open_run
 from minirl.train import checkpoint
 from minirl.train.checkpoint import read_whole
@@ -34,7 +34,7 @@ def save(run_dir: Path, step: int) -> Path:
     return folder
 
 
-def test_changes_that_cannot_change_what_is_learned_are_accepted_and_listed(tmp_path: Path) -> None:
+def test_changes_that_cannot_change_what_is_learned_are_accepted(tmp_path: Path) -> None:
     config = begun(tmp_path)
     assert check_changes(config, tmp_path) == []
     devices = replace(config.devices, train=2, rollout=3)
@@ -49,10 +49,7 @@ def test_changes_that_cannot_change_what_is_learned_are_accepted_and_listed(tmp_
         "train.steps 40 → 80",
         "train.shard none → optimizer",
     ]
-
-
-def test_all_changes_that_are_refused_are_named_at_once(tmp_path: Path) -> None:
-    config = begun(tmp_path)
+    # All that are refused are named at once.
     train = replace(config.train, objective="/a/my_loss.py:my_loss", steps=50)
     with pytest.raises(RecipeError) as refused:
         check_changes(replace(config, seed=3, train=train), tmp_path)
@@ -60,6 +57,7 @@ def test_all_changes_that_are_refused_are_named_at_once(tmp_path: Path) -> None:
         f'--resume = "{tmp_path}": the run was begun with another recipe: seed 0 → 3, '
         "train.objective decoupled → /a/my_loss.py:my_loss; set these back, or start a new run"
     )
+    check_steps(config, 40)
     with pytest.raises(RecipeError, match=r"train\.steps = 40: the run is at step 41 already"):
         check_steps(config, 41)
     config = begun(tmp_path, schedule="cosine")  # which ends with the steps
@@ -76,9 +74,7 @@ def test_what_another_recipe_evaluated_before_the_first_step_is_forgotten(tmp_pa
     again.close()
 
 
-def test_a_refused_start_leaves_no_directory_and_a_mended_one_takes_an_untrained_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def begin(run_dir: Path, error: BaseException, *overrides: str) -> int:
         """`minirl train`, up to where workers start."""
 
@@ -109,22 +105,6 @@ def test_a_refused_start_leaves_no_directory_and_a_mended_one_takes_an_untrained
         begin(run_dir, died)
 
 
-def test_a_run_does_not_end_before_where_it_is() -> None:
-    check_steps(Config(), 40)
-    with pytest.raises(RecipeError, match=r"train\.steps = 40: the run is at step 41 already"):
-        check_steps(Config(), 41)
-
-
-def test_a_run_resumes_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    assert find_start(tmp_path).folder is None
-    save(tmp_path, 9)
-    newest = save(tmp_path, 10)
-    start = find_start(tmp_path)
-    assert (start.folder, start.state.step, start.state.history.version) == (newest, 10, 10)
-    assert (start.state.consumed_below, start.state.consumed_above) == (4, (6,))
-    assert start.notes == (f"going on from {newest}",)
-
-
 def test_what_a_killed_save_left_is_swept_and_a_replaced_one_comes_back(tmp_path: Path) -> None:
     folder = save(tmp_path, 5)
     torn = folder.with_name(".step-000006.tmp")
@@ -135,18 +115,16 @@ def test_what_a_killed_save_left_is_swept_and_a_replaced_one_comes_back(tmp_path
     assert read_whole(folder).step == 5
 
 
-@pytest.mark.parametrize(
-    ("accuracies", "kept"),
-    [
-        ([], [5, 6]),
-        ([(2, 0.5), (3, 0.5)], [3, 5, 6]),  # of equals the later
-        ([(99, 1.0), (1, 0.1)], [1, 5, 6]),  # 99 was evaluated but not saved
-    ],
-)
-def test_the_last_and_the_best_stay(
-    accuracies: list[tuple[int, float]], kept: list[int], tmp_path: Path
-) -> None:
-    for step in range(1, 7):
-        save(tmp_path, step)
-    checkpoint.prune(tmp_path, 2, accuracies)
-    assert [path.name for path in checkpoint.found(tmp_path)] == [f"step-{i:06d}" for i in kept]
+def test_the_last_and_the_best_stay(tmp_path: Path) -> None:
+    for number, (accuracies, kept) in enumerate(
+        (
+            ([], [5, 6]),
+            ([(2, 0.5), (3, 0.5)], [3, 5, 6]),  # of equals the later
+            ([(99, 1.0), (1, 0.1)], [1, 5, 6]),  # 99 was evaluated but not saved
+        )
+    ):
+        for step in range(1, 7):
+            save(tmp_path / f"{number}", step)
+        checkpoint.prune(tmp_path / f"{number}", 2, accuracies)
+        names = [path.name for path in checkpoint.found(tmp_path / f"{number}")]
+        assert names == [f"step-{i:06d}" for i in kept]

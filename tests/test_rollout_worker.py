@@ -236,9 +236,7 @@ def test_a_refused_prompt_is_gone_with_a_reason_and_the_worker_lives_on(station:
     station.serve_next(is_idle=True)  # nothing pins the old one
 
 
-def test_an_evaluation_pins_its_version_while_training_groups_run_beside_it(
-    station: Station,
-) -> None:
+def test_an_evaluation_pins_its_version_for_all_that_run_beside_it(station: Station) -> None:
     # Eight seats: the evaluation and one group begin at once, the last group when seats are free.
     pinned = station.serve_next(SELDOM)
     evaluation = [station.request(PROMPT[: 50 + i], 1, is_eval=True) for i in range(4)]
@@ -260,9 +258,7 @@ def test_an_evaluation_pins_its_version_while_training_groups_run_beside_it(
     assert (stamps == pinned).sum() > 2 * MAX_NEW
 
 
-def test_turns_are_one_flat_record_and_every_logprob_is_exact_across_updates(
-    station: Station,
-) -> None:
+def test_turns_are_one_flat_record_and_exact_across_updates(station: Station) -> None:
     """The updates come while turns wait and while they run."""
     first = station.serve_next(OFTEN)
     group = station.request(size=8, has_replies=True)
@@ -289,6 +285,17 @@ def test_turns_are_one_flat_record_and_every_logprob_is_exact_across_updates(
     assert max(said.tail_version for said in ended.values()) >= first + 3
     assert [said.num_turns for said in ended.values()].count(3) >= 4, "most get to the end"
     assert last_tokens & (ENDS - {EOS}), "a stop text of the task ends a turn"
+
+
+def test_the_older_group_begins_first(station: Station) -> None:
+    first = station.serve_next(SELDOM)
+    older, newer = station.request(size=8), station.request(size=8)
+    station.submit(newer, older)  # eight seats
+    station.wait_tokens(8)
+    station.serve_next(SELDOM)
+    station.abort(newer)
+    station.wait_done(older)
+    assert {said.head_version for said in station.done[older.group_id].values()} == {first}
 
 
 def test_an_evaluation_that_waits_for_a_reply_keeps_its_version(station: Station) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from disks import files_up_to
+from crew import files_up_to
 from run_dirs import Notes, evaluate, log_of, make_config, write_run
 
 from minirl.errors import MinirlError, RecipeError
@@ -33,7 +33,7 @@ def test_torn_and_foreign_lines_are_left_out_and_a_rollback_cancels(tmp_path: Pa
     assert len(path.read_bytes().splitlines()) == 14, "the file only grows"
 
 
-def test_lines_wait_for_a_full_disk_and_come_whole_and_in_order(tmp_path: Path) -> None:
+def test_lines_wait_for_a_full_disk_and_what_is_missing_is_named(tmp_path: Path) -> None:
     lines, notes = [{"step": i, "text": "x" * 30} for i in range(40)], Notes()
     file = JsonLines(tmp_path / "a.jsonl", notes.append)
     with files_up_to(500):
@@ -47,6 +47,15 @@ def test_lines_wait_for_a_full_disk_and_come_whole_and_in_order(tmp_path: Path) 
     file.write(lines[-1])
     assert file.error == "" and read_lines(file.path) == lines
     file.close()
+    log = log_of(tmp_path, CONFIG)
+    with files_up_to(100):
+        evaluate(log, 4, right=2)
+        log.summarise(True, {})
+        log.close()
+    assert log.problems == [
+        "summary.json could not be written (File too large)",
+        "evals.jsonl is not whole (File too large)",
+    ]
 
 
 def test_every_file_of_a_run(tmp_path: Path) -> None:
@@ -66,9 +75,7 @@ def test_every_file_of_a_run(tmp_path: Path) -> None:
     assert expected.items() <= run.summary.items()
 
 
-def test_resume_and_rollback_cancel_steps_and_evaluations_after_the_checkpoint(
-    tmp_path: Path,
-) -> None:
+def test_resume_and_rollback_cancel_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     seconds = RunDir(write_run(tmp_path, CONFIG)).metrics[2]["seconds"]
     log = log_of(tmp_path, CONFIG, step=3)
     assert log.seconds >= seconds and log.workers_replaced == 2 and not RunDir(tmp_path).summary
@@ -83,18 +90,6 @@ def test_resume_and_rollback_cancel_steps_and_evaluations_after_the_checkpoint(
     again = log_of(tmp_path, CONFIG, step=2, evaluating=2)  # it had ended after the checkpoint
     assert again.wants_evaluation and steps_of(tmp_path / "evals.jsonl") == [0]
     assert len(again.metrics) == 2 == len(RunDir(tmp_path).batches)
-
-
-def test_what_is_missing_at_the_end_is_named(tmp_path: Path) -> None:
-    log = log_of(tmp_path, CONFIG)
-    with files_up_to(100):
-        evaluate(log, 4, right=2)
-        log.summarise(True, {})
-        log.close()
-    assert log.problems == [
-        "summary.json could not be written (File too large)",
-        "evals.jsonl is not whole (File too large)",
-    ]
 
 
 def test_a_limit_that_is_broken_warns_or_ends_the_run_in_one_line(tmp_path: Path) -> None:

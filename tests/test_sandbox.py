@@ -1,17 +1,26 @@
 """The sandbox under attack: nothing gets out, nothing is left, and no attack passes a test."""
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attacks import ESCAPES, FUNCTIONS, NOBODY, PROGRAMS, SHORT, World, world
 from crew import wait_until
 from test_cli import python
 
+from minirl.config import Config, TasksConfig
+from minirl.errors import RecipeError
+from minirl.records import Answer, StopReason
+from minirl.tasks.code import Code, equal
+from minirl.tasks.registry import make_task, self_check
 from minirl.tasks.sandbox import Limits, SandboxFailed, run, why_not
+from tests.soak.controller_process import children
 
 pytestmark = pytest.mark.skipif("Landlock" in why_not(), reason="this kernel has no Landlock")
 LONG = Limits(cpu_s=30, wall_s=60.0)
@@ -42,9 +51,7 @@ def test_the_same_holds_where_landlock_is_old(attacked: World) -> None:
 
 
 @pytest.mark.parametrize("uid", [os.getuid(), NOBODY])
-def test_the_same_holds_in_a_container_and_for_an_unprivileged_user(
-    tmp_path: Path, uid: int
-) -> None:
+def test_the_same_holds_in_a_container_and_for_another_user(tmp_path: Path, uid: int) -> None:
     """Both first give up namespaces and mounts."""
     if uid != os.getuid() != 0:
         pytest.skip("the tests run unprivileged as it is")
@@ -91,36 +98,102 @@ def test_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     outcome = run("open('x', 'w').write('x')\nwhile True: pass", limits=SHORT)
     assert outcome.status == "wall time" and children(os.getpid()) == before
     assert list(tmp_path.iterdir()) == [] and len(os.listdir("/proc/self/fd")) == fds
-    with pytest.raises(SandboxFailed):  # it cannot be built: a failure, and no outcome
-        run("print(1)", limits=Limits(memory_bytes=2**80))
-
-
-ORDINARY = [
-    ("import sys\nprint(sum(map(int, sys.stdin)))", "1\n2\n", "3\n"),
-    ("print(open(0).read())", "ü", "ü\n"),
-    ("import sys, threading\nthreading.stack_size(2**26)\nsys.setrecursionlimit(10**5)\n"
-     "threading.Thread(target=lambda: print(input())).start()", "in a thread", "in a thread\n"),
-    ("import os\nopen('x', 'w').write('kept')\nos.rename('x', 'y')\nprint(open('y').read())\n"
-     "os.remove('y')\nprint(os.listdir())", "", "kept\n[]\n"),
-    ("import tempfile\nwith tempfile.TemporaryFile() as f:\n    print(f.write(b'x'))", "", "1\n"),
-    ("import numbers, decimal, fractions, heapq, re, random, datetime, zlib, ssl\nprint(__name__)",
-     "", "__main__\n"),
-    ("print(len(input()))", "x" * 3_000_000, "3000000\n"),
-    ("from __future__ import annotations\nfrom dataclasses import dataclass\n"
-     "@dataclass\nclass P:\n    x: int\nprint(P(1))", "", "P(x=1)\n"),
-    ("import asyncio\nasync def f(): return await asyncio.to_thread(int, 1)\n"
-     "print(asyncio.run(f()))", "", "1\n"),
-    ("import signal\nsignal.signal(14, lambda *_: print('rung'))\nsignal.raise_signal(14)\n"
-     "signal.alarm(1)\nsignal.pause()", "", "rung\nrung\n"),
-]  # fmt: skip
 
 
 def test_ordinary_programs_run() -> None:
-    for code, stdin, output in ORDINARY:
+    for line in (Path(__file__).parent / "data/ordinary_programs.jsonl").read_text().splitlines():
+        code, stdin, output = json.loads(line).values()
         assert run(code, stdin, limits=LONG).output.decode() == output
+    assert run("print(len(input()))", "x" * 3_000_000, limits=LONG).output == b"3000000\n"
     hashes = "print(list({'a', 'b', 'c', 'd', 'e'}))"
     assert run(hashes).output == run(hashes).output
 
 
-def children(pid: int) -> list[int]:
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+# The code task: which answers pass, and that the tests stay out of the sandbox --------------------
+
+
+ADD = {
+    "prompt": "Print the sum.",
+    "tests": [{"stdin": f"{a} {b}\n", "stdout": f"{a + b}\n"} for a, b in ((1, 2), (3, 4), (0, 0))],
+    "solution": "print(sum(map(int, input().split())))",
+}
+PAIR = {
+    "prompt": "pair(x) gives x twice.",
+    "tests": [{"call": "pair", "args": [x], "returns": [x, x]} for x in (1, "a", None, 0.1)],
+    "solution": "def pair(x):\n    return x, x",
+}
+
+
+def task_of(problems: Path, **changes: Any) -> Code:
+    return Code(
+        TasksConfig(**{"kind": "code", "data": str(problems), "timeout_s": 60.0, **changes})
+    )
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    problems = tmp_path_factory.mktemp("problems")
+    for name in ("train", "test"):
+        (problems / f"{name}.jsonl").write_text(f"{json.dumps(ADD)}\n{json.dumps(PAIR)}\n")
+    return problems
+
+
+def score(task: Code, index: int, program: str, stop: StopReason = StopReason.STOP) -> float:
+    text = f"Let me think.\n```python\n{program}\n```\n"
+    return task.reward(task.train(index), Answer(text, stop, 10))
+
+
+def test_the_built_in_problems_check_themselves() -> None:
+    task = make_task(Config(tasks=TasksConfig(kind="code", timeout_s=60.0)))
+    self_check(task, "code")
+    assert task.num_train == 16 and len(task.heldout(99)) == 4
+
+
+def test_programs_and_functions(problems: Path) -> None:
+    task = task_of(problems)
+    for line in (Path(__file__).parent / "data" / "code_cases.jsonl").read_text().splitlines():
+        case = json.loads(line)
+        assert score(task, case["problem"], case["program"]) == case["reward"], line
+    assert score(task, 0, ADD["solution"], StopReason.LENGTH) == 0.0
+    for text in ("no code", f"```\n{ADD['solution']}\n```", f"```python\n{ADD['solution']}"):
+        assert task.reward(task.train(0), Answer(text, StopReason.STOP, 10)) == 0.0, text
+    slow = task_of(problems, timeout_s=1.0)
+    assert score(slow, 0, "import time\ntime.sleep(60)") == 0.0, "wrong, and no failure"
+    task.limits = replace(task.limits, memory_bytes=2**80)
+    with pytest.raises(SandboxFailed):  # a sandbox that fails is no reward
+        score(task, 0, ADD["solution"])
+
+
+EQUAL = [(3, 3), (3.0, 3), (0.30000000000000004, 0.3), (3, 3.0), ([1, [2.0, 3]], [1, [2, 3]])]
+EQUAL += [({"a": [0.1]}, {"a": [0.1000000001]}), (None, None)]
+DIFFERENT = [(0.3001, 0.3), (10**400, 1.0), (float("nan"), 1.0), ("3", 3), ([1, 2], [1, 2, 3])]
+DIFFERENT += [([1, 2], [2, 1]), ({"a": 1}, {"a": 1, "b": 2}), (0, None), ([], {})]
+
+
+def test_equality() -> None:
+    assert all(equal(*pair) for pair in EQUAL) and not any(equal(*pair) for pair in DIFFERENT)
+
+
+def test_a_bad_row_is_one_line(tmp_path: Path) -> None:
+    for tests, why in (
+        ("[]", "tests of one form are needed"),
+        ('[{"stdin": "1"}]', "KeyError: 'stdout'"),
+        ('[{"call": "a b", "args": []}]', "must be a name"),
+        ('[{"stdin": "1", "stdout": "2"}]', '"solution"'),
+    ):
+        row = f'{{"prompt": "x", "tests": {tests}}}'
+        (tmp_path / "train.jsonl").write_text(f"{json.dumps(ADD)}\n{row}\n")
+        with pytest.raises(RecipeError) as caught:
+            task_of(tmp_path)
+        assert caught.value.key == "tasks.data" and why in str(caught.value)
+        assert "train.jsonl, row 2" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_where_there_is_no_landlock_code_is_refused(tmp_path: Path) -> None:
+    recipe = tmp_path / "code.toml"
+    recipe.write_text('[tasks]\nkind = "code"\n[devices]\nkind = "cpu"\n')
+    program = "import attacks\nattacks.enter_container(444)\nfrom minirl.cli import main\nmain()"
+    arguments = ("train", str(recipe), "--run-dir", str(tmp_path / "run"))
+    done = python("-c", program, *arguments, cwd=Path(__file__).parent)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert 'tasks.kind = "code": code cannot be sandboxed here (Landlock: Func' in done.stderr

@@ -80,9 +80,7 @@ def test_an_example_is_the_prompt_the_worked_answer_and_an_end(config: Config) -
         assert tokenizer.decode(answer[:-1]) == asked.worked
         (plain,) = data._fitting(replace(asked, worked=""), tuple(prompt))
         assert tokenizer.decode(parts(plain)[1][:-1]) == task.solution(asked)
-
-
-def test_examples_that_are_too_long_are_left_out_and_counted(config: Config) -> None:
+    # Those that are too long are left out and counted.
     data = data_of(replace(config, rollout=replace(config.rollout, max_new_tokens=60)))
     assert all(len(parts(item)[1]) <= 60 for item in data.batch(20))
     assert data.num_too_long > 0
@@ -90,9 +88,7 @@ def test_examples_that_are_too_long_are_left_out_and_counted(config: Config) -> 
         data_of(replace(config, rollout=replace(config.rollout, max_new_tokens=1))).batch(1)
 
 
-def test_only_answers_are_learned_and_sequences_do_not_see_each_other(
-    rank: SftRank, tied_folder: Path
-) -> None:
+def test_only_answers_are_learned_each_on_its_own(rank: SftRank, tied_folder: Path) -> None:
     model = plain_script.load(tied_folder)
     a, b = example_item((5, 6, 7), (8, 9, 1)), example_item((10, 11), (12, 1))
     sums = []
@@ -104,9 +100,8 @@ def test_only_answers_are_learned_and_sequences_do_not_see_each_other(
     assert rank.loss([]) is None
 
 
-def test_the_command_with_two_ranks_gives_the_update_of_one(
-    config: Config, sets: list[str], rank: SftRank, tmp_path: Path
-) -> None:
+def test_two_ranks_are_one(config: Config, sets: list[str], rank: SftRank, tmp_path: Path) -> None:
+    """The command with two ranks gives the update of one."""
     run_dir, data = tmp_path / "run", data_of(config)
     done = minirl(*command(sets, run_dir))
     assert done.returncode == 0, done.stderr

@@ -65,14 +65,11 @@ def test_a_folder_has_one_file_per_split_and_parts_are_joined(tmp_path: Path) ->
     assert [e.reference for e in task.heldout(2)] == ["60", "62"]
     held = Plain(config(tmp_path, test_split=""))
     assert held.num_train + len(held.heldout(99)) == 30
-
-
-def test_prompts_may_be_messages_and_references_numbers(tmp_path: Path) -> None:
+    # Prompts may be messages, and references numbers.
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
     rows = [{"q": chat, "a": 2}, {"q": chat[1:], "a": [1, "x"]}]
-    task = Plain(config(write(tmp_path / "train.jsonl", rows).parent))
-    assert task.train(0) == Example(tuple(chat), "2")
-    assert task.train(1).reference == '[1, "x"]'
+    task = Plain(config(write(tmp_path / "chat" / "train.jsonl", rows).parent))
+    assert task.train(0) == Example(tuple(chat), "2") and task.train(1).reference == '[1, "x"]'
 
 
 FOLDER = "FileNotFoundError: a folder needs train.jsonl, train.csv or train.parquet"
@@ -93,9 +90,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "text", "line"), BAD)
-def test_data_that_cannot_be_used_is_one_line_with_its_place(
-    tmp_path: Path, name: str, text: bytes | None, line: str
-) -> None:
+def test_bad_data_is_one_line(tmp_path: Path, name: str, text: bytes | None, line: str) -> None:
     if text is not None:
         (tmp_path / name).write_bytes(text)
     data = name if text is None else tmp_path / name if name == "x.txt" else tmp_path
@@ -133,9 +128,7 @@ def test_built_in_tasks_take_ones_own_rows_and_columns(tmp_path: Path) -> None:
         ("code", {"test_s": 0}, "must be above 0"),
     ],
 )
-def test_an_option_that_makes_no_sense_is_one_line(
-    kind: str, options: dict[str, Any], line: str
-) -> None:
+def test_a_wrong_option_is_one_line(kind: str, options: dict[str, Any], line: str) -> None:
     with pytest.raises(RecipeError, match=re.escape(line)) as caught:
         make_task(Config(tasks=TasksConfig(kind=kind, options=options)))
     assert caught.value.key == f"tasks.options.{next(iter(options))}"

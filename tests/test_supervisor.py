@@ -1,29 +1,32 @@
-"""The real loop, run log and buffer around workers that die, freeze or stand still: whatever
-happens, steps come once each, every group is accounted for, and no version number comes twice.
+"""The real loop, run log and buffer around workers that die, freeze or stand still, a controller
+that is killed, and signals: whatever happens, steps come once each, every group is accounted for,
+and no version number comes twice.
 """
 
 import multiprocessing
 import os
 import re
 import signal
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from crew import LIMIT_S, TRAINER_PLACE, wait_until
 from fault_bodies import Script
 from processes import assert_accounted
-from worker_bodies import place
 
 from minirl import supervisor
 from minirl.config import Config
 from minirl.errors import CannotTrain, MinirlError, Stalled
-from minirl.launch import make_buffer
+from minirl.launch import _signals, make_buffer
 from minirl.loop import Loop
 from minirl.messages import Role, Stop
-from minirl.recipe import load, to_toml
+from minirl.recipe import build, load, to_toml
 from minirl.records import Drop, Example, Prompt
 from minirl.resume import Start, find_start
 from minirl.run_dir import read_lines
@@ -32,7 +35,9 @@ from minirl.shm.weights import TensorSpec, WeightStore
 from minirl.supervisor import memory_hint
 from minirl.tasks.prompts import Consumed, PromptStream
 from minirl.tasks.registry import make_task
-from minirl.workers import Workers
+from minirl.train.checkpoint import newest_whole, read_whole
+from minirl.workers import SIGNALS, Workers
+from tests.soak.controller_process import living, orphaned_memory
 from tests.soak.ledger import prove
 
 STEPS, BATCH = 8, 3
@@ -76,7 +81,7 @@ class Stage:
         )
         for role, body in BODIES.items():
             its = replace(script, **scripts.get(role.value, {}))
-            self.workers.spawn(role, 0, body, its, place())
+            self.workers.spawn(role, 0, body, its, TRAINER_PLACE)
         consumed = Consumed(start.state.consumed_below, start.state.consumed_above)
         self.stream = PromptStream(make_task(config), Numbers(), config.seed, consumed)
         self.buffer = make_buffer(config, start.state.history)
@@ -122,25 +127,16 @@ BODIES = {
 
 
 def stage_config(eta: int = 2, stall_s: float = 60.0, every: int = 3) -> Config:
-    base, kind = Config(), f"{Path(__file__).parent / 'noisy_task.py'}:Endless"
-    return replace(
-        base,
-        tasks=replace(base.tasks, kind=kind, timeout_s=min(10.0, stall_s / 2)),
-        rollout=replace(base.rollout, group_size=2),
-        buffer=replace(base.buffer, max_staleness=eta),
-        train=replace(base.train, steps=STEPS, batch_size=BATCH),
-        eval=replace(base.eval, every=2, num_prompts=2),
-        checkpoint=replace(base.checkpoint, every=every),
-        log=replace(base.log, stall_s=stall_s, samples=1),
-    )
+    values = {"tasks.kind": f"{Path(__file__).parent / 'noisy_task.py'}:Endless"}
+    values |= {"tasks.timeout_s": min(10.0, stall_s / 2), "log.stall_s": stall_s, "log.samples": 1}
+    values |= {"rollout.group_size": 2, "buffer.max_staleness": eta, "train.steps": STEPS}
+    values |= {"train.batch_size": BATCH, "eval.every": 2, "eval.num_prompts": 2}
+    return build({**values, "checkpoint.every": every})
 
 
 @contextmanager
 def stage(
-    folder: Path,
-    config: Config | None = None,
-    is_resumed: bool = False,
-    **scripts: dict[str, Any],
+    folder: Path, config: Config | None = None, is_resumed: bool = False, **scripts: dict[str, Any]
 ) -> Iterator[Stage]:
     """`scripts`: what is different about the worker of a role."""
     built = Stage(folder, config or stage_config(), is_resumed, scripts)
@@ -167,9 +163,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
         (2, {"die_at_step": 2}, 1),  # there is no checkpoint yet: from the beginning
     ],
 )
-def test_a_trainer_that_dies_is_rolled_back_and_the_run_is_whole(
-    eta: int, bad: dict[str, int], redone: int, tmp_path: Path
-) -> None:
+def test_a_dead_rank_rolls_back(eta: int, bad: dict[str, int], redone: int, tmp_path: Path) -> None:
     with stage(tmp_path, stage_config(eta), train={"bad": bad}) as run:
         lines = run.run_and_check()
         assert lines[-1]["faults/steps_redone"] == redone
@@ -196,8 +190,12 @@ def test_a_worker_that_always_dies_ends_the_run_with_a_reason(
 ) -> None:
     scripts = {role: {"bad": bad} for role, bad in script.items()}
     with stage(tmp_path, **scripts) as run:
+        delays, replace_now = list[float](), run.workers.replace
+        run.workers.replace = lambda worker, s=0.0: delays.append(s) or replace_now(worker)
         with pytest.raises(MinirlError, match=said):
             run.loop.run()
+        num_restarts = 3 if "start 4" in said else 0
+        assert delays == [supervisor.FIRST_DELAY_S * 2**i for i in range(num_restarts)]
         steps = [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")]
         assert steps == [*range(1, num_steps + 1)] or script.keys() == {"rollout"}
         is_quiet = "dies" not in script.get("train", {})
@@ -219,9 +217,7 @@ def test_killed_and_frozen_engines_and_verifiers_are_replaced(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("is_frozen", [True, False])
-def test_a_frozen_rank_or_a_run_in_which_nothing_moves_ends_with_a_report(
-    is_frozen: bool, tmp_path: Path
-) -> None:
+def test_a_frozen_rank_or_run_ends_with_a_report(is_frozen: bool, tmp_path: Path) -> None:
     bad = {} if is_frozen else {"deaf": 1}
     said = "train-0 has been " if is_frozen else r"nothing has moved for \d s"
     with stage(tmp_path, stage_config(stall_s=2.0), rollout={"bad": bad}) as run:
@@ -238,9 +234,7 @@ def test_a_frozen_rank_or_a_run_in_which_nothing_moves_ends_with_a_report(
 
 
 @pytest.mark.parametrize("version", [0, 4])
-def test_a_run_that_gets_no_reward_saves_what_there_is_and_stops(
-    version: int, tmp_path: Path
-) -> None:
+def test_a_run_without_rewards_saves_what_there_is_and_stops(version: int, tmp_path: Path) -> None:
     config = stage_config(every=0)
     with stage(tmp_path, config, verify={"bad": {"broken_from": version}}) as run:
         with pytest.raises(CannotTrain) as stopped:
@@ -255,9 +249,7 @@ def test_a_run_that_gets_no_reward_saves_what_there_is_and_stops(
         assert 1 <= len(told) <= 3, "the 1st, 10th, 100th"
 
 
-def test_a_prompt_that_kills_every_engine_is_dropped_in_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deadly_prompt_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "MAX_DEATHS", 99)
     with stage(tmp_path, rollout={"bad": {"deadly_prompt": 4}}) as run:
         run.run_and_check()
@@ -273,6 +265,135 @@ def test_a_disk_that_is_full_costs_a_checkpoint_and_not_the_run(step: int, tmp_p
         saved = {int(path.name[-6:]) for path in (tmp_path / "checkpoints").iterdir()}
         assert saved == {3, 6, STEPS} - {step} and run.loop.saved_step == max(saved)
         assert run.loop.save_error == ("No space left on device" if step == STEPS else "")
+
+
+def test_an_evaluation_that_loses_its_engine_is_retried(tmp_path: Path) -> None:
+    """Training continues meanwhile."""
+    with stage(tmp_path, rollout={"bad": {"long_evaluation": 2}}) as run:
+        run.signal_at(4, Role.ROLLOUT, signal.SIGKILL)  # that of version 2 has not ended
+        run.run_and_check()
+        assert any("not of one version" in text for text in run.notes.texts)
+        versions = [line["version"] for line in read_lines(tmp_path / "evals.jsonl")]
+        assert versions[0] == 0 and versions[-1] == STEPS and 2 not in versions
+
+
+def test_groups_are_begun_while_a_checkpoint_is_saved(tmp_path: Path) -> None:
+    with stage(tmp_path, train={"bad": {"held_save": 3}}) as run:
+        feed = run.loop.feed
+
+        def watched() -> None:
+            before = run.buffer.ledger.submitted
+            feed()
+            if run.loop.is_saving and run.buffer.ledger.submitted > before:
+                (tmp_path / "begun").touch()  # else it is saved for ever
+
+        run.loop.feed = watched
+        run.run_and_check()
+
+
+# kill -9 of the controller: every worker ends with it, nothing half written is in the way, and the
+# next controller resumes. It is a fork of this process, so that a run takes a second. ------------
+
+
+def controller(folder: Path, **settings: Any) -> int:
+    """A run in a session of its own, which resumes what is in the folder. Its exit code is 0 only
+    if all that `run_and_check` asks for is true at the end."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.setsid()
+        with stage(folder, is_resumed=True, **settings) as run:
+            run.run_and_check()
+            code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def strike(pid: int) -> None:
+    """Kills a controller, and sees that nothing is left of it."""
+    before = orphaned_memory()
+    os.kill(pid, signal.SIGKILL)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    wait_until(lambda: not living(pid) and not orphaned_memory() - before)
+
+
+def resume(folder: Path, **settings: Any) -> None:
+    before, pid = orphaned_memory(), controller(folder, **settings)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert living(pid) == [] and list(folder.rglob("*.tmp")) == []
+    wait_until(lambda: not orphaned_memory() - before)
+
+
+def test_a_controller_killed_while_workers_start(tmp_path: Path) -> None:
+    pid = controller(tmp_path, rollout={"start_s": LIMIT_S})
+    wait_until(lambda: len(living(pid)) == 4)  # none of them has begun, one never will
+    strike(pid)
+    assert read_lines(tmp_path / "metrics.jsonl") == []
+    resume(tmp_path)
+
+
+def test_a_controller_killed_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    pid = controller(tmp_path, train={"bad": {"long_save": 6}})
+    half = tmp_path / "checkpoints" / ".step-000006.tmp"
+    wait_until(half.is_dir)
+    strike(pid)
+    assert half.is_dir() and not (half / "config.json").exists()
+    assert read_whole(tmp_path / "checkpoints" / "step-000003").step == 3
+    resume(tmp_path)
+    assert not half.exists()
+
+
+def test_a_controller_killed_while_it_evaluates(tmp_path: Path) -> None:
+    """evals.jsonl has no line of the evaluation that was under way: it is done again."""
+    config = stage_config(eta=0, every=2)  # no step is trained meanwhile
+    pid = controller(tmp_path, config=config, rollout={"bad": {"long_evaluation": 2}})
+    saved = tmp_path / "checkpoints" / "step-000002"
+    wait_until(saved.is_dir)
+    strike(pid)
+    assert read_whole(saved).evaluating == 2
+    assert 2 not in [line["version"] for line in read_lines(tmp_path / "evals.jsonl")]
+    resume(tmp_path, config=config)
+    versions = [line["version"] for line in read_lines(tmp_path / "evals.jsonl")]
+    assert 2 in versions and versions == sorted(set(versions))
+
+
+# Ctrl-C and SIGTERM: once finishes the step and saves, twice ends now ----------------------------
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_once_asks_and_twice_ends(number: signal.Signals) -> None:
+    loop, notes = SimpleNamespace(is_interrupted=False, is_ready=True), []
+    view = cast(Any, SimpleNamespace(note=notes.append))
+    before = signal.getsignal(number)
+    with _signals(cast(Any, loop), view):
+        os.kill(os.getpid(), number)
+        assert loop.is_interrupted and notes == [
+            f"{number.name}: finishing the step and saving; again to end now"
+        ]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("eta", [0, 2])
+def test_an_interrupted_run_finishes_its_step_and_saves_it(eta: int, tmp_path: Path) -> None:
+    with stage(tmp_path, stage_config(eta, every=0)) as run:
+        run.notes.at_step[3] = lambda: setattr(run.loop, "is_interrupted", True)
+        run.loop.run()
+        assert 3 <= run.loop.step == run.loop.saved_step < STEPS
+        run.loop.wait_for("nothing", lambda: True)
+        waits = [text for text in run.notes.texts if text.startswith("waiting for ")]
+        assert len(waits) == len(set(waits)) and "waiting for nothing" not in waits
+        assert len(read_lines(tmp_path / "metrics.jsonl")) == run.loop.step
+        _, state, _ = newest_whole(tmp_path)
+        assert state is not None and state.step == run.loop.step
+        assert state.recipe.startswith("seed = 0")
+        consumed = {*range(state.consumed_below), *state.consumed_above}
+        assert not consumed & {*run.loop.groups.prompts_in_flight, *state.in_flight}
 
 
 # The OOM hint -------------------------------------------------------------------------------------
@@ -301,9 +422,7 @@ SAMPLER = "RuntimeError: CUDA out of memory occurred when warming up sampler wit
         ("verify", "SIGKILL\nended by the kernel's OOM killer", "cpu", "train.batch_size from 32"),
     ],
 )
-def test_each_shortage_names_a_key_and_its_value(
-    role: str, words: str, kind: str, change: str
-) -> None:
+def test_each_shortage_names_a_key_to_change(role: str, words: str, kind: str, change: str) -> None:
     said = memory_hint(role, words, Config(), kind)
     assert f"change {change}" in said
     key, after = said.partition("change ")[2].split(" from ")[0], said.rpartition(" to ")[2]

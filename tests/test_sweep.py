@@ -33,25 +33,14 @@ def here(tmp_path: Path) -> Sweep:
     return Sweep(RECIPE, tmp_path, VARIED, 2, ["train.steps=3"])
 
 
-def test_values_are_split_at_commas_but_lists_are_values() -> None:
+def test_values_are_split_at_commas_and_wrong_ones_refused_before_a_run(tmp_path: Path) -> None:
     assert parse_vary(['rollout.stop=["a,b", "c"], []']) == {"rollout.stop": ['["a,b", "c"]', "[]"]}
     assert parse_vary(["train.lr=1", "train.lr=2"]) == {"train.lr": ["1", "2"]}
     assert folder_name({"train.lr": "1e-4", "model.path": "a/b"}) == "lr=1e-4,path=a_b"
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("train.lr", "is not KEY=A,B,C"),
-        ("seed=1,2", "use --seeds N"),
-        ("train.batch_size=32,-1", "batch_size"),
-    ],
-)
-def test_a_wrong_vary_is_refused_before_the_first_run(
-    text: str, words: str, tmp_path: Path
-) -> None:
-    with pytest.raises(RecipeError, match=words):
-        Sweep(RECIPE, tmp_path, parse_vary([text]), 1).go(print)
+    wrong = {"train.lr": "is not KEY=A,B,C", "seed=1,2": "use --seeds N"}
+    for text, words in {**wrong, "train.batch_size=32,-1": "batch_size"}.items():
+        with pytest.raises(RecipeError, match=words):
+            Sweep(RECIPE, tmp_path, parse_vary([text]), 1).go(print)
     assert not list(tmp_path.iterdir())
 
 

@@ -1,14 +1,20 @@
-"""The dashboard in a real terminal, around a real loop whose workers only sleep."""
+"""What stands in the terminal before a run and after it; and the dashboard in a real terminal,
+around a real loop whose workers only sleep."""
 
+import io
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
+from minirl.view.console import ConsoleView
 from minirl.view.dashboard import Status
+from minirl.view.loading import loading
 from tests.bench.terminal import Terminal
 
 ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"  # the alternate screen
@@ -58,3 +64,44 @@ def test_two_signals_give_the_terminal_back(tmp_path: Path) -> None:
         assert terminal.wait(limit_s=50.0) != 0
         assert_restored(terminal)
     assert Status.read(tmp_path).state == "stopped"
+
+
+SUMMARY: dict[str, Any] = {"steps": 30, "seconds": 61.2, "version": 30, "accuracies": []}
+BOTH, SINCE = "16.0% at version 0, 89.5% at version 30", "; not evaluated since"
+
+
+ROWS = [
+    ({"accuracies": [(0, 0.16), (30, 0.895)]}, f"held-out accuracy {BOTH}"),
+    ({"accuracies": [(0, 0.258)], "version": 7}, f"held-out accuracy 25.8% at version 0{SINCE}"),
+    ({"accuracies": [(0, 0.0)], "version": 0}, "held-out accuracy 0.0% at version 0"),
+    ({"drops": {"b_error": 3, "equal": 1200}}, "groups dropped 1,200 equal, 3 b error"),
+    ({"versions_measured": "28 of 30"}, "versions with a measured gap 28 of 30"),
+]
+
+
+@pytest.mark.parametrize(("changes", "row"), ROWS)
+def test_the_summary_says_what_was_measured_and_dropped(
+    changes: dict[str, Any], row: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ConsoleView(30).finished(SUMMARY | changes, "minirl runs")
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert row in rows and len(rows) == 3, "what is not known has no row"
+
+
+def test_loading_is_one_line_or_a_spinner_that_goes() -> None:
+    file = io.StringIO()
+    with loading("a model [1]", Console(file=file)):
+        assert file.getvalue() == "loading a model [1]\n"
+    assert file.getvalue() == "loading a model [1]\n"
+    body = "from minirl.view.console import ConsoleView\n"
+    body += "view = ConsoleView(1)\nwith view.loading('engines'):\n    view.note('meanwhile')\n"
+    terminal = Terminal([sys.executable, "-c", body + "    input()"], 80, 24)
+    try:
+        terminal.read_until(
+            lambda: b"loading engines" in terminal.seen and b"0:00:01" in terminal.seen
+        )
+        terminal.press("\n")
+        assert terminal.wait() == 0
+    finally:
+        terminal.close()
+    assert b"meanwhile" in terminal.seen

@@ -14,9 +14,7 @@ from tests.warm_up import EOS, build_tiny_model, build_tokenizer
 FILES = {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"}
 
 
-def test_it_is_made_as_the_one_that_comes_with_minirl(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_made_as_the_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_up, "STEPS", (2, 2, 2))
     folder = tmp_path / "tiny"
     build_tiny_model(folder, 2)

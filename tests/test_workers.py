@@ -1,21 +1,52 @@
 """Worker processes: whatever happens to one is reported, and nothing is left of it. That they die
-with a killed controller is in test_killed_controller.py."""
+with a killed controller is in test_supervisor.py."""
 
 import contextlib
+import os
+import signal
+import struct  # noqa: F401 (for `end`)
+import subprocess  # noqa: F401 (for `end`)
+import sys  # noqa: F401 (for `end`)
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import worker_bodies
-from crew import LIMIT_S, wait_until
-from worker_bodies import place
+from crew import LIMIT_S, TRAINER_PLACE, wait_until
 
 from minirl import workers as workers_module
+from minirl.errors import MinirlError  # noqa: F401 (for `end`)
 from minirl.messages import Died, Role
+from minirl.shm.board import BoardWriter, State
 from minirl.workers import LOG_TAIL_LINES, Worker, Workers, signals
+
+
+class Late:
+    """A set-up during whose pickling, which is when a worker is started, a signal comes."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+        return Late, ()
+
+
+def echo(setup: Any, board: BoardWriter, pipe: Connection) -> None:
+    """Says its set-up and its process, then repeats what it hears until it hears None."""
+    board.enter(State.GENERATING)
+    pipe.send((setup, os.getpid()))
+    while (message := pipe.recv()) is not None:
+        pipe.send(message)
+
+
+def end(setup: tuple[list[Any], str], board: BoardWriter, pipe: Connection) -> None:
+    """Sends messages, then runs the code, which may be its end."""
+    messages, code = setup
+    for message in messages:
+        pipe.send(message)
+    exec(code)
 
 
 @pytest.fixture
@@ -27,7 +58,7 @@ def workers(tmp_path: Path) -> Iterator[Workers]:
 
 def start(workers: Workers, body: str, setup: Any = None) -> Worker:
     rank = len(workers.all)
-    return workers.spawn(Role.VERIFY, rank, f"worker_bodies:{body}", setup, place())
+    return workers.spawn(Role.VERIFY, rank, f"test_workers:{body}", setup, TRAINER_PLACE)
 
 
 def messages(workers: Workers, count: int) -> list[Any]:
@@ -72,9 +103,7 @@ GIVE_UP = "raise MinirlError('the recipe cannot work')"
         (GIVE_UP, "the recipe cannot work"),
     ],
 )
-def test_a_death_is_reported_after_all_messages_with_its_reason(
-    code: str, how: str, workers: Workers
-) -> None:
+def test_a_death_is_reported_after_all_messages(code: str, how: str, workers: Workers) -> None:
     worker = start(workers, "end", ([*range(200)], code))
     *received, died = messages(workers, 201)
     assert received == [*range(200)]
@@ -92,7 +121,7 @@ def test_a_replaced_worker_is_new_and_nothing_is_left_of_the_old_one(workers: Wo
     worker.setup = ([], CHILDREN)
     workers.replace(worker)  # it is dead
     gone += [*messages(workers, 1)[0], worker.pid]
-    worker.body, worker.setup = "worker_bodies:echo", "mine"
+    worker.body, worker.setup = "test_workers:echo", "mine"
     workers.replace(worker)  # it lives
     assert messages(workers, 1) == [("mine", worker.pid)]
     assert worker.num_starts == 3 and worker.pid not in gone
@@ -102,9 +131,8 @@ def test_a_replaced_worker_is_new_and_nothing_is_left_of_the_old_one(workers: Wo
 
 
 @pytest.mark.parametrize("is_polite", [True, False])
-def test_stop_and_kill_leave_no_process_and_stop_lets_them_end_by_themselves(
-    is_polite: bool, workers: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_and_kill(is_polite: bool, workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither leaves a process, and stop lets them end by themselves."""
     monkeypatch.setattr(workers_module, "STOP_GRACE_S", 2.0)
     polite, deaf = start(workers, "echo").process, start(workers, "end", DEAF).process
     messages(workers, 2)
@@ -119,7 +147,7 @@ def test_stop_and_kill_leave_no_process_and_stop_lets_them_end_by_themselves(
 
 def test_a_signal_that_comes_while_a_worker_starts_waits_until_it_has(workers: Workers) -> None:
     with pytest.raises(KeyboardInterrupt), signals():
-        start(workers, "echo", worker_bodies.Late())
+        start(workers, "echo", Late())
     (worker,) = workers.all
     assert messages(workers, 1)[0][1] == worker.pid, "it is there, and can be ended"
 

@@ -6,13 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from processes import assert_accounted
+from ranks import CONFIG, FRESH, MIXED, Data, LocalRank, are_equal, with_train
 from test_cli import minirl
 
+from minirl.errors import RecipeError
 from minirl.recipe import check_task, load
 from minirl.records import Answer, StopReason
 from minirl.run_dir import read_lines
-from minirl.tasks.registry import make_task, self_check
+from minirl.tasks.registry import FUNCTIONS, check_functions, make_task, self_check
+from minirl.train.advantage import estimate
+from minirl.train.objective import Tokens, loss_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "write-a-task.md"
 BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -48,9 +53,7 @@ def test_the_task_says_what_is_right_and_an_option_changes_it(folder: Path) -> N
     assert trained.isdisjoint(e.prompt for e in task.heldout(100)) and len(trained) == 180
     task = make_task(load(folder / "backwards.toml", ["tasks.options.letters=1"]).config)
     assert task.reward(example, Answer(" pxx", StopReason.STOP, 2)) == 1.0
-
-
-def test_a_task_of_several_turns_replies(folder: Path) -> None:
+    # The other has several turns.
     task = make_task(load(folder / "guess.toml").config)
     example = task.train(6)
     assert example.reference == "59!"
@@ -69,9 +72,7 @@ def test_it_can_be_looked_at(folder: Path, command: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_it_trains_and_goes_on_from_another_folder(
-    folder: Path, tied_folder: Path, tmp_path: Path
-) -> None:
+def test_it_trains_and_resumes_anywhere(folder: Path, tied_folder: Path, tmp_path: Path) -> None:
     model = f"--set=model.path={tied_folder}"  # random weights, in the tiny model's place
     done = minirl(*TRAIN, model, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -82,3 +83,65 @@ def test_it_trains_and_goes_on_from_another_folder(
     resumed = load(run / "recipe.toml").config  # as --resume reads it, here from another folder
     with contextlib.chdir(tmp_path):
         self_check(make_task(resumed), resumed.tasks.kind)
+
+
+# A user's objective and estimator: the code of docs/algorithms.md ---------------------------------
+
+
+DOCS = Path(__file__).parent.parent / "docs" / "algorithms.md"
+FUNCTION_KEYS = {"objective": "my_loss.py:my_loss", "estimator": "my_adv.py:my_advantage"}
+
+
+def test_the_tutorials_code_trains(data: Data, tied_folder: Path, tmp_path: Path) -> None:
+    for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", DOCS.read_text(), re.DOTALL):
+        (tmp_path / name).write_text(code)
+    written = "".join(f'{key} = "{value}"\n' for key, value in FUNCTION_KEYS.items())
+    (tmp_path / "recipe.toml").write_text(f"[train]\n{written}")
+    named = load(tmp_path / "recipe.toml").config.train  # beside the recipe: whole paths
+    own = with_train(objective=named.objective, estimator=named.estimator, num_minibatches=2)
+    check_functions(own)
+    found = []
+    for config in (own, with_train(estimator="dr_grpo", num_minibatches=2)):
+        rank = LocalRank(tied_folder, config, data.ring)
+        for step, recipe in enumerate((FRESH, MIXED), start=1):
+            rank.train(data.of(recipe, step))
+        found.append(rank.weights())
+    assert are_equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("key", "code", "why"),
+    [
+        ("objective", "def f(tokens): ...", "TypeError: too many positional arguments"),
+        ("estimator", "def f(rewards, kl): ...", "TypeError: missing a required argument"),
+        ("estimator", "f = 3", "TypeError: 3 is not a callable"),
+        ("objective", "def g(tokens, train): ...", "LookupError"),
+        ("objective", "import nothing_like_it", "ModuleNotFoundError"),
+    ],
+)
+def test_a_wrong_function_is_one_line(key: str, code: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(code)
+    value = f"{tmp_path}/own.py:f"
+    with pytest.raises(RecipeError) as caught:
+        check_functions(with_train(**{key: value}))
+    line = str(caught.value)
+    said = f"must be a function that takes ({', '.join(FUNCTIONS[f'train.{key}'])}) ({why}"
+    assert line.startswith(f'train.{key} = "{value}": {said}') and "\n" not in line
+    assert caught.value.exit_code == 2
+
+
+def test_what_a_function_gives_has_the_form_of_what_it_takes(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from minirl.train.objective import Terms\n"
+        "def plain(tokens, train): return Terms(tokens.advantages_T * tokens.logprobs_T)\n"
+        "def summed(tokens, train): return Terms(tokens.logprobs_T.sum())\n"
+        "def flat(groups): return [r for group in groups for r in [group[:1]]]\n"
+    )
+    ones_T, index_T = torch.ones(2), torch.zeros(2, dtype=torch.int64)
+    tokens = Tokens(ones_T, ones_T, ones_T, ones_T, torch.tensor([True, False]), index_T, 1)
+    loss, sums = loss_of(f"{tmp_path}/own.py:plain", tokens, CONFIG.train)
+    assert loss == -1 and (sums["tokens"], sums["capped"], sums["behav_ratio"]) == (1, 0, 1)
+    with pytest.raises(RecipeError, match=r"shape \[\], not \[2\]; give one value per token"):
+        loss_of(f"{tmp_path}/own.py:summed", tokens, CONFIG.train)
+    with pytest.raises(RecipeError, match="gave not one advantage per reward"):
+        estimate(f"{tmp_path}/own.py:flat", [[1.0, 0.0]])

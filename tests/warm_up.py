@@ -138,14 +138,9 @@ def _write(folder: Path, rank: SftRank, tokenizer: Tokenizer) -> None:
     with checkpoint.written_aside(folder) as aside:
         model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
         model.save_pretrained(aside)
-        PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            pad_token="<pad>",
-            eos_token="<eos>",
-            padding_side="left",
-            model_max_length=POSITIONS,
-            clean_up_tokenization_spaces=False,
-        ).save_pretrained(aside)
+        special = {"pad_token": "<pad>", "eos_token": "<eos>", "padding_side": "left"}
+        special |= {"model_max_length": POSITIONS, "clean_up_tokenization_spaces": False}
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(aside)
 
 
 if __name__ == "__main__":

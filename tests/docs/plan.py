@@ -113,22 +113,17 @@ def prime_rl() -> list[TrainerRow]:
         config = build(values | {"train.gradient_checkpointing": True})
         costs = Plan(config, GPUS[gpu], Lengths((num_tokens - 1,), 1)).costs
         total = 2 * num_tokens * num_gpus
-        rows.append(
-            TrainerRow(case, published, total / (costs.train + total * costs.train_per_token))
-        )
+        seconds = costs.train + total * costs.train_per_token
+        rows.append(TrainerRow(case, published, total / seconds))
     return rows
 
 
 if __name__ == "__main__":
     print(memory_table())
     for row in table_7():
-        print(
-            f"η = {row.eta:<2} paper {row.paper:,.0f}, planned {row.simulated:,.0f} tokens/s",
-            end=" ",
-        )
-        print(f"({row.simulated / row.paper - 1:+.0%}); ratio to η = 0 {row.error:+.1%}")
+        rates = f"paper {row.paper:,.0f}, planned {row.simulated:,.0f} tokens/s"
+        off = row.simulated / row.paper - 1
+        print(f"η = {row.eta:<2} {rates} ({off:+.0%}); ratio to η = 0 {row.error:+.1%}")
     for own in prime_rl():
-        print(
-            *own.case,
-            f"published {own.published:,.0f}, planned {own.planned:,.0f} ({own.error:+.0%})",
-        )
+        rates = f"published {own.published:,.0f}, planned {own.planned:,.0f}"
+        print(*own.case, f"{rates} ({own.error:+.0%})")

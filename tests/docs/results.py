@@ -83,11 +83,8 @@ def bench(data: dict[str, Any], names: Sequence[str]) -> str:
             verdict = "reached" if figure["ok"] else "MISSED"
             goal = "" if figure["goal"] is None else f" (goal {figure['goal']:g}: {verdict})"
             shown.append(f"`{figure['figure']}` {figure['value']:.3g}{goal}")
-    return (
-        made_by(f"python -m tests.bench {data['bench']}", data["machine"])
-        + ", ".join(shown)
-        + ".\n"
-    )
+    head = made_by(f"python -m tests.bench {data['bench']}", data["machine"])
+    return f"{head}{', '.join(shown)}.\n"
 
 
 def sweep(data: dict[str, Any], columns: Sequence[str]) -> str:

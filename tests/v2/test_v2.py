@@ -8,9 +8,7 @@ from processes import Run, assert_accounted
 pytestmark = pytest.mark.v2
 
 
-def test_weights_in_flight_are_exact_under_model_runner_v2(
-    tmp_path: Path, tied_folder: Path
-) -> None:
+def test_a_run_is_exact_under_model_runner_v2(tmp_path: Path, tied_folder: Path) -> None:
     run = Run(tmp_path / "run", model__path=tied_folder, train__lr=1e-3, eval__every=0)
     ended = run.end()
     assert ended.code == 0, ended
