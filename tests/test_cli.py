@@ -80,7 +80,10 @@ NO_RUN = "holds no run: there is no recipe.toml in it; name another directory"
         ("diff a b", "No such command 'diff'; use minirl report RUN RUN, "),
         ("train smokee", 'recipe = "smokee": cannot be read (No such file or directory)'),
         (f"plan {GSM8K} --gpu T4", '--gpu = "T4": is not in the table; one of H100, '),
-        (f"plan {GSM8K} --gpus 1", "--gpus = 1: 1 cannot be split into engines of 1 "),
+        (
+            f"plan {GSM8K} --gpus 4 --set devices.tensor_parallel=4",
+            "--gpus = 4: 4 cannot be split into engines of 4 ",
+        ),
         (f"plan {GSM8K} --num 8", "No such option: --num; use --gpus N"),
         ("train r.toml --dry-run --set devices.rollout=1024", "devices.rollout = 1024: "),
         ("train r.toml --dry-run --set train.objective=no.py:f", 'train.objective = "no.py:f": '),
