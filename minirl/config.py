@@ -181,10 +181,14 @@ class TrainConfig:
     """Recompute activations in backward: less memory, about a third more time."""
     compile: bool = False
     """torch.compile: slow first steps, then faster ones."""
-    shard_optimizer: bool = False
-    """Shard AdamW's state over the ranks: less memory, one broadcast per step."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """"adamw8bit" keeps AdamW's state in a quarter of the memory. Needs extra `adamw8bit`."""
+    shard: Literal["none", "optimizer", "full"] = "none"
+    """What training devices share out: AdamW's state (one broadcast per step), or "full", weights
+    and gradients too (FSDP2; each layer is gathered when it is computed)."""
     lora_rank: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Rank of LoRA adapters on all linear layers; 0 is off. Needs extra `lora`."""
+    """Rank of LoRA adapters on all linear layers; the model itself is then kept in model.dtype.
+    0 is off. Needs extra `lora`."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -37,6 +37,7 @@ REMOVED = {
     "train.kl_kind": 'leave it out: k3 with train.kl_in = "loss", k1 with "reward"',
     "train.dual_clip": "leave it out: train.clip_low, clip_high and behav_cap bound a token",
     "train.gamma": "leave it out: rewards are not discounted",
+    "train.shard_optimizer": 'write train.shard = "optimizer" for true, and leave it out for false',
     "sft.warmup_steps": "leave it out: the learning rate rises over ten steps",
     "sft.schedule": "leave it out: the learning rate falls to 0 in a line",
 }
@@ -224,8 +225,8 @@ def validate(config: Config) -> None:
     slow = config.tasks.timeout_s
     rule, remedy = f"must be above tasks.timeout_s = {slow}", "a slow reward is no stall: raise it"
     need("log.stall_s", config.log.stall_s > slow, rule, remedy)
-    can_shard = not train.shard_optimizer or devices.train > 1
-    need("train.shard_optimizer", can_shard, "there is one training device", "set it to false")
+    can_shard = train.shard == "none" or devices.train > 1
+    need("train.shard", can_shard, "there is one training device", '"none" works')
     for key, built_in in BUILT_IN.items():
         value, is_own = get(config, key), re.compile(r".+:[^\W\d]\w*").fullmatch
         rule = f'must be one of {", ".join(built_in)}, or your own "FILE.py:NAME"'
@@ -271,6 +272,13 @@ def check_loggers(config: Config) -> None:
         if find_spec(name) is None:
             remedy = f'pip install "minirl[{name}]", or take it out'
             raise RecipeError("log.to", config.log.to, f"{name} is not installed", remedy)
+
+
+def check_optimizer(config: Config) -> None:
+    """The package behind train.optimizer is here. Imports nothing."""
+    if config.train.optimizer == "adamw8bit" and find_spec("bitsandbytes") is None:
+        remedy = 'pip install "minirl[adamw8bit]", or take "adamw"'
+        raise RecipeError("train.optimizer", "adamw8bit", "bitsandbytes is not installed", remedy)
 
 
 def is_path(name: str) -> bool:

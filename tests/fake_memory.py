@@ -92,7 +92,7 @@ def peak_bytes(config: Config, shape: PretrainedConfig) -> float:
             logprobs_T, _entropy_T = own(fake(num_tokens, torch.int64), *bounds)
             logprobs_T.sum().backward()
             del logprobs_T, _entropy_T
-    shards = config.devices.train if train.shard_optimizer else 1
+    shards = config.devices.train if train.shard != "none" else 1
     return 4.0 * num_parameters + 8.0 * num_parameters / shards + counter.peak
 
 

@@ -97,7 +97,7 @@ def test_a_training_gpu_holds_what_the_algorithm_needs() -> None:
     for num_ranks, given, item, expected in (
         (1, {"kl_coef": 0.1}, "reference", 4 * num),
         (1, {"estimator": "gae"}, "critic", 16 * num),
-        (4, {"shard_optimizer": True}, "optimizer", 2 * num),
+        (4, {"shard": "optimizer"}, "optimizer", 2 * num),
         (1, {"lora_rank": 16}, "weights", 4 * num),
         (1, {"lora_rank": 16}, "gradients", 4 * adapted),
     ):
@@ -138,7 +138,7 @@ def test_one_set_of_changes_fits_with_no_more_of_them_than_it_takes() -> None:
     two = changes(gib=13, split=(1, 2), max_tokens=16384)
     assert two[1:] == [
         "--set train.gradient_checkpointing=true",
-        "--set train.shard_optimizer=true",
+        '--set train.shard="optimizer"',
     ]
     assert changes("A100-40", model="Qwen2.5-7B") == ["nothing fits"]
 
@@ -194,7 +194,7 @@ def test_the_disk_that_checkpoints_take() -> None:
 
 
 def test_a_split_whose_optimizer_does_not_fit_is_not_taken() -> None:
-    sharded = {"shard_optimizer": True, "gradient_checkpointing": True, "max_tokens": 32768}
+    sharded = {"shard": "optimizer", "gradient_checkpointing": True, "max_tokens": 32768}
     own = config("Qwen2.5-1.5B", batch_size=8, **sharded)
     six = plan(own, mean=100).changed("devices", train=6).train_bill
     gib = sum(six.items.values()) / GIB + 0.01

@@ -38,7 +38,7 @@ def test_changes_that_cannot_change_what_is_learned_are_accepted_and_listed(tmp_
     config = begun(tmp_path)
     assert check_changes(config, tmp_path) == []
     devices = replace(config.devices, train=2, rollout=3)
-    train = replace(config.train, steps=80, shard_optimizer=True)
+    train = replace(config.train, steps=80, shard="optimizer")
     buffer = replace(config.buffer, max_faults=9.0)  # as the run that it stopped advises
     assert check_changes(
         replace(config, devices=devices, train=train, buffer=buffer), tmp_path
@@ -47,7 +47,7 @@ def test_changes_that_cannot_change_what_is_learned_are_accepted_and_listed(tmp_
         "devices.train 1 → 2",
         "buffer.max_faults 3.0 → 9.0",
         "train.steps 40 → 80",
-        "train.shard_optimizer False → True",
+        "train.shard none → optimizer",
     ]
 
 

@@ -224,7 +224,7 @@ def test_a_sharded_optimizer_trains_as_a_whole_one_and_resumes_to_the_bit(
     """Under a learning rate that changes every step, which each rank's share must follow. Other
     numbers of ranks take the same shares."""
     options = {"weight_decay": 0.1, "warmup_steps": 1, "schedule": "linear", "steps": 3}
-    config = with_train(shard_optimizer=True, **options)
+    config = with_train(shard="optimizer", **options)
     first, second = data.of(FRESH), data.of(MIXED, 2)
     folder, other = (tmp_path / "one" / "checkpoints" / f"step-00000{i}" for i in (1, 2))
     with ranks(tmp_path / "one", tied_folder, config, data.ring, 2) as one:

@@ -38,7 +38,7 @@ STEP_S = 0.007  # launches, scheduling and sampling of an engine step
 STEP_PER_SEQ_S = 10e-6  # bookkeeping of one sequence in a step
 TRUST = (0.6, 1.8)  # a run takes so many times the planned hours: the spread of those tables
 # What makes room on a training GPU, the cheapest first.
-REMEDIES = {"gradient_checkpointing": True, "shard_optimizer": True, "lora_rank": 32}
+REMEDIES = {"gradient_checkpointing": True, "shard": "optimizer", "lora_rank": 32}
 MEASURED = Path("gpu.json")  # by `minirl doctor --gpu`
 Table = list[tuple[str, ...]]
 
@@ -210,7 +210,7 @@ class Plan:
         """All but a micro-batch: float32 weights, gradients and AdamW on every rank (DDP)."""
         train, num = self.config.train, self.shape.num_parameters
         trained = self.shape.num_adapted(train.lora_rank) if train.lora_rank else num
-        shards = self.config.devices.train if train.shard_optimizer else 1
+        shards = self.config.devices.train if train.shard != "none" else 1
         items = {
             "weights": 4.0 * num,
             "gradients": 4.0 * trained,
@@ -261,8 +261,8 @@ class Plan:
             tried = tried.changed("devices", tensor_parallel=width)
             width *= 2
         for key, value in REMEDIES.items():
-            is_useless = key == "shard_optimizer" and self.config.devices.train == 1
-            is_set = getattr(tried.config.train, key)
+            is_useless = key == "shard" and self.config.devices.train == 1
+            is_set = getattr(tried.config.train, key) not in (False, 0, "none")
             if tried.max_tokens_that_fit < longest and not is_set and not is_useless:
                 tried = tried.changed("train", **{key: value})
         fit = max(longest, tried.max_tokens_that_fit // 256 * 256)
