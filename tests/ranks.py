@@ -34,6 +34,7 @@ from minirl.records import Batch, Group, StopReason, Trajectory
 from minirl.shm.board import Board
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
+from minirl.train.checkpoint import Shares
 from minirl.train.trainer import Trainer
 from minirl.workers import Worker
 
@@ -243,9 +244,8 @@ def are_equal(ours: Weights, theirs: Weights) -> bool:
 
 def momentum(checkpoint: Path) -> Weights:
     """From one file, or from all shares."""
-    state, end = {}, "/exp_avg"
-    for path in (checkpoint / "trainer").glob("optimizer*.safetensors"):
-        state |= load_file(path)
+    end = "/exp_avg"
+    state = Shares([*(checkpoint / "trainer").glob("optimizer*.safetensors")])
     return {key.removesuffix(end): state[key] for key in state if key.endswith(end)}
 
 

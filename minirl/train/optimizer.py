@@ -99,7 +99,7 @@ def placed(module: nn.Module, setup: RankSetup) -> nn.Module:
         # The residual stream stays float32, as under autocast: inputs are not cast.
         dtype = torch.bfloat16 if is_half else None
         precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-        mesh = init_device_mesh(kind, (setup.num_ranks,))
+        mesh = init_device_mesh(kind, (dist.get_world_size(),))
         layers = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
         for part in (*layers, module):
             fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
@@ -199,9 +199,10 @@ class Replica:
             own_slice(p).copy_(slice_for(p, found[name]))
 
     def state_by_name(self) -> dict[str, Tensor]:
-        """Of a sharded optimizer: this rank's share."""
+        """Of a sharded optimizer: this rank's share. All 8-bit states share one table of values,
+        and a file takes no tensors that share memory."""
         return {
-            f"{name}/{field}": torch.as_tensor(value)
+            f"{name}/{field}": value.clone() if "qmap" in field else torch.as_tensor(value)
             for name, parameter in self._owned()
             for field, value in self._local.state.get(parameter, {}).items()
         }
