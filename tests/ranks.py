@@ -34,7 +34,7 @@ from minirl.records import Batch, Group, StopReason, Trajectory
 from minirl.shm.board import Board
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
-from minirl.train.checkpoint import Shares
+from minirl.train.checkpoint import shares
 from minirl.train.trainer import Trainer
 from minirl.workers import Worker
 
@@ -245,8 +245,8 @@ def are_equal(ours: Weights, theirs: Weights) -> bool:
 def momentum(checkpoint: Path) -> Weights:
     """From one file, or from all shares."""
     end = "/exp_avg"
-    state = Shares([*(checkpoint / "trainer").glob("optimizer*.safetensors")])
-    return {key.removesuffix(end): state[key] for key in state if key.endswith(end)}
+    state = shares([*(checkpoint / "trainer").glob("optimizer*.safetensors")])
+    return {key.removesuffix(end): state[key]() for key in state if key.endswith(end)}
 
 
 def masters(checkpoint: Path) -> Weights:

@@ -10,39 +10,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import varlen_cpu  # noqa: F401  registers the kernel of packed attention
-from ranks import (
-    FIRST_VERSION,
-    FRESH,
-    MIXED,
-    Data,
-    LocalRank,
-    Ranks,
-    are_equal,
-    momentum,
-    ranks,
-    relative_error,
-    resumed,
-    with_reward,
-    with_train,
-)
+from plain_script import Weights
+from ranks import FRESH, MIXED, Data, LocalRank, Ranks, are_equal, momentum, ranks, resumed
+from test_trainer import in_bfloat16, relative_error, with_reward, with_train
 
 from minirl import recipe
-from minirl.config import Config, ModelConfig
 from minirl.errors import RecipeError
 from minirl.messages import Score, Train, Trained
-from minirl.recipe import to_toml
 from minirl.resume import check_changes
 from minirl.train import attention, optimizer, policy
-from minirl.train.checkpoint import Shares, read_whole
+from minirl.train.checkpoint import read_whole, shares
 
 PPO = {"estimator": "gae", "critic_lr": 1e-3, "loss_norm": "sequence"}
 KL = {"kl_coef": 0.1, "kl_in": "reward"}
 LORA = {"lora_rank": 4, "gradient_checkpointing": True}
+MANY = {"num_minibatches": 2, "max_tokens": 64, "gradient_checkpointing": True}
 COMPARED = {"train/loss", "train/grad_norm", "train/value_loss", "train/kl", "train/logprob_gap"}
-
-
-def in_bfloat16(config: Config) -> Config:
-    return replace(config, model=ModelConfig(dtype="bfloat16"))
 
 
 def train_twice(rank: Any, data: Data) -> list[dict[str, float | None]]:
@@ -66,31 +49,25 @@ def one_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_minibatches": 2, "max_tokens": 64}, {"gradient_checkpointing": True}, LORA]
-    + [{**PPO, **KL}],
-    ids=["plain", "minibatches", "checkpointing", "lora", "critic"],
-)
+@pytest.mark.parametrize("options", [MANY, LORA, {**PPO, **KL}], ids=["plain", "lora", "critic"])
 def test_slices_train_as_whole_tensors(
     options: dict[str, Any], data: Data, tied_folder: Path, one_sharded: None
 ) -> None:
-    found = []
-    for shard in ("none", "full"):
-        rank = LocalRank(tied_folder, with_train(shard=shard, **options), data.ring)
-        before = rank.weights()
-        values = train_twice(rank, data)
-        found.append((values, rank.weights(), rank.trainer.learner.state_by_name()))
-    (theirs, weights, state), (ours, own_weights, own_state) = found
-    assert_same(ours, theirs)
-    assert relative_error(own_weights, weights, before) < 1e-4
-    assert relative_error(own_state, state) < 1e-5
+    whole, sliced = (
+        LocalRank(tied_folder, with_train(shard=shard, **options), data.ring)
+        for shard in ("none", "full")
+    )
+    before = whole.weights()
+    assert_same(train_twice(sliced, data), train_twice(whole, data))
+    assert relative_error(sliced.weights(), whole.weights(), before) < 1e-4
+    states = [rank.trainer.learner.state_by_name() for rank in (sliced, whole)]
+    assert relative_error(*states) < 1e-5
 
 
 def test_in_bfloat16_slices_are_float32_and_products_are_not(
     data: Data, tied_folder: Path, one_sharded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on CUDA."""
+    """As on CUDA. What flows from layer to layer is float32."""
     monkeypatch.setattr(policy, "AUTOCAST_ON", {"cpu"})
     monkeypatch.setattr(attention, "VARLEN_ON", {"cpu"})
     found, seen = [], set()
@@ -98,19 +75,16 @@ def test_in_bfloat16_slices_are_float32_and_products_are_not(
         rank = LocalRank(tied_folder, in_bfloat16(with_train(shard=shard)), data.ring)
         layer = rank.trainer.policy.model.model.layers[1]
         layer.mlp.up_proj.register_forward_hook(lambda m, x, out: seen.add(m.weight.dtype))
-        layer.register_forward_hook(lambda m, x, out: seen.add(out.dtype))
+        layer.register_forward_hook(lambda m, x, out: seen.add(f"flows {out.dtype}"))
         assert {w.dtype for w in rank.trainer.learner.slices.values()} == {torch.float32}
-        values = rank.train(data.of(FRESH))
-        assert 1e-3 < values["train/logprob_gap"] < 0.1
+        assert 1e-3 < rank.train(data.of(FRESH))["train/logprob_gap"] < 0.1
         found.append(rank.trainer.learner.state_by_name())
-    assert seen == {torch.float32, torch.bfloat16}
+    assert seen == {torch.float32, torch.bfloat16, "flows torch.float32"}
     assert relative_error(*found) < 0.02  # norms are rounded too
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "options"),
-    [(2, {"weight_decay": 0.1}), (3, {**LORA, **PPO, **KL})],
-    ids=["two", "three-lora-critic-reference"],
+    ("num_ranks", "options"), [(2, {"weight_decay": 0.1}), (3, {**LORA, **PPO, **KL})]
 )
 def test_several_ranks_give_the_update_of_one(
     num_ranks: int, options: dict[str, Any], data: Data, tied_folder: Path, tmp_path: Path
@@ -126,42 +100,36 @@ def test_several_ranks_give_the_update_of_one(
         assert are_equal(some.weights(), before)
         skipped = some.train(with_reward(data.of(FRESH), 0, float("inf")))
         assert skipped["train/skipped_updates"] > 0 and are_equal(some.weights(), before)
-        first, second = data.of(FRESH), data.of(MIXED, 2)
-        scored = Score(
-            first.version, tuple((t.cell, g.id) for g in first.groups[:2] for t in g.trajectories)
-        )
-        found = [train_and_score(some, first, scored), some.train(second)]
+        found = [train_and_score(some, data), some.train(data.of(MIXED, 2))]
         some.save(folder)
         weights = some.weights()
         some.stop()
-    assert found[0]["train/tokens"] == expected[0]["train/tokens"]
     assert_same(found, expected)
     assert relative_error(momentum(folder), alone.momentum()) < 1e-4
     assert relative_error(weights, alone.weights()) < 1e-6
 
 
-def train_and_score(some: Ranks, batch: Any, score: Score) -> dict[str, float | None]:
-    """The score is there before the other ranks begin the step."""
-    for message in (Train(batch), score):
+def train_and_score(some: Ranks, data: Data) -> dict[str, float | None]:
+    """The answers to score are there before the other ranks begin the step."""
+    batch = data.of(FRESH)
+    cells = tuple((t.cell, g.id) for g in batch.groups[:2] for t in g.trajectories)
+    for message in (Train(batch), Score(batch.version, cells)):
         some.workers[0].send(message)
     for worker in some.workers[1:]:
         worker.send(Train(batch))
     return some.inbox.take(some.workers[0], Trained).values
 
 
-def shares(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    return dict(Shares([*(folder / "trainer").glob(f"{name}*.safetensors")]))
+def saved(folder: Path, name: str) -> Weights:
+    found = shares([*(folder / "trainer").glob(f"{name}-*.safetensors")])
+    return {name: read() for name, read in found.items()}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
-def test_another_number_of_ranks_resumes_from_slices(
-    kind: str, data: Data, tied_folder: Path, tmp_path: Path
+def test_any_number_of_ranks_resumes_from_slices(
+    data: Data, tied_folder: Path, tmp_path: Path
 ) -> None:
-    """An 8-bit state only with the same, but then to the bit."""
-    if kind == "adamw8bit":
-        pytest.importorskip("bitsandbytes")
-    config = in_bfloat16(with_train(shard="full", optimizer=kind, lr=1e-4, **PPO))
+    config = in_bfloat16(with_train(shard="full", lr=1e-4, **PPO))
     folder, *others = (tmp_path / str(i) / "checkpoints" / "step-000001" for i in range(4))
     second = data.of(MIXED, 2)
     with ranks(tmp_path / "0", tied_folder, config, data.ring, 2) as two:
@@ -170,72 +138,60 @@ def test_another_number_of_ranks_resumes_from_slices(
         two.train(second)
         two.save(others[0])
     read_whole(folder)
-    names = [path.name for path in (folder / "trainer").glob("*-1-of-2.safetensors")]
-    assert {n.partition("-")[0] for n in names} == {
-        *("master", "critic", "optimizer", "critic_optimizer")
-    }
     again = resumed(folder, second.version)
-    for i, num in enumerate([2] if kind == "adamw8bit" else [2, 3], 1):
-        with ranks(tmp_path / str(i), tied_folder, config, data.ring, num, **again) as some:
+    for num, other in zip((2, 3), others[1:], strict=True):
+        with ranks(tmp_path / str(num), tied_folder, config, data.ring, num, **again) as some:
             some.train(second)
-            some.save(others[i])
-        for name in ("master", "critic", "optimizer"):
-            both = shares(others[i], name), shares(others[0], name)
+            some.save(other)
+        for name in ("master", "critic", "optimizer", "critic_optimizer"):
+            both = saved(other, name), saved(others[0], name)
             assert are_equal(*both) or num == 3
             assert relative_error(*both) < 1e-5
-    if kind == "adamw":
-        whole = replace(config, train=replace(config.train, shard="none"))
-        rank = LocalRank(tied_folder, whole, data.ring, **again)
-        rank.train(second)
-        masters = rank.trainer.learner.slices
-        assert relative_error(masters, shares(others[0], "master")) < 1e-5
+    whole = replace(config, train=replace(config.train, shard="none"))
+    rank = LocalRank(tied_folder, whole, data.ring, **again)
+    rank.train(second)
+    assert relative_error(rank.trainer.learner.slices, saved(others[0], "master")) < 1e-5
 
 
 def test_under_lora_the_model_rests_in_its_dtype_and_is_merged_exactly_to_rounding(
     data: Data, untied_folder: Path
 ) -> None:
-    rank = LocalRank(untied_folder, in_bfloat16(with_train(**LORA)), data.ring)
     wide = LocalRank(untied_folder, with_train(**LORA), data.ring)
-    base = rank.weights()
+    rank = LocalRank(untied_folder, in_bfloat16(with_train(**LORA)), data.ring)
+    model, base = rank.trainer.policy.model, rank.weights()
     assert are_equal(base, {n: w.bfloat16() for n, w in wide.weights().items()})
     for trained in (rank, wide):
-        assert train_twice(trained, data)[1]["train/skipped_updates"] == 0
+        train_twice(trained, data)
     assert relative_error(rank.momentum(), wide.momentum()) < 0.1
-    model = rank.trainer.policy.model
-    size, wide_size = (
-        sum(p.nbytes for n, p in r.trainer.policy.model.named_parameters() if ".lora_" not in n)
-        for r in (rank, wide)
-    )
-    assert size < 0.52 * wide_size
-    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    resting = [p for p in model.parameters() if not p.requires_grad]
+    assert sum(p.nbytes for p in resting) < 0.52 * sum(4 * p.numel() for p in resting)
     for name, weight in rank.weights().items():
         layer, expected = model.get_submodule(name.removesuffix(".weight")), base[name]
         if hasattr(layer, "lora_A"):
-            b_a = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
-            expected = (base[name].float() + 2 * b_a).bfloat16()
+            a, b = (own["default"].weight for own in (layer.lora_A, layer.lora_B))
+            assert a.dtype == b.dtype == torch.float32
+            expected = (base[name].float() + 2 * (b @ a)).bfloat16()
             assert not torch.equal(expected, base[name])
         assert torch.equal(weight, expected), name
 
 
+@pytest.mark.parametrize("shard", ["none", "full"])
 def test_an_8bit_state_takes_a_quarter_and_resumes_to_the_bit(
-    data: Data, tied_folder: Path, tmp_path: Path
+    shard: str, data: Data, tied_folder: Path, tmp_path: Path, one_sharded: None
 ) -> None:
     pytest.importorskip("bitsandbytes")
-    plain, small = (
-        LocalRank(tied_folder, with_train(optimizer=kind), data.ring)
-        for kind in ("adamw", "adamw8bit")
-    )
-    before, sizes = plain.weights(), []
+    config, second = with_train(optimizer="adamw8bit", shard=shard), data.of(MIXED, 2)
+    plain = LocalRank(tied_folder, with_train(), data.ring)
+    small, before = LocalRank(tied_folder, config, data.ring), plain.weights()
     for rank in (plain, small):
         rank.train(data.of(FRESH))
-        sizes.append(sum(t.nbytes for t in rank.trainer.learner.state_by_name().values()))
     folder = small.save(tmp_path / "run" / "checkpoints" / "step-000001")
-    second = data.of(MIXED, 2)
-    again = resumed(folder, second.version)
-    other = LocalRank(tied_folder, with_train(optimizer="adamw8bit"), data.ring, **again)
+    other = LocalRank(tied_folder, config, data.ring, **resumed(folder, second.version))
     for rank in (plain, small, other):
         rank.train(second)
-    assert sizes[1] < 0.3 * sizes[0]
+    states = [rank.trainer.learner.state_by_name().values() for rank in (small, plain)]
+    sizes = [sum(tensor.nbytes for tensor in state) for state in states]
+    assert sizes[0] < 0.3 * sizes[1]
     assert relative_error(small.weights(), plain.weights(), before) < 0.1
     assert are_equal(small.weights(), other.weights())
 
@@ -249,7 +205,7 @@ def test_what_cannot_be_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         'train.optimizer = "adamw8bit": bitsandbytes is not installed; '
         'pip install "minirl[adamw8bit]", or take "adamw"'
     )
-    devices = replace(config.devices, train=2)
-    (tmp_path / "recipe.toml").write_text(to_toml(replace(config, devices=devices)))
+    two, three = (replace(config, devices=replace(config.devices, train=n)) for n in (2, 3))
+    (tmp_path / "recipe.toml").write_text(recipe.to_toml(two))
     with pytest.raises(RecipeError, match=r"another recipe: devices\.train 2 → 3; set these"):
-        check_changes(replace(config, devices=replace(devices, train=3)), tmp_path)
+        check_changes(three, tmp_path)

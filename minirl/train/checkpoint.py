@@ -15,9 +15,10 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -72,7 +73,13 @@ def shares_of(folder: Path) -> Path:
 def save_share(folder: Path, replicas: "list[Replica]") -> None:
     """By each rank: its part of the optimizers' states, and of weights that the model's own file
     does not hold exactly."""
+    import torch
+
+    from minirl.train import lora
+
     learner, num = replicas[0], replicas[0].num_shares
+    policy = cast(Any, learner.module)
+    has_master = policy.dtype != torch.float32 and not lora.is_adapted(policy.model)
     end = f"-{learner.rank}-of-{num}" if num > 1 else ""
     if learner.rank >= num:
         return
@@ -80,18 +87,10 @@ def save_share(folder: Path, replicas: "list[Replica]") -> None:
     for name, replica in zip(OPTIMIZERS, replicas, strict=False):
         _write(shares_of(folder) / f"{name}{end}.safetensors", replica.state_by_name())
     for name, replica in zip(MASTERS, replicas, strict=False):
-        must_save = replica is not learner or _has_master(cast(Any, learner.module))
-        if must_save and (learner.is_sharded or learner.rank == 0):
+        must_save = learner.is_sharded or learner.rank == 0
+        if must_save and (has_master or replica is not learner):
             path = f"{name}{end if learner.is_sharded else ''}.safetensors"
             _write(shares_of(folder) / path, replica.slices)
-
-
-def _has_master(policy: "Policy") -> bool:
-    import torch
-
-    from minirl.train import lora
-
-    return policy.dtype != torch.float32 and not lora.is_adapted(policy.model)
 
 
 def _write(path: Path, tensors: "dict[str, Any]") -> None:
@@ -152,35 +151,29 @@ def load(folder: Path, replicas: "list[Replica]") -> None:
         lora.load_adapter(replicas[0].named, folder / "adapter")
     for master, optimizer, replica in zip(MASTERS, OPTIMIZERS, replicas, strict=False):
         if master in files:
-            replica.load_weights(Shares(files[master]))
+            replica.load_weights(shares(files[master]))
         # The blocks of an 8-bit state are those of a rank's own slices.
         own = replica.rank if replica.is_8bit and replica.is_sharded else None
-        replica.load_state(Shares(files[optimizer], own))
+        replica.load_state(shares(files[optimizer], own))
 
 
-class Shares(Mapping[str, Any]):
-    """Tensors that ranks saved, each read when it is asked for: whole ones, or slices to join."""
+def shares(paths: list[Path], only: int | None = None) -> "dict[str, Callable[[], Any]]":
+    """Tensors that ranks saved (or one of them), each read when it is asked for."""
+    in_order = sorted(paths, key=lambda path: int(f"{path.stem}-0".split("-")[1]))
+    files = defaultdict(list)
+    for path in in_order if only is None else [in_order[only]]:
+        file = safe_open(path, framework="pt")
+        for name in file.keys():  # noqa: SIM118
+            files[name].append(file)
+    return {name: partial(_joined, name, some) for name, some in files.items()}
 
-    def __init__(self, paths: list[Path], only: int | None = None):
-        in_order = sorted(paths, key=lambda path: int(f"{path.stem}-0".split("-")[1]))
-        some = in_order if only is None else [in_order[only]]
-        self._files = [safe_open(path, framework="pt") for path in some]
-        self._of: dict[str, list[Any]] = defaultdict(list)
-        for file in self._files:
-            for name in file.keys():  # noqa: SIM118
-                self._of[name].append(file)
 
-    def __getitem__(self, name: str) -> Any:
-        import torch
+def _joined(name: str, files: list[Any]) -> Any:
+    """A whole tensor, or the slices of all ranks in order."""
+    import torch
 
-        first, *rest = [file.get_tensor(name) for file in self._of[name]]
-        return torch.cat([first, *rest]) if rest and first.ndim else first
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._of)
-
-    def __len__(self) -> int:
-        return len(self._of)
+    first, *rest = [file.get_tensor(name) for file in files]
+    return torch.cat([first, *rest]) if rest and first.ndim else first
 
 
 def found(run_dir: Path) -> list[Path]:

@@ -6,8 +6,7 @@ them. With "full" a rank has a slice of every parameter, of its gradient and its
 forward is then a collective. Leaves out: tensor parallelism, offloading.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import cos, pi
 from typing import Any
@@ -119,14 +118,12 @@ class Replica:
         self.module = self.parallel = placed(module, setup)
         self.named: Any = getattr(module, "model", module)  # whose names a checkpoint has
         trained = {n: p for n, p in self.named.named_parameters() if p.requires_grad}
-        self._slices: dict[str, Tensor] = trained
         if self.is_sharded:
-            slices = {n: nn.Parameter(own_slice(p.detach())) for n, p in trained.items()}
-            self._slices = {n: part for n, part in slices.items() if part.numel()}
-        kind, is_zero = self.config.optimizer, self.num_shares > 1 and not self.is_sharded
-        self.is_8bit = kind == "adamw8bit"
-        own, decay = [*self._slices.values()], self.config.weight_decay
-        self.optimizer = optimizer_of(own, lr, decay, kind, is_zero)
+            parts = {n: own_slice(p.detach()) for n, p in trained.items()}
+            trained = {n: nn.Parameter(part) for n, part in parts.items() if part.numel()}
+        self._slices, kind, decay = trained, self.config.optimizer, self.config.weight_decay
+        self.is_8bit, is_zero = kind == "adamw8bit", self.num_shares > 1 and not self.is_sharded
+        self.optimizer = optimizer_of([*trained.values()], lr, decay, kind, is_zero)
         self._local: Any = getattr(self.optimizer, "optim", self.optimizer)  # of its own share
         if setup.num_ranks > 1 and not self.is_sharded:
             ids = [0] if setup.placement.kind == "cuda" else None
@@ -193,10 +190,10 @@ class Replica:
         return {name: own_slice(p.detach()) for name, p in self.named.named_parameters()}
 
     @torch.no_grad()
-    def load_weights(self, found: Mapping[str, Tensor]) -> None:
+    def load_weights(self, found: Mapping[str, Callable[[], Tensor]]) -> None:
         """Each rank is given all of it and keeps what is its own; so below."""
         for name, p in self.named.named_parameters():
-            own_slice(p).copy_(slice_for(p, found[name]))
+            own_slice(p).copy_(slice_for(p, found[name]()))
 
     def state_by_name(self) -> dict[str, Tensor]:
         """Of a sharded optimizer: this rank's share. All 8-bit states share one table of values,
@@ -207,18 +204,15 @@ class Replica:
             for field, value in self._local.state.get(parameter, {}).items()
         }
 
-    def load_state(self, found: Mapping[str, Tensor]) -> None:
+    def load_state(self, found: Mapping[str, Callable[[], Tensor]]) -> None:
         """With `step`: a fused AdamW keeps it where the weights are, an 8-bit one as a number."""
-        fields, named = defaultdict(list), dict(self.named.named_parameters())
-        for key in found:
-            fields[key.rpartition("/")[0]].append(key.rpartition("/")[2])
-        for name, p in self._owned():
-            for field in fields[name]:
-                value = found[f"{name}/{field}"]
-                if not self.is_8bit:
-                    value = slice_for(named[name], value)
+        named, owned = dict(self.named.named_parameters()), dict(self._owned())
+        for key, read in found.items():
+            name, _, field = key.rpartition("/")
+            if (own := owned.get(name)) is not None:
+                value = read() if self.is_8bit else slice_for(named[name], read())
                 is_number = self.is_8bit and field == "step"
-                self._local.state[p][field] = value.item() if is_number else value.to(p.device)
+                self._local.state[own][field] = int(value) if is_number else value.to(own.device)
 
     def _owned(self) -> list[tuple[str, Tensor]]:
         """Names and what the optimizer updates."""

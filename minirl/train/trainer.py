@@ -16,6 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
+from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -163,15 +164,17 @@ class Trainer:
     @torch.no_grad()
     def take_scores(self, sums: Sums) -> None:
         """By rank 0. Where a forward is a collective the others run one of the canary beside it."""
-        scored = list(self.read_scores())
-        num = torch.tensor(len(scored), device=self.device)
-        for i in range(int(over_ranks(num) if self.learner.is_sharded else num)):
-            if i >= len(scored):
+        scores, is_sharded = self.read_scores(), self.learner.is_sharded
+        while True:
+            num = len(found := list(islice(scores, 1)))
+            if not (over_ranks(torch.tensor(num, device=self.device)) if is_sharded else num):
+                return
+            for micro in found:
+                logprobs_T, _ = self.policy(*micro.inputs, self.config.rollout.temperature)
+                for name, value in gaps(micro, logprobs_T).items():
+                    sums[name] += value
+            if not found:
                 self.canary()
-                continue
-            logprobs_T, _ = self.policy(*scored[i].inputs, self.config.rollout.temperature)
-            for name, value in gaps(scored[i], logprobs_T).items():
-                sums[name] += value
 
     def read_scores(self) -> Iterator[MicroBatch]:
         while self.pipe is not None and self.pipe.poll():
@@ -280,9 +283,7 @@ class Trainer:
         self.board.enter(State.SAVING)
         folder, setup = Path(request.folder), self.setup
         num_done = torch.zeros((), device=self.device)
-        weights = {}
-        if setup.rank == 0 or self.learner.is_sharded:
-            weights = checkpoint.gather(self.policy, must_keep=setup.rank == 0)
+        weights = checkpoint.gather(self.policy, must_keep=setup.rank == 0)
         try:
             try:
                 checkpoint.save_share(folder, self.replicas)

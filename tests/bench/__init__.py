@@ -18,7 +18,8 @@ terminal.py         a program in a terminal of its own
 rewards.py          a whole run with slow rewards; slow_task.py is its task
 asynchronous.py     whole runs at several η; held_out.py evaluates their weights
 variants.py         minirl with one part replaced; sweep.py: `minirl sweep` over them
-weights.py, queue.py, rollout.py, controller.py, simulator.py, dashboard.py, train.py   the benches
+weights.py, queue.py, rollout.py, controller.py, simulator.py, dashboard.py,
+train.py, shard.py   the benches
 
 A new bench is a function of Options that gives figures, and a line in BENCHES.
 """
@@ -123,6 +124,10 @@ BENCHES = {
     "train": Bench(
         "a training step against bare loops, micro-batches, memory of the head, two ranks",
         "tests.bench.train:measure",
+    ),
+    "shard": Bench(
+        "FSDP2 against DDP on two ranks, and memory counted on fake tensors against the plan's",
+        "tests.bench.shard:measure",
     ),
 }
 
