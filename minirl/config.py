@@ -184,8 +184,7 @@ class TrainConfig:
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """"adamw8bit" keeps AdamW's state in a quarter of the memory. Needs extra `adamw8bit`."""
     shard: Literal["none", "optimizer", "full"] = "none"
-    """What training devices share out: AdamW's state (one broadcast per step), or "full", weights
-    and gradients too (FSDP2; each layer is gathered when it is computed)."""
+    """"optimizer" splits AdamW's state over the ranks, "full" weights and gradients too (FSDP2)."""
     lora_rank: Annotated[int, Field(ge=0, le=1024)] = 0
     """Rank of LoRA adapters on all linear layers; the model itself is then kept in model.dtype.
     0 is off. Needs extra `lora`."""

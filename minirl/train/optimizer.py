@@ -159,10 +159,9 @@ class Replica:
     def clip(self) -> Tensor:
         """The gradient's norm before it was clipped. If it is not finite, nothing is clipped: that
         would spread over the whole gradient and hide its origin."""
-        if self.is_sharded:
-            named = dict(self.named.named_parameters())
-            for name, part in self._slices.items():
-                part.grad = own_slice(named[name].grad)
+        named = dict(self.named.named_parameters())
+        for name, part in self._slices.items():
+            part.grad = own_slice(named[name].grad)
         own = list(self._slices.values())
         norm = torch.nn.utils.get_total_norm([p.grad for p in own if p.grad is not None])
         if self.is_sharded:

@@ -239,8 +239,7 @@ class Trainer:
     def publish(self, version: int) -> float:
         """Rank 0 copies its weights into the store; where they are sharded all ranks gather one
         tensor after another, and never hold a second model. Gives the seconds it took."""
-        is_sharded = self.learner.is_sharded
-        if self.setup.rank and not is_sharded:
+        if self.setup.rank and not self.learner.is_sharded:
             return 0.0
         self.board.enter(State.PUBLISHING, version=version)
         started = time.perf_counter()
@@ -256,7 +255,7 @@ class Trainer:
                 side.wait_stream(torch.cuda.current_stream())
             with store.publishing(version) as slot:
                 with torch.cuda.stream(side):
-                    slot.fill(in_order, 1 if is_sharded else TENSORS_AT_ONCE)
+                    slot.fill(in_order, 1 if self.learner.is_sharded else TENSORS_AT_ONCE)
                 slot.canary["tokens"] = self.canary_tokens
                 slot.canary["logprobs"] = self.canary()
                 if side is not None:
