@@ -37,8 +37,8 @@ REMOVED = {
     "train.behav_above": "leave it out: a token above train.behav_cap is left out of the loss",
     "train.kl_kind": 'leave it out: k3 with train.kl_in = "loss", k1 with "reward"',
     "train.dual_clip": "leave it out: train.clip_low, clip_high and behav_cap bound a token",
-    "train.shard_optimizer": 'write train.shard = "optimizer"',
     "train.gamma": "leave it out: rewards are not discounted",
+    "train.shard_optimizer": 'write train.shard = "optimizer" for true, and leave it out for false',
     "sft.warmup_steps": "leave it out: the learning rate rises over ten steps",
     "sft.schedule": "leave it out: the learning rate falls to 0 in a line",
 }
@@ -279,6 +279,13 @@ def check_loggers(config: Config) -> None:
         if find_spec(name) is None:
             remedy = f'pip install "minirl[{name}]", or take it out'
             raise RecipeError("log.to", config.log.to, f"{name} is not installed", remedy)
+
+
+def check_optimizer(config: Config) -> None:
+    """The package behind train.optimizer is here. Imports nothing."""
+    if config.train.optimizer == "adamw8bit" and find_spec("bitsandbytes") is None:
+        remedy = 'pip install "minirl[adamw8bit]", or take "adamw"'
+        raise RecipeError("train.optimizer", "adamw8bit", "bitsandbytes is not installed", remedy)
 
 
 def is_path(name: str) -> bool:

@@ -54,7 +54,10 @@ def check_changes(config: Config, run_dir: Path) -> list[str]:
     pairs = {key: (get(before, key), get(config, key)) for key in KEYS}
     changed = {key: f"{key} {old} → {new}" for key, (old, new) in pairs.items() if old != new}
     # Under a schedule the learning rate of every step depends on train.steps.
-    fixed = () if config.train.schedule == "constant" else ("train.steps",)
+    fixed: tuple[str, ...] = () if config.train.schedule == "constant" else ("train.steps",)
+    # The blocks of an 8-bit state are those of a rank's own slices.
+    if config.train.optimizer == "adamw8bit" and "full" in (before.train.shard, config.train.shard):
+        fixed = (*fixed, "train.shard", "devices.train")
     accepted = [key for key in changed if key.startswith(MAY_CHANGE) and key not in fixed]
     if refused := [shown for key, shown in changed.items() if key not in accepted]:
         rule = f"the run was begun with another recipe: {', '.join(refused)}"

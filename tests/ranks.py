@@ -24,6 +24,7 @@ from minirl.records import Batch, Group, StopReason, Trajectory
 from minirl.shm.board import Board
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
+from minirl.train.checkpoint import shares
 from minirl.train.trainer import Trainer
 from minirl.workers import Worker
 
@@ -233,10 +234,9 @@ def are_equal(ours: Weights, theirs: Weights) -> bool:
 
 def momentum(checkpoint: Path) -> Weights:
     """From one file, or from all shares."""
-    state, end = {}, "/exp_avg"
-    for path in (checkpoint / "trainer").glob("optimizer*.safetensors"):
-        state |= load_file(path)
-    return {key.removesuffix(end): state[key] for key in state if key.endswith(end)}
+    end = "/exp_avg"
+    state = shares([*(checkpoint / "trainer").glob("optimizer*.safetensors")])
+    return {key.removesuffix(end): state[key]() for key in state if key.endswith(end)}
 
 
 def masters(checkpoint: Path) -> Weights:

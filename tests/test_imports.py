@@ -30,7 +30,7 @@ FOREIGN = {  # rooms, or single modules
     "typer": "cli",
     "rich matplotlib jinja2 wandb trackio": "view",
     "transformers": "train model rollout",
-    "peft": "train",
+    "peft bitsandbytes": "train",
     "scipy": "statistics",
     "pynvml": "devices",
     "psutil": "workers devices",

@@ -58,13 +58,13 @@ class OpenSlot(NamedTuple):
     tensors: "list[torch.Tensor]"
     canary: NDArray[np.void]  # of CANARY
 
-    def fill(self, weights: "Iterable[torch.Tensor]") -> None:
-        """In the order of the table. A few at a time: they may be made as they are asked for. On
+    def fill(self, weights: "Iterable[torch.Tensor]", at_once: int = TENSORS_AT_ONCE) -> None:
+        """In the order of the table. A few at once: they may be made as they are asked for. On
         CUDA they are converted there, and the copies may still be under way when this returns."""
         import torch
 
         pairs = zip(self.tensors, weights, strict=True)
-        while some := list(islice(pairs, TENSORS_AT_ONCE)):
+        while some := list(islice(pairs, at_once)):
             shared = [to for to, _ in some]
             ready = [w.to(to.dtype) if w.is_cuda else w for to, w in some]
             torch._foreach_copy_(shared, ready, non_blocking=True)

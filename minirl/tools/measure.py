@@ -93,7 +93,7 @@ def training(kind: str, config: Config) -> Figures:
     if (folder := recipe.find_model(config)) is None:
         return {}
     policy = build_policy(config, str(folder)).to(kind)
-    optimizer = build_optimizer(policy, lr=1e-9, weight_decay=0.0)
+    optimizer = build_optimizer(policy, 1e-9, 0.0, config.train.optimizer)
     length = round(planning.usual_lengths(config).mean_tokens)
     lengths = [length] * (config.train.max_tokens // length)
     tokens_T = torch.randint(0, 100, (sum(lengths),), device=kind)

@@ -15,14 +15,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from minirl.errors import MinirlError
+from minirl.train.slices import own_slice, slice_for, whole
 
 NAME = "default"  # peft's name of an adapter
 INSIDE = ".base_layer."  # where peft moves a layer's own weights
 FILE = "adapter_model.safetensors"
 
 
-def add_adapters(model: nn.Module, rank: int) -> None:
-    """In place. B starts at 0: the first forward is the model's own."""
+def add_adapters(model: nn.Module, rank: int, dtype: torch.dtype) -> None:
+    """In place. B starts at 0: the first forward is the model's own. Matrices that rest are kept in
+    `dtype`, which products are computed in anyway; adapters are float32."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -30,6 +32,13 @@ def add_adapters(model: nn.Module, rank: int) -> None:
         raise MinirlError(f"train.lora_rank = {rank} needs peft ({error}): {remedy}") from None
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
     inject_adapter_in_model(config, model)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2 and not is_adapters(name):
+            parameter.data = parameter.data.to(dtype)
+
+
+def is_adapters(name: str) -> bool:
+    return ".lora_" in name
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -44,25 +53,31 @@ def merged(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
     return {
         name.replace(INSIDE, "."): partial(_merge, parameter.detach(), adapted.get(name))
         for name, parameter in model.named_parameters()
-        if ".lora_" not in name
+        if not is_adapters(name)
     }
 
 
 @torch.no_grad()
 def _merge(tensor: Tensor, layer: Any) -> Tensor:
-    return tensor if layer is None else tensor + layer.get_delta_weight(NAME)
+    """Whole and, where it has an adapter, in float32. Of slices it is a collective."""
+    return whole(tensor if layer is None else tensor.float() + layer.get_delta_weight(NAME))
 
 
 def _adapters(model: nn.Module) -> dict[str, nn.Parameter]:
     """By their names in an adapter's file."""
-    found = {name: p for name, p in model.named_parameters() if ".lora_" in name}
+    found = {name: p for name, p in model.named_parameters() if is_adapters(name)}
     return {f"base_model.model.{n.replace(f'.{NAME}.', '.')}": p for n, p in found.items()}
 
 
-def save_adapter(model: nn.Module, folder: Path, base: str) -> None:
+def adapter(model: nn.Module) -> dict[str, Tensor]:
+    """Whole, by its file's names."""
+    found = _adapters(model).items()
+    return {name: whole(p.detach()).cpu().contiguous() for name, p in found}
+
+
+def save_adapter(model: nn.Module, tensors: dict[str, Tensor], folder: Path, base: str) -> None:
     """As peft's `PeftModel.from_pretrained` reads it."""
     folder.mkdir(parents=True)
-    tensors = {name: p.detach().cpu().contiguous() for name, p in _adapters(model).items()}
     save_file(tensors, folder / FILE)
     config: Any = cast(Any, model).peft_config[NAME]
     config.base_model_name_or_path, config.task_type = base, "CAUSAL_LM"
@@ -73,4 +88,4 @@ def save_adapter(model: nn.Module, folder: Path, base: str) -> None:
 def load_adapter(model: nn.Module, folder: Path) -> None:
     found = load_file(folder / FILE)
     for name, parameter in _adapters(model).items():
-        parameter.copy_(found[name])
+        own_slice(parameter).copy_(slice_for(parameter, found[name]))

@@ -1,9 +1,12 @@
-"""Stage 7, update: AdamW over a model, its learning rate, DDP, and its state by parameter name.
+"""Stage 7, update: AdamW over a model, its learning rate, DDP or FSDP2, its state by name.
 
-Takes a model, gives a replica that takes steps. With train.shard = "optimizer" each rank keeps the
-state of its share of the parameters (ZeRO's first stage), updates those, and broadcasts them.
+Takes a model, gives a replica of it that takes steps. With train.shard = "optimizer" each rank
+keeps the state of its share of the parameters (ZeRO's first stage), updates those, and broadcasts
+them. With "full" a rank has a slice of every parameter, of its gradient and its state (FSDP2): a
+forward is then a collective. Leaves out: tensor parallelism, offloading.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import cos, pi
 from typing import Any
@@ -11,29 +14,42 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from minirl.messages import RankSetup
-from minirl.train import attention
-
-STATE = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, for each parameter
+from minirl.train import attention, policy
+from minirl.train.slices import own_slice, slice_for
 
 
 def build_optimizer(
-    module: nn.Module, lr: float, weight_decay: float, is_sharded: bool = False
+    module: nn.Module, lr: float, weight_decay: float, kind: str = "adamw"
+) -> optim.Optimizer:
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return optimizer_of(trained, lr, weight_decay, kind)
+
+
+def optimizer_of(
+    trained: Sequence[Tensor], lr: float, weight_decay: float, kind: str, is_zero: bool = False
 ) -> optim.Optimizer:
     """AdamW; norms and biases (fewer than two axes) are not decayed."""
-    trained = [p for p in module.parameters() if p.requires_grad]
     matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
     decays = ((matrices, weight_decay), (vectors, 0.0))
     groups = [{"params": own, "weight_decay": decay} for own, decay in decays if own]
-    # Fused, also on CPU: 27 ms against 96 ms (20 M weights).
-    options: dict[str, Any] = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "fused": True}
-    if is_sharded:
+    options: dict[str, Any] = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8}
+    cls: Any = optim.AdamW
+    if kind == "adamw8bit":
+        import bitsandbytes
+
+        cls = bitsandbytes.optim.AdamW8bit
+    else:  # Fused, also on CPU: 27 ms against 96 ms (20 M weights).
+        options["fused"] = True
+    if is_zero:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        return ZeroRedundancyOptimizer(groups, optim.AdamW, **options)
-    return optim.AdamW(groups, **options)
+        return ZeroRedundancyOptimizer(groups, cls, **options)
+    return cls(groups, **options)
 
 
 def learning_rate(
@@ -66,19 +82,50 @@ def over_ranks(value: Tensor) -> Tensor:
     return value
 
 
+def is_fully_sharded(setup: RankSetup) -> bool:
+    return setup.num_ranks > 1 and setup.config.train.shard == "full"
+
+
+def placed(module: nn.Module, setup: RankSetup) -> nn.Module:
+    """On its device: whole, or this rank's slices, in place. FSDP2 moves one layer after another,
+    so that the device never holds the whole model. What is gathered is freed after each forward, at
+    the root too: it would outlive the update, and the next forward would run on old weights."""
+    if is_fully_sharded(setup):
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        kind = setup.placement.kind
+        is_half = kind in policy.AUTOCAST_ON and setup.config.model.dtype == "bfloat16"
+        # The residual stream stays float32, as under autocast: inputs are not cast.
+        dtype = torch.bfloat16 if is_half else None
+        precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+        mesh = init_device_mesh(kind, (dist.get_world_size(),))
+        layers = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
+        for part in (*layers, module):
+            fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
+    return module.to(setup.placement.torch_device)
+
+
 class Replica:
     """One rank's copy of a model that is trained (the policy or the critic), with its optimizer.
     DDP starts from rank 0's weights, and sums gradients over the ranks in the last backward of a
-    step, which `syncing` marks."""
+    step, which `syncing` marks. Under FSDP2 every backward does: gradients that wait for the last
+    would be whole. Its optimizer sees slices as plain tensors, and skips those that are empty."""
 
     def __init__(self, module: nn.Module, setup: RankSetup, lr: float):
-        self.config, self.lr = setup.config.train, lr
-        self.module = self.parallel = module.to(setup.placement.torch_device)
+        self.config, self.lr, self.rank = setup.config.train, lr, setup.rank
+        self.is_sharded = is_fully_sharded(setup)
+        self.num_shares = setup.num_ranks if self.config.shard != "none" else 1
+        self.module = self.parallel = placed(module, setup)
         self.named: Any = getattr(module, "model", module)  # whose names a checkpoint has
-        decay, is_sharded = self.config.weight_decay, self.config.shard == "optimizer"
-        self.optimizer = build_optimizer(module, lr, decay, is_sharded)
+        trained = {n: p for n, p in self.named.named_parameters() if p.requires_grad}
+        if self.is_sharded:
+            parts = {n: own_slice(p.detach()) for n, p in trained.items()}
+            trained = {n: nn.Parameter(part) for n, part in parts.items() if part.numel()}
+        self._slices, kind, decay = trained, self.config.optimizer, self.config.weight_decay
+        self.is_8bit, is_zero = kind == "adamw8bit", self.num_shares > 1 and not self.is_sharded
+        self.optimizer = optimizer_of([*trained.values()], lr, decay, kind, is_zero)
         self._local: Any = getattr(self.optimizer, "optim", self.optimizer)  # of its own share
-        if setup.num_ranks > 1:
+        if setup.num_ranks > 1 and not self.is_sharded:
             ids = [0] if setup.placement.kind == "cuda" else None
             self.parallel = DistributedDataParallel(module, ids, gradient_as_bucket_view=True)
             # The first backward orders the buckets, and only with the next that syncs are gradients
@@ -91,7 +138,7 @@ class Replica:
 
     def zero_grad(self) -> None:
         """In place under DDP, or the gradient would leave its bucket."""
-        self.optimizer.zero_grad(set_to_none=self.parallel is self.module)
+        self.module.zero_grad(set_to_none=self.parallel is self.module)
 
     def begin_step(self, step: int) -> float:
         """Sets the learning rate of step 0, 1, … and gives it."""
@@ -112,41 +159,62 @@ class Replica:
     def clip(self) -> Tensor:
         """The gradient's norm before it was clipped. If it is not finite, nothing is clipped: that
         would spread over the whole gradient and hide its origin."""
-        parameters = list(self.module.parameters())
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        named = dict(self.named.named_parameters())
+        for name, part in self._slices.items():
+            part.grad = own_slice(named[name].grad)
+        own = list(self._slices.values())
+        norm = torch.nn.utils.get_total_norm([p.grad for p in own if p.grad is not None])
+        if self.is_sharded:
+            norm = over_ranks(norm.square()).sqrt()
         if norm.isfinite():
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.grad_clip, norm)
+            torch.nn.utils.clip_grads_with_norm_(own, self.config.grad_clip, norm)
         return norm
 
     def bad_gradients(self) -> list[str]:
-        """Names of those that are not finite."""
-        grads = ((name, p.grad) for name, p in self.module.named_parameters())
-        return [name for name, grad in grads if grad is not None and not grad.isfinite().all()]
+        """Names of those that are not finite, in what this rank holds."""
+        named = self.module.named_parameters()
+        grads = ((name, own_slice(p.grad)) for name, p in named if p.grad is not None)
+        return [name for name, grad in grads if not grad.isfinite().all()]
 
     def bad_weight(self) -> str:
-        """The first, or "". By norms: one pass over the weights."""
+        """The first on any rank, or "". By norms: one pass over the weights."""
         named = list(self.module.named_parameters())
-        norms = torch.stack(torch._foreach_norm([p.detach() for _, p in named]))
-        bad = (~norms.isfinite()).nonzero()
+        norms = torch._foreach_norm([own_slice(p.detach()) for _, p in named], dtype=torch.float32)
+        bad = over_ranks((~torch.stack(norms).isfinite()).int()).nonzero()
         return named[int(bad[0, 0])][0] if len(bad) else ""
 
+    @property
+    def slices(self) -> dict[str, Tensor]:
+        """This rank's part of every weight, by name."""
+        return {name: own_slice(p.detach()) for name, p in self.named.named_parameters()}
+
+    @torch.no_grad()
+    def load_weights(self, found: Mapping[str, Callable[[], Tensor]]) -> None:
+        """Each rank is given all of it and keeps what is its own; so below."""
+        for name, p in self.named.named_parameters():
+            own_slice(p).copy_(slice_for(p, found[name]()))
+
     def state_by_name(self) -> dict[str, Tensor]:
-        """Of a sharded optimizer: this rank's share."""
+        """Of a sharded optimizer: this rank's share. All 8-bit states share one table of values,
+        and a file takes no tensors that share memory."""
         return {
-            f"{name}/{field}": torch.as_tensor(value)
+            f"{name}/{field}": value.clone() if "qmap" in field else torch.as_tensor(value)
             for name, parameter in self._owned()
             for field, value in self._local.state.get(parameter, {}).items()
         }
 
-    def load_state(self, found: dict[str, Tensor]) -> None:
-        """Each rank is given all of it and keeps what is its own."""
-        for name, p in self._owned():
-            if f"{name}/step" in found:  # `step` too: a fused AdamW keeps it where the weights are
-                state = {field: found[f"{name}/{field}"].to(p.device) for field in STATE}
-                self._local.state[p] = state
+    def load_state(self, found: Mapping[str, Callable[[], Tensor]]) -> None:
+        """With `step`: a fused AdamW keeps it where the weights are, an 8-bit one as a number."""
+        named, owned = dict(self.named.named_parameters()), dict(self._owned())
+        for key, read in found.items():
+            name, _, field = key.rpartition("/")
+            if (own := owned.get(name)) is not None:
+                value = read() if self.is_8bit else slice_for(named[name], read())
+                is_number = self.is_8bit and field == "step"
+                self._local.state[own][field] = int(value) if is_number else value.to(own.device)
 
     def _owned(self) -> list[tuple[str, Tensor]]:
-        """Names and parameters."""
-        names = {id(parameter): name for name, parameter in self.named.named_parameters()}
+        """Names and what the optimizer updates."""
+        names = {id(own): name for name, own in self._slices.items()}
         groups = self._local.param_groups
         return [(names[id(p)], p) for group in groups for p in group["params"]]

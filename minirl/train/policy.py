@@ -2,7 +2,8 @@
 
 Takes tokens packed end to end with their boundaries (`attention.boundaries`), gives for each needed
 token its logprob under the prefix, with gradient, and the entropy of the distribution it came from,
-without. Weights are float32 masters; with "bfloat16" the forward runs under autocast, on CUDA only.
+without. Weights are float32 masters; with "bfloat16" the forward runs under autocast, on CUDA or
+where LoRA keeps resting weights in it. The residual stream is float32 in any case.
 Leaves out heads that do more than a product (bias, soft cap, scaling): `load_policy` refuses them.
 The critic of the estimator "gae" is a copy of the policy's backbone with a value head.
 
@@ -104,7 +105,8 @@ def hidden_states(
         tokens_T, positions_U = tokens_T[shared.rows_U], bounds.positions_T[shared.rows_U]
         bounds = shared.segments._replace(positions_T=positions_U)
     kind = tokens_T.device.type
-    use_bf16 = kind in AUTOCAST_ON and dtype == torch.bfloat16
+    held = backbone.get_input_embeddings().weight.dtype  # type: ignore[operator, union-attr]
+    use_bf16 = dtype == torch.bfloat16 and (kind in AUTOCAST_ON or held == dtype)
     with torch.autocast(kind, torch.bfloat16, enabled=use_bf16):
         hidden_UE = backbone(
             input_ids=tokens_T[None],
@@ -180,7 +182,8 @@ class HeadLogprobs(torch.autograd.Function):
         head, product_VE = ctx.head, weight_VE.to(ctx.head.dtype)
         d_hidden_NE = torch.empty_like(hidden_NE)
         # Under LoRA the weight is not trained.
-        d_weight_VE = torch.zeros_like(weight_VE) if ctx.needs_input_grad[1] else None
+        is_trained, wide = ctx.needs_input_grad[1], torch.float32  # also where FSDP2 gathers less
+        d_weight_VE = torch.zeros_like(weight_VE, dtype=wide) if is_trained else None
         for at in _chunks(len(hidden_NE)):
             hidden_CE = hidden_NE[at].to(head.dtype)
             columns_C1 = [column_N[at, None] for column_N in (targets_N, lse_N, grad_N)]
@@ -202,7 +205,7 @@ def build_policy(config: Config, folder: str) -> Policy:
     policy = load_policy(folder, model.dtype, train.gradient_checkpointing, model.trust_remote_code)
     if train.lora_rank:
         torch.manual_seed(config.seed)  # every rank draws the same adapters
-        lora.add_adapters(policy.model, train.lora_rank)
+        lora.add_adapters(policy.model, train.lora_rank, policy.dtype)
         if train.gradient_checkpointing:
             policy.model.enable_input_require_grads()
     if train.compile:
@@ -253,6 +256,8 @@ def load_policy(
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+    # Embeddings may be held or gathered in less than float32.
+    model.get_input_embeddings().register_forward_hook(lambda _module, _args, out: out.float())
     policy = Policy(model, getattr(torch, dtype_str))
     check_head(policy)
     return policy.train()

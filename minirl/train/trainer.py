@@ -12,9 +12,11 @@ not finite themselves end the run before they are published.
 import math
 import shutil
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
+from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -30,11 +32,11 @@ from minirl.messages import AnswerTokens, Save, Saved, Score, Started, Train, Tr
 from minirl.records import Batch
 from minirl.shm.board import BEAT_S, BoardWriter, State
 from minirl.shm.ring import TornEntry
-from minirl.shm.weights import CANARY_TEXT, CANARY_TOKENS, canary_tokens
+from minirl.shm.weights import CANARY_TEXT, CANARY_TOKENS, TENSORS_AT_ONCE, canary_tokens
 from minirl.train import attention, checkpoint, lora
-from minirl.train.batch import item_of, pack, staleness_metrics, trained_staleness
+from minirl.train.batch import MicroBatch, item_of, pack, staleness_metrics, trained_staleness
 from minirl.train.objective import Sums, gaps, micro_loss, value_loss
-from minirl.train.optimizer import Replica, join_ranks, over_ranks
+from minirl.train.optimizer import Replica, join_ranks, over_ranks, placed
 from minirl.train.policy import build_critic, build_policy, load_policy, model_flops
 from minirl.train.prepare import Minibatch, Prepared, Preparer
 
@@ -67,7 +69,7 @@ class Trainer:
         if train.kl_coef:
             source, is_trusted = setup.tokenizer_folder, model.trust_remote_code
             reference = load_policy(source, model.dtype, trust_remote_code=is_trusted)
-            reference = reference.requires_grad_(False).to(self.device)
+            placed(reference.requires_grad_(False), setup)
         critic_module = self.critic.module if self.critic else None
         self.preparer = Preparer(setup, self.policy, reference, critic_module, self.heartbeat)
 
@@ -163,7 +165,20 @@ class Trainer:
 
     @torch.no_grad()
     def take_scores(self, sums: Sums) -> None:
-        """By rank 0 alone: no collective is in it."""
+        """By rank 0. Where a forward is a collective the others run one of the canary beside it."""
+        scores, is_sharded = self.read_scores(), self.learner.is_sharded
+        while True:
+            num = len(found := list(islice(scores, 1)))
+            if not (over_ranks(torch.tensor(num, device=self.device)) if is_sharded else num):
+                return
+            for micro in found:
+                logprobs_T, _ = self.policy(*micro.inputs, self.config.rollout.temperature)
+                for name, value in gaps(micro, logprobs_T).items():
+                    sums[name] += value
+            if not found:
+                self.canary()
+
+    def read_scores(self) -> Iterator[MicroBatch]:
         while self.pipe is not None and self.pipe.poll():
             score = self.pipe.recv()  # nothing else is sent while a batch is trained
             for cell in score.cells if score.version == self.version else ():
@@ -171,9 +186,7 @@ class Trainer:
                     view = self.setup.ring.read(*cell)
                     micro = pack([item_of(view, self.version)], self.device)
                     self.setup.ring.read(*cell)  # still that entry: the copy is whole
-                    logprobs_T, _ = self.policy(*micro.inputs, self.config.rollout.temperature)
-                    for name, value in gaps(micro, logprobs_T).items():
-                        sums[name] += value
+                    yield micro
 
     def bad_weight(self) -> str:
         """The first parameter that is not finite, or ""."""
@@ -226,18 +239,25 @@ class Trainer:
     # -- what it gives
 
     def publish(self, version: int) -> float:
-        """Rank 0 copies its weights into the store. Gives the seconds it took."""
+        """Rank 0 copies its weights into the store; where they are sharded all ranks gather one
+        tensor after another, and never hold a second model. Gives the seconds it took."""
+        if self.setup.rank and not self.learner.is_sharded:
+            return 0.0
         self.board.enter(State.PUBLISHING, version=version)
         started = time.perf_counter()
         weights, store = lora.merged(self.policy.model), self.setup.store
         try:
             in_order = (weights[spec.name]() for spec in store.table)
+            if self.setup.rank:
+                deque(in_order, maxlen=0)
+                self.canary()
+                return 0.0
             side = torch.cuda.Stream() if self.device != "cpu" else None  # beside the canary
             if side is not None:
                 side.wait_stream(torch.cuda.current_stream())
             with store.publishing(version) as slot:
                 with torch.cuda.stream(side):
-                    slot.fill(in_order)
+                    slot.fill(in_order, 1 if self.learner.is_sharded else TENSORS_AT_ONCE)
                 slot.canary["tokens"] = self.canary_tokens
                 slot.canary["logprobs"] = self.canary()
                 if side is not None:
@@ -263,12 +283,11 @@ class Trainer:
         """A disk that is full or gone does not end the run: what was saved stays."""
         self.board.enter(State.SAVING)
         folder, setup = Path(request.folder), self.setup
-        num_shares = setup.num_ranks if self.config.train.shard == "optimizer" else 1
         num_done = torch.zeros((), device=self.device)
+        weights = checkpoint.gather(self.policy, must_keep=setup.rank == 0)
         try:
             try:
-                if setup.rank < num_shares:
-                    checkpoint.save_share(folder, self.replicas, setup.rank, num_shares)
+                checkpoint.save_share(folder, self.replicas)
                 num_done += 1
             finally:  # also a rank that fails: the others wait for it
                 over_ranks(num_done)
@@ -276,7 +295,7 @@ class Trainer:
                 raise OSError("another rank could not write its share")
             if setup.rank == 0:
                 source = Path(setup.tokenizer_folder)
-                checkpoint.save(folder, self.replicas, source, request.state)
+                checkpoint.save(folder, self.policy, weights, source, request.state)
                 keep, run_dir = self.config.checkpoint.keep, folder.parent.parent
                 checkpoint.prune(run_dir, keep, request.accuracies)
         except (OSError, SafetensorError) as error:
@@ -298,8 +317,7 @@ def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
     trainer = Trainer(setup, board, pipe if setup.rank == 0 else None)
     if bad := trainer.bad_weight():
         raise RecipeError("model.path", setup.folder, f"its {bad} is not finite", "take another")
-    if setup.rank == 0:
-        trainer.publish(setup.version)
+    trainer.publish(setup.version)
     note = "" if trainer.policy.can_share else "this model trains the prompt anew in each answer"
     pipe.send(Started("" if setup.rank else note))
     while True:
@@ -313,8 +331,8 @@ def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
                 for replica in trainer.replicas:
                     replica.zero_grad()
                 torch.cuda.empty_cache()  # does nothing on a CPU
+            trained.values["weights/publish_s"] = trainer.publish(trained.version)
             if setup.rank == 0:
-                trained.values["weights/publish_s"] = trainer.publish(trained.version)
                 pipe.send(trained)
         elif isinstance(request, Save):
             saved = trainer.save(request)

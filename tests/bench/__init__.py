@@ -19,7 +19,8 @@ rewards.py          a whole run with slow rewards; slow_task.py is its task
 asynchronous.py     whole runs at several η; held_out.py evaluates their weights
 peers.py            minirl beside TRL; trl_run.py is TRL's side
 variants.py         minirl with one part replaced; sweep.py: `minirl sweep` over them
-weights.py, queue.py, rollout.py, controller.py, simulator.py, dashboard.py, train.py   the benches
+weights.py, queue.py, rollout.py, controller.py, simulator.py, dashboard.py,
+train.py, shard.py   the benches
 
 A new bench is a function of Options that gives figures, and a line in BENCHES.
 """
@@ -129,6 +130,10 @@ BENCHES = {
     "peers": Bench(
         "the same training by minirl and by TRL's GRPOTrainer, with --trl PYTHON",
         "tests.bench.peers:measure",
+    ),
+    "shard": Bench(
+        "FSDP2 against DDP on two ranks, and memory counted on fake tensors against the plan's",
+        "tests.bench.shard:measure",
     ),
 }
 
