@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.text import Text
 
 from minirl.view.dashboard import KEYS, Reporter, Screen, can_draw, eta
-from minirl.view.loading import loading
 from minirl.view.runs import drops_text
 from minirl.workers import LossyStream
 
@@ -71,10 +70,6 @@ class ConsoleView:
         self._unprinted.append(note)
         if not self.console.is_alt_screen:
             self.close()
-
-    def loading(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Until the dashboard is there."""
-        return loading(what, self.console)
 
     def step(self, line: dict[str, float]) -> None:
         if not self.console.is_alt_screen:

@@ -13,7 +13,7 @@ import select
 import termios
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -33,6 +33,7 @@ from rich.text import Text
 
 from minirl.balance import measured
 from minirl.errors import one_line
+from minirl.groups import Phase
 from minirl.run_dir import RunDir, RunState, replacing
 from minirl.shm.board import Row, State, Total
 from minirl.view.runs import drops_text, prompt_text
@@ -534,15 +535,8 @@ class Reporter:
         return Lane(worker.name, lane_state(row), list(seconds))
 
     def _slots(self) -> dict[str, int]:
-        buffer, sampling = self._loop.buffer, self._loop.groups.num_sampling
-        running, ready = buffer.num_running, buffer.num_ready
-        return {
-            "sampling": sampling,
-            "grading": max(0, running - sampling),
-            "ready": ready,
-            "training": max(0, buffer.num_in_flight - running - ready),
-            "free": buffer.num_free,
-        }
+        held = Counter(state.phase for state in self._loop.groups.own)
+        return {**{str(phase): held[phase] for phase in Phase}, "free": self._loop.buffer.num_free}
 
 
 def look(run_dir: Path) -> Status:
