@@ -18,6 +18,7 @@ from minirl.buffer import Buffer
 from minirl.run_dir import hold
 from minirl.shm.board import Row, State
 from minirl.view import dashboard
+from minirl.view.console import Reporter, lane_state
 from minirl.view.dashboard import (
     KEYS,
     SPEED,
@@ -25,7 +26,6 @@ from minirl.view.dashboard import (
     Lane,
     Sample,
     Status,
-    lane_state,
     look,
     picture,
 )
@@ -149,7 +149,7 @@ def test_what_starts_is_not_at_work_and_the_verdict_says_that_admission_holds_en
     engine, rank = workers.all
     loop: Any = SimpleNamespace(workers=workers, engines=[engine], ranks=[rank], buffer=buffer)
     loop.groups, loop.is_interrupted = SimpleNamespace(evaluation=None), False
-    reporter = dashboard.Reporter(loop, deque(), None)
+    reporter = Reporter(loop, deque(), None)
     board = workers.board.writer(engine.row)
     board.enter(State.RELOADING)  # its first weights
     assert [reporter._lane(engine).seconds for _ in range(3)] == [[], [], []]
