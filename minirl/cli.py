@@ -353,7 +353,7 @@ def watch(
     once: Annotated[bool, Option("--once", help="Print it once, and stop.")] = False,
 ) -> None:
     """Show the dashboard of a run that was started elsewhere. Keys: q leaves (the run continues),
-    p shows another sample. Without a terminal it prints one line per step.
+    p shows another sample. Without a terminal it is printed once.
 
     minirl watch runs/smoke-… --once > now.txt
     """

@@ -15,11 +15,11 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
-from inspect import getattr_static
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FunctionType, new_class
+from types import FunctionType
 from typing import Any
 
 from minirl import model
@@ -138,15 +138,14 @@ class _Watch:
         return result
 
     def methods_of(self, task: Task) -> None:
-        """In a subclass that is made here, since methods call each other through `self`."""
-        cls, watched = type(task), {"__slots__": ()}
-        for name in CALLS[1:]:
-            found: Any = getattr_static(cls, name, None)  # or a property, or a staticmethod
+        """In its own classes, since methods call each other through `self`."""
+        own = [cls for cls in type(task).__mro__ if not cls.__module__.startswith("minirl.")]
+        for cls, name in product(own, CALLS[1:]):
+            found: Any = vars(cls).get(name)  # or a property, or a staticmethod
             function = getattr(found, "fget", None) or getattr(found, "__func__", found)
-            if isinstance(function, FunctionType) and not function.__module__.startswith("minirl."):
+            if isinstance(function, FunctionType):
                 method = self._method(name, function)
-                watched[name] = method if function is found else type(found)(method)
-        task.__class__ = new_class(cls.__name__, (cls,), exec_body=lambda own: own.update(watched))
+                setattr(cls, name, method if function is found else type(found)(method))
 
     def _method(self, name: str, function: FunctionType) -> Any:
         @wraps(function)
