@@ -27,6 +27,7 @@ from minirl.config import Config
 from minirl.devices import Placement
 from minirl.errors import RecipeError, WorkerDied
 from minirl.messages import Checked, Died, Role
+from minirl.recipe import check_task
 from minirl.shm.board import BoardWriter, State
 from minirl.tasks import Task, registry
 from minirl.tasks.prompts import SHUFFLED_UP_TO, short_prompts, trained_on
@@ -44,6 +45,7 @@ KEPT = {"HF_TOKEN"}  # for data of one's own on the hub; what passes runs with a
 def checking(config: Config, folder: Path | None) -> Iterator[Callable[[], Checked]]:
     """Starts at once; the function waits, and raises RecipeError for a task that fails. `folder` is
     the tokenizer's; where there is none (yet), prompts are not encoded."""
+    check_task(config)
     if config.tasks.kind in registry.BUILT_IN:  # not a user's code: no process, a quicker start
         yield lambda: _check(config, folder)
         return

@@ -78,7 +78,6 @@ def resolve(
     if path is None and loaded.origins["tasks.kind"] == "default":
         remedy = "name a recipe with --recipe, or set tasks.kind"
         raise RecipeError("MODEL_OR_RUN", name, "is a model, which comes with no task", remedy)
-    recipe.check_task(loaded.config)
     recipe.find_model(loaded.config)  # raises where the path leads nowhere
     config = with_engines(loaded)
     if k > 1 and config.eval.temperature == 0:  # else all answers would be alike
