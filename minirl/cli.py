@@ -217,10 +217,9 @@ def sft(recipe: Recipe, overrides: Overrides = None, run_dir: RunDirectory = Non
     minirl sft recipes/gsm8k.toml --set sft.steps=300
     minirl train recipes/gsm8k.toml --set model.path=runs/gsm8k-sft-…/model
     """
-    from minirl.recipe import check_task, load
+    from minirl.recipe import load
 
     config = load(recipe, overrides or []).config
-    check_task(config)
     folder = run_dir or new_run_dir(f"{recipe.stem}-sft")
     if any(folder.iterdir() if folder.exists() else ()):
         raise RecipeError("--run-dir", str(folder), "is not empty", "name a new directory")
@@ -241,14 +240,13 @@ def data(
     minirl data recipes/gsm8k.toml --set tasks.data=my_rows.jsonl --show 5
     """
     from minirl.model import local_folder, tokenizer_of
-    from minirl.recipe import check_task, load
+    from minirl.recipe import load
     from minirl.tasks.check import checking
     from minirl.tasks.prompts import render
     from minirl.tasks.registry import make_task
     from minirl.tools.data import data_rows
 
     config = load(recipe, overrides or []).config
-    check_task(config)
     with checking(config, None) as check:  # prompts that are too long are shown
         tokenizer = tokenizer_of(config, local_folder(config, weights=False))
         checked, task = check().shown, make_task(config)
@@ -353,7 +351,7 @@ def watch(
     once: Annotated[bool, Option("--once", help="Print it once, and stop.")] = False,
 ) -> None:
     """Show the dashboard of a run that was started elsewhere. Keys: q leaves (the run continues),
-    p shows another sample. Without a terminal it prints one line per step.
+    p shows another sample. Without a terminal it is printed once.
 
     minirl watch runs/smoke-… --once > now.txt
     """

@@ -400,10 +400,6 @@ class Groups:
         return [state for state in list(self.states.values()) if state.evaluation is None]
 
     @property
-    def num_sampling(self) -> int:
-        return sum(state.phase is Phase.SAMPLING for state in self.own)
-
-    @property
     def prompts_in_flight(self) -> list[int]:
         assert self.stream is not None
         return sorted([state.prompt.index for state in self.own] + self.stream.waiting)

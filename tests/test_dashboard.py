@@ -15,6 +15,7 @@ from minirl.buffer import Buffer
 from minirl.run_dir import hold
 from minirl.shm.board import Row, State
 from minirl.view import dashboard
+from minirl.view.console import Reporter, lane_state
 from minirl.view.dashboard import TRENDS, Lane, Sample, Status
 from tests.run_dirs import log_of, make_config
 from tests.test_cli import minirl
@@ -104,10 +105,8 @@ def test_another_sample_silence_and_the_end() -> None:
     one = example(evaluations=[(0, 0.0, 0.0, 0.1)], step=0)
     assert "held-out 0.0% (0–10), at version 0" in "\n".join(lines_of(one, 80, 24))
     assert "not evaluated yet" in "\n".join(lines_of(example(evaluations=[]), 80, 24))
-    assert (
-        dashboard.lane_state(Row(State.GENERATING, 95.0, 95.0, 3, 8)) == "generating, silent 1:35"
-    )
-    assert dashboard.lane_state(Row(State.STARTING, 95.0, 95.0, 3, 8)) == "starting"
+    assert lane_state(Row(State.GENERATING, 95.0, 95.0, 3, 8)) == "generating, silent 1:35"
+    assert lane_state(Row(State.STARTING, 95.0, 95.0, 3, 8)) == "starting"
 
 
 def test_what_starts_is_not_at_work_and_what_is_held_back_is_said(tmp_path: Path) -> None:
@@ -115,7 +114,7 @@ def test_what_starts_is_not_at_work_and_what_is_held_back_is_said(tmp_path: Path
     engine, rank = workers.all
     loop: Any = SimpleNamespace(workers=workers, engines=[engine], ranks=[rank], buffer=buffer)
     loop.groups, loop.is_interrupted = SimpleNamespace(evaluation=None), False
-    reporter = dashboard.Reporter(loop, deque(), None)
+    reporter = Reporter(loop, deque(), None)
     board = workers.board.writer(engine.row)
     board.enter(State.RELOADING)  # its first weights
     assert [reporter._lane(engine).seconds for _ in range(3)] == [[], [], []]

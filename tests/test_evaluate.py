@@ -97,7 +97,8 @@ def test_a_run_has_its_recipe_and_a_model_needs_a_task(tmp_path: Path, tied_fold
         (folder / "config.json").write_text("{}")
         (folder / "trainer" / "state.json").touch()
     (tmp_path / "recipe.toml").write_text(to_toml(Config()))
-    assert resolve(str(tmp_path)).folder == last and resolve(str(first)).folder == first
+    for name, folder in ((tmp_path, last), (first, first)):
+        assert resolve(str(name)).config.model.path == str(folder)
     values = as_overrides({"eval.num_prompts": 7, "seed": 3, "tasks.data": None})
     config = resolve(str(tmp_path), None, values).config
     assert (config.eval.num_prompts, config.seed) == (7, 3)

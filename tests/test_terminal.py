@@ -93,8 +93,8 @@ def test_loading_is_one_line_or_a_spinner_that_goes() -> None:
     with loading("a model [1]", Console(file=file)):
         assert file.getvalue() == "loading a model [1]\n"
     assert file.getvalue() == "loading a model [1]\n"
-    body = "from minirl.view.console import ConsoleView\n"
-    body += "view = ConsoleView(1)\nwith view.loading('engines'):\n    view.note('meanwhile')\n"
+    body = "from minirl.view.loading import loading\n"
+    body += "with loading('engines'):\n    print('meanwhile')\n"
     terminal = Terminal([sys.executable, "-c", body + "    input()"], 80, 24)
     try:
         terminal.read_until(

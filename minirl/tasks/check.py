@@ -14,11 +14,11 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
-from inspect import getattr_static
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FunctionType, new_class
+from types import FunctionType
 from typing import Any
 
 from minirl import model
@@ -26,6 +26,7 @@ from minirl.config import Config
 from minirl.devices import Placement
 from minirl.errors import RecipeError, WorkerDied
 from minirl.messages import Checked, Died, Role
+from minirl.recipe import check_task
 from minirl.shm.board import BoardWriter, State
 from minirl.tasks import Task, registry
 from minirl.tasks.prompts import SHUFFLED_UP_TO, short_prompts, trained_on
@@ -43,6 +44,7 @@ KEPT = {"HF_TOKEN"}  # for data of one's own on the hub; what passes runs with a
 def checking(config: Config, folder: Path | None) -> Iterator[Callable[[], Checked]]:
     """Starts at once; the function waits, and raises RecipeError for a task that fails. `folder` is
     the tokenizer's; where there is none (yet), prompts are not encoded."""
+    check_task(config)
     if config.tasks.kind in registry.BUILT_IN:  # not a user's code: no process, a quicker start
         yield lambda: _check(config, folder)
         return
@@ -134,15 +136,14 @@ class _Watch:
         return result
 
     def methods_of(self, task: Task) -> None:
-        """In a subclass that is made here, since methods call each other through `self`."""
-        cls, watched = type(task), {"__slots__": ()}
-        for name in CALLS[1:]:
-            found: Any = getattr_static(cls, name, None)  # or a property, or a staticmethod
+        """In its own classes, since methods call each other through `self`."""
+        own = [cls for cls in type(task).__mro__ if not cls.__module__.startswith("minirl.")]
+        for cls, name in product(own, CALLS[1:]):
+            found: Any = vars(cls).get(name)  # or a property, or a staticmethod
             function = getattr(found, "fget", None) or getattr(found, "__func__", found)
-            if isinstance(function, FunctionType) and not function.__module__.startswith("minirl."):
+            if isinstance(function, FunctionType):
                 method = self._method(name, function)
-                watched[name] = method if function is found else type(found)(method)
-        task.__class__ = new_class(cls.__name__, (cls,), exec_body=lambda own: own.update(watched))
+                setattr(cls, name, method if function is found else type(found)(method))
 
     def _method(self, name: str, function: FunctionType) -> Any:
         @wraps(function)

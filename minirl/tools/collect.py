@@ -45,9 +45,8 @@ REFUSED = "refused"
 @dataclass(frozen=True)
 class Target:
     name: str  # as typed
-    config: Config
+    config: Config  # its model.path is that of the weights
     k: int = 1  # answers to each problem
-    folder: Path | None = None  # of the weights; None: where model.path leads
     run_dir: Path | None = None
 
 
@@ -68,27 +67,23 @@ def resolve(
     name: str, path: Path | None = None, overrides: Sequence[str] = (), k: int = 1
 ) -> Target:
     """`path` is of a recipe; default: the run's own. Raises RecipeError with what is missing."""
-    run, folder, values = run_of(name), None, [*overrides, NO_LIMIT]
+    run, weights = run_of(name), name
     if run is not None:
-        folder = last_checkpoint(run) if run == Path(name) else Path(name)
+        weights = str(last_checkpoint(run)) if run == Path(name) else name
         path = path or run / "recipe.toml"
     elif recipe.is_path(name) and not Path(name).expanduser().exists():
         remedy = "name a run, a checkpoint, a model's folder or a hub name"
         raise RecipeError("MODEL_OR_RUN", name, "there is no such path", remedy)
-    else:
-        values = [*as_overrides({"model.path": name}), *values]
-    loaded = recipe.load(path, values)
+    loaded = recipe.load(path, [*as_overrides({"model.path": weights}), *overrides, NO_LIMIT])
     if path is None and loaded.origins["tasks.kind"] == "default":
         remedy = "name a recipe with --recipe, or set tasks.kind"
         raise RecipeError("MODEL_OR_RUN", name, "is a model, which comes with no task", remedy)
-    recipe.check_task(loaded.config)
-    if run is None:
-        recipe.find_model(loaded.config)  # raises where the path leads nowhere
+    recipe.find_model(loaded.config)  # raises where the path leads nowhere
     config = with_engines(loaded)
     if k > 1 and config.eval.temperature == 0:  # else all answers would be alike
         sampled = replace(config.eval, temperature=config.rollout.temperature)
         config = replace(config, eval=sampled)
-    return Target(name, config, k, folder, run)
+    return Target(name, config, k, run)
 
 
 def last_checkpoint(run_dir: Path) -> Path:
@@ -128,13 +123,13 @@ class Collector:
     """The controller of an evaluation, as `Loop` is that of training, and its log."""
 
     config: Config
-    folder: Path  # of the weights
     run_dir: Path  # for logs
     note: Callable[[str], None]
     task: Task | None = None  # None: answers are not graded, and there are no verifiers
     workers_replaced: float = 0.0
 
     def __post_init__(self) -> None:
+        self.folder = model.local_folder(self.config)
         kind, self.tokenizer = self.config.tasks.kind, model.tokenizer_of(self.config, self.folder)
         self.dialogue = dialogue_of(self.task, kind, self.tokenizer) if self.task else None
 
@@ -168,31 +163,29 @@ class Collector:
         self.groups = Groups(config, None, Buffer(1, 0), len(places), num_verifiers, self.note)
         self.supervisor = Supervisor(config, self.workers, self.groups, self, self)
 
-    def answers(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, Ended]]:
-        """By place, in the order in which they end. A prompt that stands there k times has k
-        answers. Where all prompts fit into the ring, one engine and one seed give the same answers
-        (not where a task has several turns: replies come when they come)."""
+    def answers(
+        self, prompts: Sequence[Prompt]
+    ) -> Iterator[tuple[int, Attempt, TrajectoryView | None]]:
+        """By place, in the order in which they end, with their tokens. A prompt that stands there k
+        times has k answers. Where all prompts fit into the ring, one engine and one seed give the
+        same answers (not where a task has several turns: replies come when they come)."""
         evaluation = Evaluation(prompts, range(self.ring.num_cells))
         while not evaluation.is_done:
             self.workers.deliver(self.groups.evaluate(evaluation))
             self.collect()
-            yield from evaluation.take_ended()
+            for place, ended in evaluation.take_ended():
+                yield place, *self._attempt(ended)
 
     def collect(self) -> None:
         self.supervisor.collect(lambda worker, m: self.groups.handle(worker.rank, m, 0.0))
 
-    def view(self, ended: Ended) -> TrajectoryView | None:
-        """None: there is no answer."""
-        answer = ended.trajectory
-        return self.ring.read(answer.cell, ended.group_id) if answer else None
-
-    def attempt(self, ended: Ended) -> Attempt:
-        answer, view = ended.trajectory, self.view(ended)
-        if answer is None or view is None:
-            return Attempt("", None, 0, REFUSED, ended.error)
+    def _attempt(self, ended: Ended) -> tuple[Attempt, TrajectoryView | None]:
+        if (answer := ended.trajectory) is None:
+            return Attempt("", None, 0, REFUSED, ended.error), None
+        view = self.ring.read(answer.cell, ended.group_id)
         text = readable(texts_of(view, self.tokenizer, self.dialogue))
         stop = answer.stop.name.lower()
-        return Attempt(text, ended.reward, answer.num_written, stop, ended.error)
+        return Attempt(text, ended.reward, answer.num_written, stop, ended.error), view
 
     # -- what the supervisor asks
 
@@ -214,15 +207,13 @@ def sample(
     bar, own = Bar("answers"), target.config.devices
     config = replace(target.config, devices=replace(own, rollout=own.tensor_parallel))  # one engine
     with tempfile.TemporaryDirectory(prefix="minirl-sample-") as name:
-        source = target.folder or model.local_folder(config)
-        there = Collector(config, source, Path(name), bar.note)
+        there = Collector(config, Path(name), bar.note)
         prompt, decode = render(text, there.tokenizer, is_raw), there.tokenizer.decode
         tasks = replace(config.tasks, max_prompt_tokens=len(prompt.tokens))
         there.config = replace(config, tasks=tasks)
-        recipe.check_model(there.config, source)
+        recipe.check_model(there.config, there.folder)
         with there.running(count):
-            for _, ended in there.answers([prompt] * count):
-                answer, view = there.attempt(ended), there.view(ended)
+            for _, answer, view in there.answers([prompt] * count):
                 if view is None:
                     rule = f"vLLM refuses it ({answer.error})"
                     raise RecipeError("PROMPT", "…", rule, "shorten it")

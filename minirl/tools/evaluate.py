@@ -9,6 +9,7 @@ figures are computed (statistics.py).
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from minirl import devices, model, recipe
+from minirl import devices, recipe
 from minirl.config import BYTES_PER_TOKEN, Config
 from minirl.errors import RecipeError
 from minirl.records import Prompt
@@ -83,12 +84,10 @@ def summarise(results: Sequence[Result]) -> dict[str, Any]:
 
 def read(path: Path) -> list[Result]:
     """A results.jsonl, or the folder that holds one."""
-    try:
-        rows = read_lines(path / RESULTS if path.is_dir() else path, key="problem")
+    rows = read_lines(path / RESULTS if path.is_dir() else path, key="problem")
+    with suppress(TypeError):
         if found := [_result(**row) for row in rows]:
             return found
-    except TypeError:
-        pass
     remedy = f"name a {RESULTS} as `minirl eval` wrote it"
     raise RecipeError("results", str(path), "is no results of an eval", remedy)
 
@@ -119,21 +118,20 @@ def summary_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
 def evaluate(target: Target, out: Path | None) -> tuple[list[Result], dict[str, Any]]:
     """The results and their summary. Ctrl-C leaves the problems that were done in results.jsonl."""
     config, bar = target.config, Bar("problems")
-    with checking(config, target.folder or recipe.find_model(config)) as check:
+    with checking(config, recipe.find_model(config)) as check:
         check()
     task, folder = make_task(config), choose_folder(target, out)
-    bar.note(f"{target.folder or target.name} on {config.tasks.kind}; results in {folder}")
-    source = target.folder or model.local_folder(config)
-    recipe.check_model(config, source, devices.find_devices(config.devices.kind)[0])
+    bar.note(f"{config.model.path} on {config.tasks.kind}; results in {folder}")
+    there = Collector(config, folder / "logs", bar.note, task)
+    recipe.check_model(config, there.folder, devices.find_devices(config.devices.kind)[0])
     (folder / "recipe.toml").write_text(recipe.to_toml(config))
-    there = Collector(config, source, folder / "logs", bar.note, task)
     problems = task.heldout(config.eval.num_prompts)
     prompts = short_prompts(config, problems, there.tokenizer)
     results, seconds = _ask(there, prompts, target.k, folder / RESULTS, bar)
     num_tokens = sum(answer.length for result in results for answer in result.answers)
     summary = {
         "target": target.name,
-        "model": str(source),
+        "model": str(there.folder),
         "folder": str(folder),
         **summarise(results),
         "prompts_too_long": len(problems) - len(prompts),
@@ -154,8 +152,8 @@ def _ask(
     num_cells = k * num_at_once(there.config, len(prompts), k)
     with path.open("w", buffering=1, encoding="utf-8") as file, there.running(num_cells):
         began = time.monotonic()
-        for place, ended in there.answers([prompt for prompt in prompts for _ in range(k)]):
-            done[place] = there.attempt(ended)
+        for place, attempt, _ in there.answers([p for p in prompts for _ in range(k)]):
+            done[place] = attempt
             own = range(place // k * k, place // k * k + k)
             if all(i in done for i in own):
                 prompt, answers = prompts[place // k], tuple(done.pop(i) for i in own)
@@ -179,7 +177,7 @@ def num_at_once(config: Config, num_problems: int, k: int) -> int:
 def choose_folder(target: Target, out: Path | None) -> Path:
     if out is None:
         parent = target.run_dir / "evals" if target.run_dir else EVALS
-        name = (target.folder or Path(target.name)).name
+        name = Path(target.config.model.path).name
         out = parent / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise RecipeError("--out", str(out), "is not empty", "name a new directory")

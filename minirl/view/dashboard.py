@@ -1,9 +1,9 @@
-"""The dashboard: what there is to see of a run now, and how it looks on a terminal.
+"""The dashboard: what there is to see of a run now (`Status`), and how it looks on a terminal.
 
-Takes a loop that runs, gives a Status once a second (`Reporter`), saved in status.json; draws it
-live, or from that file for `minirl watch`. It only reads the loop, which takes no lock for it. The
-picture is a function of a Status and fits any size: panels are lists of lines of rich Segments
-(Text and Table would take three times as long). Leaves out plain lines (console.py).
+Takes a Status, of a run that trains here or, for `minirl watch`, from its status.json; gives a
+picture, which is a function of it and fits any size, and the keys that are pressed. Panels are
+lists of lines of rich Segments (Text and Table would take three times as long). Leaves out: plain
+lines, and how a Status is made (console.py).
 """
 
 import contextlib
@@ -11,17 +11,15 @@ import math
 import os
 import select
 import termios
-import threading
 import time
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import lru_cache, partial
-from itertools import groupby, pairwise, zip_longest
+from functools import lru_cache
+from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -31,22 +29,14 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
-from minirl.balance import measured
-from minirl.errors import one_line
 from minirl.run_dir import RunDir, RunState, replacing
-from minirl.shm.board import Row, State, Total
-from minirl.view.runs import drops_text, prompt_text
-from minirl.workers import Worker
-
-if TYPE_CHECKING:
-    from minirl.loop import Loop
+from minirl.view.runs import drops_text
 
 Line = list[Segment]
 Point = tuple[float, float]
 
 FILE = "status.json"
 NUM_SECONDS = 60  # that a lane shows
-WEIGHTS = (State.RELOADING, State.PUBLISHING, State.SAVING)
 TRENDS = {"train/loss": "loss", "train/entropy": "entropy", "train/grad_norm": "gradient norm"}
 SPEED = (  # metric, name, form of a value
     ("rollout/tokens_per_s", "generation", "{:,.0f} tok/s"),
@@ -61,7 +51,6 @@ DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # braille, by r
 MIN_SIZE = (50, 14)  # in a smaller terminal plain lines say more
 LOOK_S = 1.0
 SILENT_S = 5.0
-TOTALS = (Total.IDLE_S, Total.RELOAD_S)
 KEYS = " q finish and save   p another sample   s save a checkpoint now"
 WATCH_KEYS = " q leave (the run continues)   p another sample"
 
@@ -367,22 +356,6 @@ def can_draw(console: Console) -> bool:
     return False
 
 
-def lane_state(row: Row) -> str:
-    if row.beat_s > 30 and row.state is not State.STARTING:
-        return f"{row.state.words}, silent {clock(row.beat_s)}"
-    if row.state is State.GENERATING:
-        return f"{row.state.words} {row.running} at v{row.version}"
-    return row.state.words
-
-
-def _sample(line: dict[str, Any]) -> Sample:
-    """From a line of samples.jsonl; of long texts a part."""
-    title = f"of step {line['step']}: reward {line['reward']:g}, wanted {line['reference']!s:.16}"
-    title += f", by versions {line['versions'][0]} to {line['versions'][1]}"
-    title += ", truncated" if line["stop"] == "length" else ""
-    return Sample(title, prompt_text(line["prompt"])[-2000:], line["answer"][:2000])
-
-
 class Screen:
     """A status on the alternate screen, and the keys that are pressed meanwhile."""
 
@@ -418,131 +391,6 @@ class Screen:
             time.sleep(LOOK_S)
         self._which += pressed.count("p")
         return pressed
-
-
-class Reporter:
-    """A thread of the controller: makes a status, saves and draws it, reads keys. The loop never
-    waits for it, and whatever fails here is noted and costs the picture, not the run."""
-
-    def __init__(self, loop: "Loop", notes: deque[tuple[float, str]], screen: Screen | None):
-        self._loop, self._notes, self._screen = loop, notes, screen
-        self._workers = loop.engines + loop.ranks
-        self._seconds = {w.name: deque[Point](maxlen=NUM_SECONDS) for w in self._workers}
-        self._totals: dict[str, tuple[float, ...]] = {}
-        self._cost, self._is_ending = 0.0, threading.Event()
-        self._thread = threading.Thread(target=self._run, name="reporter", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """The last status says how the run ended."""
-        self._is_ending.set()
-        self._thread.join(3.0)  # a stopped terminal (Ctrl-S) may hold it up
-        is_whole = self._loop.step >= self._loop.config.train.steps
-        state: RunState = "finished" if is_whole else "stopped"
-        reason = ""
-        if error is not None:
-            state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-            reason = one_line(str(error) or type(error).__name__)
-        with contextlib.suppress(Exception):  # the result of the run is elsewhere
-            ended = {"state": state, "reason": reason, "doing": ""}
-            self.status().model_copy(update=ended).save(self._loop.log.run_dir)
-
-    def _run(self) -> None:
-        began = time.monotonic()
-        try:
-            while not self._is_ending.is_set():
-                status = self.status()
-                with contextlib.suppress(OSError):  # a full disk costs `minirl watch` alone
-                    status.save(self._loop.log.run_dir)
-                if self._screen is None:
-                    self._is_ending.wait(LOOK_S)
-                else:
-                    keys = self._screen.show(status)
-                    if "q" in keys:
-                        self._loop.is_interrupted = True
-                        self._loop.log.note("q: finishing the step and saving; Ctrl-C ends it now")
-                    if "s" in keys and self._loop.step > 0:
-                        self._loop.wants_save = True
-                        self._loop.log.note("s: a checkpoint is saved after the running step")
-                self._cost = time.thread_time() / (time.monotonic() - began)
-        except Exception as error:
-            what = one_line(f"{type(error).__name__}: {error}")
-            self._loop.log.note(f"the dashboard is off, training continues: {what}")
-            if self._screen is not None:
-                self._screen.__exit__()
-
-    def status(self) -> Status:
-        """Copies in one call what the loop could change meanwhile."""
-        loop, log, config = self._loop, self._loop.log, self._loop.config
-        lines, is_up = log.metrics[:], loop.is_ready
-        shown = lines[:: -max(1, math.ceil(len(lines) / 240))][::-1]  # always with the last step
-        word = "GPU" if loop.engines[0].placement.kind == "cuda" else "cores"
-        return Status(
-            name=log.run_dir.name,
-            time=time.time(),
-            state="running" if is_up else "starting",
-            doing=self._doing(),
-            step=loop.step,
-            steps=config.train.steps,
-            seconds=log.seconds if is_up else 0.0,
-            verdict=measured(config, lines[-20:], word),
-            lanes=[self._lane(worker) for worker in self._workers],
-            slots=self._slots(),
-            staleness=[sum(n) for n in zip_longest(*list(log.recent_staleness), fillvalue=0)],
-            max_staleness=config.buffer.max_staleness,
-            curves={n: [(line["step"], line[n]) for line in shown if n in line] for n in CURVES},
-            evaluations=[
-                (line["version"], line["accuracy"], line["low"], line["high"])
-                for line in log.evals[:]
-                if line.get("accuracy") is not None
-            ],
-            drops={str(reason): count for reason, count in dict(loop.buffer.drops).items()},
-            last=lines[-1] if lines else {},
-            samples=[_sample(line) for line in list(log.recent_samples)],
-            notes=list(self._notes),
-            cost=self._cost,
-        )
-
-    def _doing(self) -> str:
-        loop, evaluation = self._loop, self._loop.groups.evaluation
-        if missing := [worker.name for worker in self._workers if not worker.is_ready]:
-            return f"starting {', '.join(missing)}"
-        if loop.is_interrupted:
-            return "finishing the step, then saving; Ctrl-C ends it now"
-        if evaluation:
-            return f"evaluating version {evaluation.version}"
-        states = [loop.workers.board.row(engine.row).state for engine in loop.engines]
-        limit, num_slots = loop.buffer.admission.limit, loop.buffer.num_slots
-        is_held_back = limit < num_slots and loop.buffer.num_in_flight >= limit
-        if State.WAITING_FOR_PROMPTS not in states or not is_held_back:
-            return ""
-        return f"engines wait: admission control holds them back ({limit} of {num_slots} slots)"
-
-    def _lane(self, worker: Worker) -> Lane:
-        """A worker that starts is not at work."""
-        board, seconds = self._loop.workers.board, self._seconds[worker.name]
-        row, totals = board.row(worker.row), map(partial(board.total, worker.row), TOTALS)
-        now = (time.monotonic(), *totals)
-        before, self._totals[worker.name] = self._totals.get(worker.name, now), now
-        passed, idle_s, weights_s = (a - b for a, b in zip(now, before, strict=True))
-        if passed and worker.is_ready:
-            weights_s += min(passed, row.since_s) * (row.state in WEIGHTS)  # not in its total yet
-            weights = min(1.0, weights_s / passed)
-            seconds.append((round(max(0.0, 1 - weights - idle_s / passed), 2), round(weights, 2)))
-        return Lane(worker.name, lane_state(row), list(seconds))
-
-    def _slots(self) -> dict[str, int]:
-        buffer, sampling = self._loop.buffer, self._loop.groups.num_sampling
-        running, ready = buffer.num_running, buffer.num_ready
-        return {
-            "sampling": sampling,
-            "grading": max(0, running - sampling),
-            "ready": ready,
-            "training": max(0, buffer.num_in_flight - running - ready),
-            "free": buffer.num_free,
-        }
 
 
 def look(run_dir: Path) -> Status:
