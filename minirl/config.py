@@ -183,10 +183,10 @@ class TrainConfig:
     """Recompute activations in backward: less memory, about a third more time."""
     compile: bool = False
     """torch.compile: slow first steps, then faster ones."""
-    shard: Literal["none", "optimizer", "full"] = "none"
-    """What ranks divide among them: AdamW's state, or the weights and gradients too (FSDP2)."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
-    """"adamw8bit" keeps AdamW's state in 2 bytes per parameter instead of 8."""
+    """"adamw8bit" keeps AdamW's state in a quarter of the memory. Needs extra `adamw8bit`."""
+    shard: Literal["none", "optimizer", "full"] = "none"
+    """"optimizer" splits AdamW's state over the ranks, "full" weights and gradients too (FSDP2)."""
     lora_rank: Annotated[int, Field(ge=0, le=1024)] = 0
     """Rank of LoRA adapters on all linear layers; 0 is off. Needs extra `lora`."""
 

@@ -37,7 +37,7 @@ REMOVED = {
     "train.behav_above": "leave it out: a token above train.behav_cap is left out of the loss",
     "train.kl_kind": 'leave it out: k3 with train.kl_in = "loss", k1 with "reward"',
     "train.dual_clip": "leave it out: train.clip_low, clip_high and behav_cap bound a token",
-    "train.shard_optimizer": 'write train.shard = "optimizer"',
+    "train.shard_optimizer": 'write train.shard = "optimizer" for true, and leave it out for false',
     "train.gamma": "leave it out: rewards are not discounted",
     "sft.warmup_steps": "leave it out: the learning rate rises over ten steps",
     "sft.schedule": "leave it out: the learning rate falls to 0 in a line",
@@ -227,7 +227,7 @@ def validate(config: Config) -> None:
     rule, remedy = f"must be above tasks.timeout_s = {slow}", "a slow reward is no stall: raise it"
     need("log.stall_s", config.log.stall_s > slow, rule, remedy)
     can_shard = train.shard == "none" or devices.train > 1
-    need("train.shard", can_shard, "there is one training device", 'set it to "none"')
+    need("train.shard", can_shard, "there is one training device", '"none" works')
     rule, remedy = "devices.share is for one engine and one rank", "1, or devices.share = false"
     for key in ("devices.rollout", "devices.train"):
         need(key, not devices.share or get(config, key) == 1, rule, remedy)

@@ -248,6 +248,7 @@ NO_ROOM = r"\(([\d.]+)/([\d.]+) gib\).*?less than (?:desired|requested)"
 SAMPLER = "out of memory.*warming up sampler"
 FULL = "out of memory|outofmemoryerror|cublas_status_alloc_failed"
 MACHINE = r"can(?:no|')t allocate memory|\bmemoryerror|std::bad_alloc|oom killer"
+SHARE_MORE = {"none": "optimizer", "optimizer": "full", "full": "full"}  # train.shard
 WHY = {NO_CACHE: "the KV cache is too small", MACHINE: "this machine is out of memory"}
 
 
@@ -278,7 +279,7 @@ CHANGES: tuple[tuple[str, str, str, Callable[[Any, Config, re.Match[str]], Any]]
     ("rollout cpu", MACHINE, "rollout.kv_cache_gib", lambda n, *_: n / 2),
     ("train", FULL, "train.max_tokens", lambda n, c, _: max(n // 2, c.max_tokens_per_trajectory)),
     ("train", FULL, "train.gradient_checkpointing", lambda *_: True),
-    ("train", FULL, "train.shard", lambda n, c, _: "full" if c.devices.train > 1 else n),
+    ("train", FULL, "train.shard", lambda n, c, _: SHARE_MORE[n] if c.devices.train > 1 else n),
     ("train", FULL, "rollout.max_new_tokens", _half),
     ("", MACHINE, "train.batch_size", _half),
 )
