@@ -227,7 +227,7 @@ def validate(config: Config) -> None:
     rule, remedy = f"must be above tasks.timeout_s = {slow}", "a slow reward is no stall: raise it"
     need("log.stall_s", config.log.stall_s > slow, rule, remedy)
     can_shard = train.shard == "none" or devices.train > 1
-    need("train.shard", can_shard, "there is one training device", 'set it to "none"')
+    need("train.shard", can_shard, "there is one training device", '"none" works')
     rule, remedy = "devices.share is for one engine and one rank", "1, or devices.share = false"
     for key in ("devices.rollout", "devices.train"):
         need(key, not devices.share or get(config, key) == 1, rule, remedy)

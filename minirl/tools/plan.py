@@ -152,7 +152,8 @@ def rank_bytes(config: Config, shape: Shape) -> dict[str, float]:
     LoRA does not train and for AdamW's state in 8 bits."""
     train, num, part = config.train, shape.num_parameters, 1 / config.devices.train
     adapted = shape.num_adapted(train.lora_rank)
-    size, trained = ITEM_BYTES[config.model.dtype] if adapted else 4, adapted or num
+    half, trained = ITEM_BYTES[config.model.dtype], adapted or num
+    size = half if adapted else 4
     held = part if train.shard == "full" else 1.0
     state = 2.0 if train.optimizer == "adamw8bit" else 8.0
     state *= 1.0 if train.shard == "none" else part
@@ -162,7 +163,7 @@ def rank_bytes(config: Config, shape: Shape) -> dict[str, float]:
         "weights": held * (size * num + 4.0 * adapted),
         "gradients": held * 4.0 * trained,
         "optimizer": state * trained,
-        "gathered": size * (num - (shape.layers - 2.0) * layer) if train.shard == "full" else 0.0,
+        "gathered": half * (num - (shape.layers - 2.0) * layer) if train.shard == "full" else 0.0,
         # Of the same size, and always trained whole.
         "critic": num * (held * 8.0 + state) if train.estimator == "gae" else 0.0,
         "reference": 4.0 * num if train.kl_coef else 0.0,
@@ -259,9 +260,9 @@ class Plan:
         shape, train, size = self.shape, self.config.train, ITEM_BYTES[self.config.model.dtype]
         hidden, heads, mlp = shape.widths
         matrix = shape.vocab * hidden
-        # In bfloat16 autocast copies what is held in float32; under FSDP2 a layer at a time.
-        copies = 2.0 * sum(a * b for a, b in shape.linears) if size == 2 else 0.0
-        copies *= 1 if train.shard == "full" else shape.layers
+        # In bfloat16 autocast copies what is held in float32; FSDP2 gathers it in bfloat16.
+        copies = 2.0 * shape.layers * sum(a * b for a, b in shape.linears) if size == 2 else 0.0
+        copies *= train.shard != "full"
         logits, d_head = 6.0 * LOGITS * shape.vocab + 2.0 * matrix, 6.0 * matrix
         if train.lora_rank:  # the head is not trained
             copies, d_head = 0.0, 0.0
