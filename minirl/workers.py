@@ -150,6 +150,8 @@ class Workers:
                     yield message
         except (EOFError, OSError):  # OSError: it was killed in the middle of a long message
             worker.process.join(STOP_GRACE_S)
+            worker.process.kill()  # without a pipe it is of no use
+            worker.process.join()
             is_dead = True
         if is_dead:
             code = worker.process.exitcode
