@@ -262,10 +262,10 @@ class Plan:
         matrix = shape.vocab * hidden
         # In bfloat16 autocast copies what is held in float32; FSDP2 gathers it in bfloat16.
         copies = 2.0 * shape.layers * sum(a * b for a, b in shape.linears) if size == 2 else 0.0
-        copies *= train.shard != "full"
-        logits, d_head = 6.0 * LOGITS * shape.vocab + 2.0 * matrix, 6.0 * matrix
-        if train.lora_rank:  # the head is not trained
-            copies, d_head = 0.0, 0.0
+        copies *= train.shard != "full" and not train.lora_rank
+        head = 0.0 if train.shard == "full" else 2.0 * matrix
+        logits = 6.0 * LOGITS * shape.vocab + head
+        d_head = 0.0 if train.lora_rank else 4.0 * matrix + head  # LoRA does not train it
         kept_heads = (5 if shape.norms_heads else 2) * heads
         layer = 16.0 * hidden + size * (5 * hidden + kept_heads + 4 * mlp)
         if not train.gradient_checkpointing:
