@@ -153,14 +153,13 @@ def rank_bytes(config: Config, shape: Shape) -> dict[str, float]:
     train, num, part = config.train, shape.num_parameters, 1 / config.devices.train
     adapted = shape.num_adapted(train.lora_rank)
     half, trained = ITEM_BYTES[config.model.dtype], adapted or num
-    size = half if adapted else 4
     held = part if train.shard == "full" else 1.0
     state = 2.0 if train.optimizer == "adamw8bit" else 8.0
     state *= 1.0 if train.shard == "none" else part
     # FSDP2 gathers the layer that runs and the next one, and the root: embeddings and head.
     layer = sum(a * b for a, b in shape.linears)
     items = {
-        "weights": held * (size * num + 4.0 * adapted),
+        "weights": held * ((half if adapted else 4) * num + 4.0 * adapted),
         "gradients": held * 4.0 * trained,
         "optimizer": state * trained,
         "gathered": half * (num - (shape.layers - 2.0) * layer) if train.shard == "full" else 0.0,
