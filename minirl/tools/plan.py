@@ -153,14 +153,13 @@ def rank_bytes(config: Config, shape: Shape) -> dict[str, float]:
     train, num, part = config.train, shape.num_parameters, 1 / config.devices.train
     adapted = shape.num_adapted(train.lora_rank)
     half, trained = ITEM_BYTES[config.model.dtype], adapted or num
-    size = half if adapted else 4
     held = part if train.shard == "full" else 1.0
     state = 2.0 if train.optimizer == "adamw8bit" else 8.0
     state *= 1.0 if train.shard == "none" else part
     # FSDP2 gathers the layer that runs and the next one, and the root: embeddings and head.
     layer = sum(a * b for a, b in shape.linears)
     items = {
-        "weights": held * (size * num + 4.0 * adapted),
+        "weights": held * ((half if adapted else 4) * num + 4.0 * adapted),
         "gradients": held * 4.0 * trained,
         "optimizer": state * trained,
         "gathered": half * (num - (shape.layers - 2.0) * layer) if train.shard == "full" else 0.0,
@@ -262,10 +261,10 @@ class Plan:
         matrix = shape.vocab * hidden
         # In bfloat16 autocast copies what is held in float32; FSDP2 gathers it in bfloat16.
         copies = 2.0 * shape.layers * sum(a * b for a, b in shape.linears) if size == 2 else 0.0
-        copies *= train.shard != "full"
-        logits, d_head = 6.0 * LOGITS * shape.vocab + 2.0 * matrix, 6.0 * matrix
-        if train.lora_rank:  # the head is not trained
-            copies, d_head = 0.0, 0.0
+        copies *= train.shard != "full" and not train.lora_rank
+        head = 0.0 if train.shard == "full" else 2.0 * matrix
+        logits = 6.0 * LOGITS * shape.vocab + head
+        d_head = 0.0 if train.lora_rank else 4.0 * matrix + head  # LoRA does not train it
         kept_heads = (5 if shape.norms_heads else 2) * heads
         layer = 16.0 * hidden + size * (5 * hidden + kept_heads + 4 * mlp)
         if not train.gradient_checkpointing:
