@@ -170,7 +170,7 @@ def test_one_gpu_pays_both_bills_or_the_larger_in_turns() -> None:
     is_fitting, (_, (_, row), cards) = tool.tables(both, 1)
     assert is_fitting and "both on the same GPU" in row[-1]
     assert [row[:3] for row in cards[5:7]] == [
-        ("24 GB", "full", "Qwen2.5-1.5B"),
+        ("24 GB", "full", "Qwen3-1.7B"),
         ("24 GB", "LoRA", "Qwen3-4B"),
     ]
     large = plan(config("Qwen2.5-1.5B", max_tokens=4096), "4090")

@@ -264,7 +264,8 @@ class Plan:
         copies *= train.shard != "full" and not train.lora_rank
         head = 0.0 if train.shard == "full" else 2.0 * matrix
         logits = 6.0 * LOGITS * shape.vocab + head
-        d_head = 0.0 if train.lora_rank else 4.0 * matrix + head  # LoRA does not train it
+        d_head = 0.0 if train.lora_rank else 4.0 * matrix  # LoRA does not train it
+        held = 0.5 * d_head if train.shard == "full" and size == 2 else d_head  # as gathered
         kept_heads = (5 if shape.norms_heads else 2) * heads
         layer = 16.0 * hidden + size * (5 * hidden + kept_heads + 4 * mlp)
         if not train.gradient_checkpointing:
@@ -273,7 +274,7 @@ class Plan:
         return [
             (copies, kept + 8.0 * hidden + 3.0 * size * mlp),  # the last layer's forward
             (logits + d_head, kept + 15.0 * hidden),  # the head's backward
-            (d_head, kept + layer + 8.0 * hidden + 2.0 * size * mlp),  # the last layer's backward
+            (held, kept + layer + 8.0 * hidden + 2.0 * size * mlp),  # the last layer's backward
         ]
 
     @cached_property

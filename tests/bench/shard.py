@@ -32,7 +32,7 @@ from minirl.train import attention, optimizer, policy
 from minirl.train.optimizer import placed
 from minirl.train.policy import Policy
 from minirl.train.slices import own_slice
-from tests.bench import Figure, Options, median
+from tests.bench import Figure, Options, at_most, median
 from tests.bench.batches import draw, write_model
 from tests.bench.models import SHAPES as MODELS
 from tests.bench.processes import processes
@@ -100,6 +100,7 @@ def _sliced_bytes(config: Config, sizes: PretrainedConfig, is_held: bool) -> flo
     needed = fake((int(WRITTEN * num), 1), torch.int64)
     setup: Any = SimpleNamespace(config=config, num_ranks=2, placement=Placement("cpu"))
     model, counter = faked(sizes, fake), SliceCounter()
+    model.get_input_embeddings().register_forward_hook(lambda _module, _args, out: out.float())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with ExitStack() as stack:
         for target, name, value in (
@@ -158,5 +159,5 @@ def _memory(num_tokens: int) -> Iterator[Figure]:
         items = Plan(own, GPUS["H100"], usual_lengths(own)).train_bill.items
         billed = sum(items.values()) - sum(LIBRARIES.values())
         yield Figure(f"counted_gib_{shard}", counted / GIB, note=f"{NUM_RANKS} ranks, {NAME}")
-        yield Figure(f"bill_over_counted{end}", billed / counted)
+        yield at_most(f"bill_over_counted{end}", billed / counted, 1.05, "at least 0.95")
     yield Figure("counted_gib_held", counted_bytes(own, sizes, is_held=True) / GIB)
