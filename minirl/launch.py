@@ -31,7 +31,7 @@ from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 from minirl.tasks import Task, has_turns
 from minirl.tasks.prompts import Consumed, PromptStream, short_prompts
-from minirl.tasks.registry import check_functions, make_task
+from minirl.tasks.registry import bounded, check_functions, make_task
 from minirl.tasks.turns import Dialogue, dialogue_of
 from minirl.tasks.verifier import VerifierSetup
 from minirl.train import checkpoint
@@ -120,7 +120,7 @@ def _prepare(job: Job, resume: bool, is_plain: bool) -> int:
             try:
                 return _run(job, source, start, view)
             except RecipeError:  # a start that is refused leaves nothing behind
-                if is_new:
+                if is_new and not RunDir(run_dir).metrics:
                     shutil.rmtree(run_dir, ignore_errors=True)
                 raise
             except KeyboardInterrupt:
@@ -141,7 +141,7 @@ def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
         ring, store = _spawn(workers, job, source, start, dialogue)
         tokenizer = load()
         consumed = Consumed(state.consumed_below, state.consumed_above)
-        stream = PromptStream(task, tokenizer, config.seed, consumed)
+        stream = PromptStream(task, tokenizer, config.seed, consumed, partial(bounded, config))
         first = [task.train(i) for i in range(min(64, task.num_train))]
         short_prompts(config, first, tokenizer)
         heldout = short_prompts(config, task.heldout(config.eval.num_prompts), tokenizer)

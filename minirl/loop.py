@@ -23,10 +23,11 @@ runs where (launch.py).
 
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from minirl.buffer import Buffer
 from minirl.config import Config
-from minirl.errors import CannotTrain, MinirlError
+from minirl.errors import CannotTrain, MinirlError, RecipeError
 from minirl.evaluation import Evaluation
 from minirl.groups import Groups, Sends
 from minirl.messages import CheckpointState, Role, Save, Saved, Train, Trained
@@ -117,12 +118,15 @@ class Loop:
     # -- feed
 
     def feed(self) -> None:
-        if self.config.is_synchronous and (self.groups.evaluation or self.is_saving):
-            return
-        if not self.ranks_are_ready:
+        is_held = self.config.is_synchronous and (self.groups.evaluation or self.is_saving)
+        if is_held or not self.ranks_are_ready:
             return  # after a rollback engines still serve weights that are superseded
         needed = (self.config.train.steps - self.step) * self.buffer.batch_size
-        self.workers.deliver(self.groups.begin(needed, self.served(), self.step, time.monotonic()))
+        try:
+            sends = self.groups.begin(needed, self.served(), self.step, time.monotonic())
+        except RecipeError as error:  # of the task's own code
+            self.abandon(str(error))
+        self.workers.deliver(sends)
 
     def served(self) -> list[int]:
         """Each engine begins groups under the newest weights, unless an evaluation pins older."""
@@ -140,13 +144,12 @@ class Loop:
             self.on_evaluated(ended)
 
     def handle(self, worker: Worker, message: object) -> Sends:
-        match message:
-            case Trained():
-                self.on_trained(message)
-            case Saved():
-                self.on_saved(message)
-            case _:
-                return self.groups.handle(worker.rank, message, time.monotonic())
+        if isinstance(message, Trained):
+            self.on_trained(message)
+        elif isinstance(message, Saved):
+            self.on_saved(message)
+        else:
+            return self.groups.handle(worker.rank, message, time.monotonic())
         return []
 
     # -- learn
@@ -168,8 +171,7 @@ class Loop:
         if self.batch is not None:
             self.to_ranks(Train(self.batch))
         elif fault := self.groups.drops.fault:
-            self.save_last()
-            raise CannotTrain(f"{fault}; {self.log.last_checkpoint}")
+            self.abandon(fault)
 
     def to_ranks(self, message: Train | Save) -> None:
         for rank in self.ranks:
@@ -224,6 +226,11 @@ class Loop:
         if self.saved_step != self.step:
             self.save()
         self.wait_for("the checkpoint", lambda: not self.is_saving)
+
+    def abandon(self, why: str) -> NoReturn:  # what was trained is kept
+        self.wait_for("the running step", lambda: self.batch is None)
+        self.save_last()
+        raise CannotTrain(f"{why}; {self.log.last_checkpoint}")
 
     def on_saved(self, saved: Saved) -> None:
         """A checkpoint that could not be written costs nothing: the last one stays, and the next

@@ -7,7 +7,8 @@ restart exactly the prompts that were in flight are requeued.
 
 import heapq
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import count
 from typing import Any
@@ -21,8 +22,16 @@ SHUFFLED_UP_TO = 10_000_000  # a generated task is endless and already in random
 
 
 class PromptStream:
-    def __init__(self, task: Task, tokenizer: Any, seed: int, consumed: "Consumed | None" = None):
-        self._task, self._tokenizer, self._seed = task, tokenizer, seed
+    def __init__(
+        self,
+        task: Task,
+        tokenizer: Any,
+        seed: int,
+        consumed: "Consumed | None" = None,
+        bounded: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
+        """`bounded`: what the task's code runs in."""
+        self._task, self._tokenizer, self._seed, self._bounded = task, tokenizer, seed, bounded
         self.consumed = consumed or Consumed()
         self._requeued: list[int] = []  # a heap
         self._fresh = (i for i in count(self.consumed.below) if i not in self.consumed)
@@ -30,7 +39,8 @@ class PromptStream:
 
     def next(self) -> Prompt:
         index = heapq.heappop(self._requeued) if self._requeued else next(self._fresh)
-        example = self._task.train(self.place(index))
+        with self._bounded():
+            example = self._task.train(self.place(index))
         return Prompt(index, example, encode(example, self._tokenizer))
 
     def put_back(self, index: int) -> None:

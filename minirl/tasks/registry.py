@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import math
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -88,6 +89,25 @@ def make_task(config: Config) -> Task:
     kind, remedy = config.tasks.kind, "check it: class MyTask(Task), from minirl.tasks import Task"
     with _as_recipe_error("tasks.kind", kind, "cannot be loaded", remedy):
         return _load(BUILT_IN.get(kind, kind))(config.tasks, config.seed)
+
+
+@contextmanager
+def bounded(config: Config) -> Iterator[None]:
+    """Around the user's code in the controller's main thread: what it raises, or that it takes
+    longer than tasks.timeout_s, is one line with file and line. Code in C is not interrupted."""
+    kind, limit_s = config.tasks.kind, config.tasks.timeout_s
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"it took longer than tasks.timeout_s = {limit_s:g}")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        with _as_recipe_error("tasks.kind", kind, "an example failed", "mend it, and resume"):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @cache
