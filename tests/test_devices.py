@@ -169,7 +169,7 @@ GOOD = {
 }
 
 
-@pytest.mark.vllm
+@pytest.mark.slow
 def test_measured_figures_are_the_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     findings = measure.examine("cpu", None, ["train.max_tokens=512", "devices.train=2"])

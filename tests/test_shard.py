@@ -11,8 +11,21 @@ import torch
 import torch.distributed as dist
 import varlen_cpu  # noqa: F401  registers the kernel of packed attention
 from plain_script import Weights
-from ranks import FRESH, MIXED, Data, LocalRank, Ranks, are_equal, momentum, ranks, resumed
-from test_trainer import in_bfloat16, relative_error, with_reward, with_train
+from ranks import (
+    FRESH,
+    MIXED,
+    Data,
+    LocalRank,
+    Ranks,
+    are_equal,
+    momentum,
+    ranks,
+    relative_error,
+    resumed,
+    with_reward,
+    with_train,
+)
+from test_trainer import in_bfloat16
 
 from minirl import recipe
 from minirl.errors import RecipeError

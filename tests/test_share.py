@@ -125,7 +125,7 @@ def test_an_engine_sleeps_after_its_work_and_wakes_with_whole_weights(
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("eta", [0, 2])
+@pytest.mark.parametrize("eta", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_shares_its_cores_and_trains_only_while_the_engine_sleeps(
     eta: int, tmp_path: Path, tied_folder: Path
 ) -> None:

@@ -256,11 +256,15 @@ def load_policy(
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    # Embeddings may be held or gathered in less than float32.
-    model.get_input_embeddings().register_forward_hook(lambda _module, _args, out: out.float())
+    # Embeddings may be held or gathered in less than float32, which the residual stream is not.
+    model.get_input_embeddings().register_forward_hook(widen)
     policy = Policy(model, getattr(torch, dtype_str))
     check_head(policy)
     return policy.train()
+
+
+def widen(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
+    return out.float() if out.dtype in attention.HALF else out
 
 
 def check_loaded(folder: str, info: dict[str, Any]) -> None:

@@ -100,7 +100,7 @@ def _sliced_bytes(config: Config, sizes: PretrainedConfig, is_held: bool) -> flo
     needed = fake((int(WRITTEN * num), 1), torch.int64)
     setup: Any = SimpleNamespace(config=config, num_ranks=2, placement=Placement("cpu"))
     model, counter = faked(sizes, fake), SliceCounter()
-    model.get_input_embeddings().register_forward_hook(lambda _module, _args, out: out.float())
+    model.get_input_embeddings().register_forward_hook(policy.widen)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with ExitStack() as stack:
         for target, name, value in (
