@@ -14,7 +14,7 @@ from tiny_models import EOS, PAD, POSITIONS
 from tiny_models import tokenizer as tiny_tokenizer
 from tokenizers import Tokenizer
 
-from minirl.config import TasksConfig
+from minirl.config import Config, TasksConfig
 from minirl.errors import RecipeError
 from minirl.model import load_tokenizer
 from minirl.records import Example
@@ -22,6 +22,7 @@ from minirl.shm.ring import TrajectoryRing
 from minirl.tasks import Task
 from minirl.tasks.arithmetic import Arithmetic
 from minirl.tasks.prompts import SHUFFLED_UP_TO, Consumed, PromptStream, encode, render
+from minirl.tasks.registry import bounded
 from minirl.tasks.turns import Dialogue, dialogue_of, readable, reply_tokens, runs, texts_of
 
 
@@ -221,3 +222,22 @@ def test_the_light_tokenizer_is_the_runs_own(tied_folder: Path, tmp_path: Path) 
     assert render(Example(one, ""), light) == "2?\n"
     several = ({"role": "system", "content": "Brief."}, *one)
     assert render(Example(several, ""), light) == "system: Brief.\nuser: 2?\nassistant:"
+
+
+def test_an_example_that_hangs_or_fails_is_one_line_with_its_own_line(tmp_path: Path) -> None:
+    """In the controller, long after the self-check."""
+    file = tmp_path / "late.py"
+    file.write_text("def hang():\n    while True:\n        pass\n\ndef fail():\n    1 / 0\n")
+    own: dict[str, Any] = {}
+    exec(compile(file.read_text(), str(file), "exec"), own)
+    config = Config(tasks=TasksConfig(kind=f"{file}:Late", timeout_s=0.2))
+    for name, said in (
+        ("hang", "longer than tasks.timeout_s = 0.2 (late.py, line "),
+        ("fail", "6"),
+    ):
+        with (
+            pytest.raises(RecipeError, match=r"\(late.py, line \d, in ") as caught,
+            bounded(config),
+        ):
+            own[name]()
+        assert said in str(caught.value) and f"in {name})" in str(caught.value)
