@@ -7,8 +7,8 @@
 `python -m tests.bench peers --trl PYTHON`, where PYTHON is of a venv with TRL (docs/benchmarks.md).
 Both start from the same folder and train the same prompts in the same order, with the same rewards,
 batch, learning rate and number of steps. minirl is asynchronous, at its recipe's η. "smoke" is
-recipes/smoke.toml; "smollm2" is recipes/smollm2.toml without its filter, if its model is there.
-Start-up does not count: TRL's clock starts with `train`, minirl's with the first prompt.
+recipes/smoke.toml with 256 seats; "smollm2" is recipes/smollm2.toml without its filter, where its
+model is. Start-up does not count: TRL's clock starts with `train`, minirl's with the first prompt.
 """
 
 import json
@@ -45,13 +45,23 @@ class Case:
     settings: tuple[str, ...] = ()
 
 
-SMOKE = Case("smoke", ROOT / "recipes/smoke.toml", TINY_FOLDER, 8.0, 30, 2, 0.8, 256)
+SMOKE = Case(
+    "smoke",
+    ROOT / "recipes/smoke.toml",
+    TINY_FOLDER,
+    goal=8.0,
+    steps=30,
+    rounds=2,
+    target=0.8,
+    train_batch=256,
+    settings=("rollout.max_num_seqs=256",),  # as many as TRL generates at once
+)
 SMOLLM2 = Case(
     "smollm2",
     ROOT / "recipes/smollm2.toml",
     ROOT / "models/smollm2",
     goal=5.0,
-    steps=4,
+    steps=3,
     rounds=1,
     target=0.5,
     train_batch=64,
@@ -122,7 +132,8 @@ def by_minirl(case: Case, folder: Path, seed: int) -> Result:
 def by_trl(case: Case, folder: Path, seed: int, python: str) -> Result:
     job = folder / "job.json"
     job.write_text(json.dumps(job_of(case, folder, seed)))
-    command = [python, str(Path(__file__).with_name("trl_run.py")), str(job)]
+    # -P: a module of this folder has the name of one of Python's own.
+    command = [python, "-P", str(Path(__file__).with_name("trl_run.py")), str(job)]
     with (folder / "trl.log").open("w") as log:
         code = subprocess.run(command, stdout=log, stderr=log).returncode
     if code:
