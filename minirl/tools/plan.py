@@ -389,9 +389,10 @@ def cards(plan: Plan) -> Table:
         values = [{"model.path": name, "train.lora_rank": lora_rank} for name in SHAPES]
         tried = [replace(on_one_gpu(plan.changed(given)), gpu=gpu).mended for given in values]
         fit = [own for own in tried if own.fits and own.config.train.lora_rank == lora_rank]
-        own = fit[-1].config  # "tiny" fits any
+        best = max(fit, key=lambda own: own.shape.num_parameters)  # "tiny" fits any
+        own = best.config
         sizes = own.model.path, f"{own.train.max_tokens:,}", f"{own.rollout.kv_cache_gib:g}"
-        changes = fit[-1].changes_from(plan.config, dict(REMEDIES[1:]))
+        changes = best.changes_from(plan.config, dict(REMEDIES[1:]))
         rows.append((f"{size} GB", "LoRA" if lora_rank else "full", *sizes, " ".join(changes)))
     return rows
 
@@ -456,7 +457,7 @@ def _time(plan: Plan, num_gpus: int, price: float) -> str:
     if price:
         costs = (hours * num_gpus * price for hours in (plan.hours, least, most))
         about, low, high = (f"{cost:,.2f}" for cost in costs)
-        text += f", for {about} ({low} to {high}) on {num_gpus} GPUs at {price:g} an hour"
+        text += f", for {about} ({low} to {high}) at {price:g} per GPU and hour"
     return text
 
 
