@@ -252,11 +252,11 @@ def test_the_balance_names_the_bottleneck_and_what_would_help() -> None:
     assert sentence(config(split=(4, 4)), (0.0, 0.41)) == (
         "generation-bound: trainers idle 41%, one GPU more for rollout would give +25%"
     )
-    assert sentence(config(), (0.6, 0.0), "cores") == (
-        "training-bound: engines idle 60%; all cores in turn (devices.share, max_staleness 0) "
-        "would give about +14%"
+    assert sentence(config(), (0.98, 0.0), "cores") == (
+        "training-bound: engines idle 98%; all cores in turn (devices.share, max_staleness 0) "
+        "would give about +13%"
     )
-    assert sentence(config(), (0.3, 0.0), "cores") == "training-bound: engines idle 30%"
+    assert sentence(config(), (0.6, 0.0), "cores") == "training-bound: engines idle 60%"
     assert sentence(config(), (0.6, 0.0), "") == "training-bound: engines idle 60%"  # no room
     assert sentence(config(), (0.01, 0.02)) == "balanced: engines idle 1%, trainers 2%"
     # Of a run: steps weigh by their time, and the first is left out.
