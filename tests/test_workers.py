@@ -154,8 +154,9 @@ def test_a_signal_that_comes_while_a_worker_starts_waits_until_it_has(workers: W
 
 def test_stacks_name_the_function_that_a_worker_is_stuck_in(workers: Workers) -> None:
     start(workers, "end", DEAF)
+    assert messages(workers, 1) == ["deaf"]  # alone: a death is reported again and again
     gone = start(workers, "end", ([], "sys.exit(3)"))
-    messages(workers, 2)
+    messages(workers, 1)
     parts = dict(part.split("\n", 1) for part in workers.stacks().split("--- ") if part)
     assert "in end" in parts["verify-0"]
     assert "no answer" in parts[gone.name]
