@@ -169,12 +169,10 @@ def _finish(job: Job, loop: Loop, log: RunLog, view: ConsoleView) -> int:
     is_whole = loop.step == job.config.train.steps
     kind, available = devices.find_devices(job.kind)
     word = "cores" if kind == "cpu" else "GPU" if available > job.config.num_devices else ""
-    dropped = [f"{n:,} {why.words}" for why, n in loop.buffer.drops.most_common() if n]
     extra = {
         "run_dir": str(job.run_dir),
         "seed": job.config.seed,
         "drops": dict(loop.buffer.drops),
-        "dropped": ", ".join(dropped) or None,
         "balance": measured(job.config, log.metrics, word) or None,
         "ended": time.strftime(TIME_FORMAT),
         **devices.describe(job.kind),

@@ -53,7 +53,8 @@ def formatted(value: Any, form: str) -> str:
 def drops_text(drops: Mapping[str, float]) -> str:
     """The commonest reason first."""
     ranked = sorted(drops.items(), key=lambda drop: -drop[1])
-    return ", ".join(f"{count:,.0f} {reason.replace('_', ' ')}" for reason, count in ranked)
+    known = ((reason, count) for reason, count in ranked if count)
+    return ", ".join(f"{count:,.0f} {reason.replace('_', ' ')}" for reason, count in known)
 
 
 def find_step(run: RunDir, step: int | None) -> Line:
