@@ -63,10 +63,6 @@ class TasksConfig:
     """A reward that takes longer fails; its verifier is replaced."""
     memory_gib: Annotated[float, Field(ge=0.25, le=4096)] = 4.0
     """Memory of a verifier; a reward that needs more fails."""
-    max_failures: Annotated[int, Field(ge=0, le=4094)] = 0
-    """Failed rewards of a group that are left out; with more the group is dropped."""
-    overlong_tokens: Annotated[int, Field(ge=0, le=10**6)] = 0
-    """Answers this near the token limit lose reward, up to 1 (DAPO); 0 is off."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -27,7 +27,7 @@ import itertools
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
 from minirl.buffer import Buffer, Ticket
@@ -51,10 +51,9 @@ from minirl.messages import (
     TurnEnded,
 )
 from minirl.metrics import RateLimit
-from minirl.records import Batch, Drop, Prompt, StopReason, Trajectory
+from minirl.records import Batch, Drop, Group, Prompt, StopReason, Trajectory
 from minirl.rollout.dispatch import Assignment, Dispatcher
 from minirl.tasks.prompts import PromptStream
-from minirl.tasks.rewards import filter_group
 
 FIRST_EVAL_ID = 1 << 40  # group ids from here on are of evaluations
 MAX_LOSSES = 5  # of one prompt with its engine: then the prompt is taken for the cause
@@ -231,9 +230,8 @@ class Groups:
             return
         state.phase = Phase.GRADING
         if self.num_verifiers:
-            limit = 0 if state.evaluation else self.config.tasks.max_failures
             in_order = tuple(state.done[i] for i in range(len(state.done)))
-            self._to_verifier(Grade(state.id, state.prompt.example, in_order, limit))
+            self._to_verifier(Grade(state.id, state.prompt.example, in_order))
         else:
             self._evaluated(state, None, "", "")
 
@@ -276,7 +274,7 @@ class Groups:
         request = self.at_verifier.pop(verifier)
         assert isinstance(request, Grade) and request.group_id == graded.group_id
         state = self.states[request.group_id]
-        if not graded.rewards:
+        if graded.error:
             self._end_without_reward(state, Drop.REWARD_ERROR, graded.error)
             return
         if state.evaluation is not None:
@@ -286,13 +284,11 @@ class Groups:
         ticket = (state.id, state.prompt.index)
         group = filter_group(self.config, ticket, request.trajectories, graded.rewards)
         if isinstance(group, Drop):
-            self._drop(state, group, graded.error)
+            self._drop(state, group)
         elif state.is_abandoned:
             self._drop(state, Drop.WORKER_DIED)
         else:
-            pairs = zip(graded.texts, graded.rewards, strict=True)
-            state.texts = tuple(text for text, reward in pairs if reward is not None)
-            state.phase = Phase.READY
+            state.texts, state.phase = graded.texts, Phase.READY
             self.buffer.finish(group, now)
             self.drops.graded(is_kept=True)
 
@@ -317,11 +313,10 @@ class Groups:
         return self._outgoing()
 
     def verifier_lost(
-        self, verifier: int, place: int, why: str, is_late: bool = False, is_outside: bool = False
+        self, verifier: int, why: str, is_late: bool = False, is_outside: bool = False
     ) -> Sends:
         """A verifier that was killed from outside: retry its request once. Any other crash, and a
-        time limit (`is_late`), is blamed on the reward at `place`: the group is graded again
-        without that answer, if one more may fail."""
+        time limit (`is_late`), is blamed on the reward or the reply, and the group is dropped."""
         request = self.at_verifier.pop(verifier, None)
         state = self.states.get(request.group_id) if request else None
         if request is None or state is None:
@@ -333,9 +328,6 @@ class Groups:
             if state.asked.get(request.place) is request:
                 reason = Drop.REPLY_TIMEOUT if is_late else Drop.REPLY_ERROR
                 self._reply_failed(state, request, reason, why)
-        elif len(request.skip) < request.max_failures:
-            self._seldom.note("answer", f"no reward for one answer of group {state.id}: {why}")
-            self._to_verifier(replace(request, skip=(*request.skip, place)))
         else:
             reason = Drop.REWARD_TIMEOUT if is_late else Drop.REWARD_ERROR
             self._end_without_reward(state, reason, why)
@@ -488,3 +480,20 @@ class Groups:
         num_ready = sum(bool(tokens) and at[0] in self.states for at, tokens in replies)
         own = [state for state in self.states.values() if state.engine == engine]
         return num_ready >= sum(state.num_left for state in own)
+
+
+def filter_group(
+    config: Config,
+    ticket: tuple[int, int],
+    trajectories: tuple[Trajectory, ...],
+    rewards: tuple[float, ...],
+) -> Group | Drop:
+    """The group for the buffer, or why it is not worth training; `ticket` is its id and its
+    prompt's index. A truncated answer may be masked out of the loss: it counts in the mean."""
+    is_masked = config.buffer.mask_truncated
+    cut = [i for i, t in enumerate(trajectories) if is_masked and t.stop is StopReason.LENGTH]
+    if len(cut) == len(trajectories):
+        return Drop.TRUNCATED
+    if config.buffer.drop_equal_rewards and min(rewards) == max(rewards):
+        return Drop.EQUAL_REWARDS
+    return Group(*ticket, trajectories, rewards, frozenset(cut))

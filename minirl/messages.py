@@ -111,16 +111,14 @@ class Grade:
     group_id: int
     example: Example
     trajectories: tuple[Trajectory, ...]
-    max_failures: int = 0
-    skip: tuple[int, ...] = ()  # places that failed by crashing their verifier
 
 
 @dataclass(frozen=True)
 class Graded:
     group_id: int
-    rewards: tuple[float | None, ...]  # None: failed, as `error` says
-    texts: tuple[str, ...]
-    error: str = ""
+    rewards: tuple[float, ...] = ()
+    texts: tuple[str, ...] = ()
+    error: str = ""  # else: one of the rewards failed, as this says
 
 
 @dataclass(frozen=True)

@@ -92,18 +92,13 @@ class Trajectory(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A finished, graded group, ready to train. Its trajectories are those that have a reward."""
+    """A finished, graded group, ready to train."""
 
     id: int
     prompt_index: int
     trajectories: tuple[Trajectory, ...]
     rewards: tuple[float, ...]
     masked: frozenset[int] = frozenset()  # indices that count in the baseline but are not trained
-    plain: tuple[float, ...] = ()  # the task's own rewards, where the recipe shapes them
-
-    @property
-    def task_rewards(self) -> tuple[float, ...]:
-        return self.plain or self.rewards
 
     @property
     def trained(self) -> tuple[Trajectory, ...]:

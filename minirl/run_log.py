@@ -25,7 +25,6 @@ from minirl.metrics import DROPPED, Breach, Guard, RateLimit, Values, metrics_li
 from minirl.records import Batch, Group, StopReason
 from minirl.run_dir import JsonLines, Line, read_lines, write_text
 from minirl.shm.board import Total
-from minirl.tasks.rewards import overlong_penalty
 from minirl.train import checkpoint
 from minirl.train.bad_batch import BatchSaver
 from minirl.workers import Workers
@@ -134,7 +133,7 @@ class RunLog:
                 "step": batch.step,
                 "version": batch.version + 1,
                 "seconds": round(self.seconds, 3),
-                **_batch_values(self.config, batch),
+                **_batch_values(batch),
                 **{f"buffer/groups_{name}": n for name, n in asdict(buffer.ledger).items()},
                 **{DROPPED[reason]: count or None for reason, count in buffer.drops.items()},
                 "rollout/devices": self.config.devices.rollout,
@@ -169,8 +168,7 @@ class RunLog:
                 "prompt": prompt.example.prompt,
                 "answer": texts[0],
                 "reference": prompt.example.reference,
-                "reward": group.task_rewards[0],
-                "shaped": group.rewards[0],
+                "reward": group.rewards[0],
                 "versions": [first.head_version, first.tail_version],
                 "stop": first.stop.name.lower(),
             }
@@ -252,16 +250,13 @@ class RunLog:
             self.problems.append(f"{self._saver.num_missing} steps were not recorded")
 
 
-def _batch_values(config: Config, batch: Batch) -> Values:
+def _batch_values(batch: Batch) -> Values:
     trajectories = [t for group in batch.groups for t in group.trajectories]
-    rewards = [reward for group in batch.groups for reward in group.task_rewards]
+    rewards = [reward for group in batch.groups for reward in group.rewards]
     turns = [t.num_turns for t in trajectories]
     return {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
-        "reward/shaped_mean": fmean(r for group in batch.groups for r in group.rewards),
-        "reward/penalty_mean": fmean(overlong_penalty(config, t) for t in trajectories),
-        "reward/failures": config.train.batch_size * config.rollout.group_size - len(trajectories),
         "rollout/length_mean": fmean(t.num_written for t in trajectories),
         "rollout/turns_mean": fmean(turns) if max(turns) > 1 else None,
         "rollout/truncated_frac": fmean(t.stop is StopReason.LENGTH for t in trajectories),

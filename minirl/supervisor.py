@@ -124,7 +124,7 @@ class Supervisor:
             return self.groups.engine_lost(worker.rank)
         is_outside = any(sign in death.how for sign in FROM_OUTSIDE)
         why = f"its verifier {death.how}"
-        return self.groups.verifier_lost(worker.rank, row.running, why, is_outside=is_outside)
+        return self.groups.verifier_lost(worker.rank, why, is_outside=is_outside)
 
     def _restart_delay(self, worker: Worker, death: Died) -> float:
         """Raises where the worker is not restarted."""
@@ -207,7 +207,7 @@ class Supervisor:
                 line = where(dumped(self.workers.stacks([verifier])), self.config.tasks.kind)
                 self.workers.replace(verifier)
                 why = f"took longer than tasks.timeout_s = {limit_s:g}{line}"
-                sends += self.groups.verifier_lost(verifier.rank, row.running, why, is_late=True)
+                sends += self.groups.verifier_lost(verifier.rank, why, is_late=True)
         return sends
 
     def _frozen(self) -> Iterator[tuple[Worker, Died]]:

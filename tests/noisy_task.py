@@ -45,7 +45,7 @@ class Again(EvenLength):
 
 
 class Talkative(Again):
-    """In training, a reply to one prompt in four raises, and so does one reward in five."""
+    """In training, a reply to one prompt in four raises, and so does one reward in ten."""
 
     def reply(self, example: Example, turns: tuple[str, ...]) -> str | None:
         name, _, number, _ = str(example.prompt).split()
@@ -55,7 +55,7 @@ class Talkative(Again):
 
     def reward(self, example: Example, answer: Answer) -> float:
         kind = sum(answer.text.encode())
-        if answer.text != "right" and str(example.prompt).startswith("Tom") and kind % 5 == 3:
+        if answer.text != "right" and str(example.prompt).startswith("Tom") and kind % 10 == 3:
             raise ValueError("no verdict")
         return super().reward(example, answer)
 

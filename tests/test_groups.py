@@ -6,7 +6,7 @@ may touch it, the ledger adds up, and the staleness bound holds.
 
 import random
 from collections import Counter, deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
@@ -37,12 +37,11 @@ class Numbers:
         return [int(text)] * (9 if int(text) % TOO_LONG == TOO_LONG - 1 else 1)
 
 
-def config_of(eta: int = 2, batch: int = 2, size: int = 2, max_failures: int = 0) -> Config:
+def config_of(eta: int = 2, batch: int = 2, size: int = 2) -> Config:
     values = {"tasks.max_prompt_tokens": 8, "rollout.max_new_tokens": 20, "rollout.max_turns": 3}
     values |= {"rollout.group_size": size, "buffer.max_staleness": eta}
     values |= {"train.batch_size": batch, "train.steps": 10**6}
-    config = build({**values, "buffer.drop_equal_rewards": True})
-    return replace(config, tasks=replace(config.tasks, max_failures=max_failures))
+    return build({**values, "buffer.drop_equal_rewards": True})
 
 
 def groups_of(config: Config, engines: int, verifiers: int, rule: OnStale = OnStale.MASK) -> Groups:
@@ -57,9 +56,8 @@ def groups_of(config: Config, engines: int, verifiers: int, rule: OnStale = OnSt
 class Desk:
     """Two groups of two, at two engines, and one verifier."""
 
-    def __init__(self, max_failures: int = 0):
-        config = config_of(max_failures=max_failures)
-        self.groups = groups_of(config, engines=2, verifiers=1)
+    def __init__(self) -> None:
+        self.groups = groups_of(config_of(), engines=2, verifiers=1)
         sends = self.groups.begin(2, [0, 0], 0, 0.0)
         assert [name for name, _ in sends] == ["rollout-0", "rollout-1"]
 
@@ -131,25 +129,19 @@ def test_at_eta_0_an_engine_gets_all_its_replies_at_once_in_order() -> None:
 def test_a_verifier_killed_from_outside_is_retried_once_and_then_the_reward_is_blamed() -> None:
     desk = Desk()
     request = desk.finish(0)
-    assert desk.groups.verifier_lost(0, 0, "SIGKILL", is_outside=True) == [("verify-0", request)]
-    assert desk.groups.verifier_lost(0, 0, "SIGKILL", is_outside=True) == []
+    assert desk.groups.verifier_lost(0, "SIGKILL", is_outside=True) == [("verify-0", request)]
+    assert desk.groups.verifier_lost(0, "SIGKILL", is_outside=True) == []
     assert desk.groups.buffer.drops == {Drop.REWARD_ERROR: 1} and 0 not in desk.groups.states
-
-
-def test_one_bad_reward_costs_one_answer_where_one_may_fail() -> None:
-    desk = Desk(max_failures=1)
-    desk.finish(0)
-    ((_, again),) = desk.groups.verifier_lost(0, 1, "too slow", is_late=True)
-    assert isinstance(again, messages.Grade) and again.skip == (1,)
-    desk.groups.verifier_lost(0, 0, "too slow", is_late=True)
-    assert desk.groups.buffer.drops == {Drop.REWARD_TIMEOUT: 1}
+    desk.finish(1)
+    assert desk.groups.verifier_lost(0, "too slow", is_late=True) == []
+    assert desk.groups.buffer.drops[Drop.REWARD_TIMEOUT] == 1
 
 
 @pytest.mark.parametrize("is_late", [True, False])
 def test_a_reply_that_fails_aborts_its_group(is_late: bool) -> None:
     desk = Desk()
     desk.turn(0)
-    assert desk.groups.verifier_lost(0, 0, "!", is_late) == [("rollout-0", messages.Abort(0))]
+    assert desk.groups.verifier_lost(0, "!", is_late) == [("rollout-0", messages.Abort(0))]
     assert desk.groups.handle(0, messages.Gone(0, ""), 0.0) == []
     reason = Drop.REPLY_TIMEOUT if is_late else Drop.REPLY_ERROR
     assert desk.groups.buffer.drops == {reason: 1}
@@ -226,7 +218,7 @@ class House:
     def __init__(self, seed: int):
         self.dice = dice = random.Random(seed)
         eta, batch, size = dice.randint(0, 3), dice.randint(1, 4), dice.randint(2, 3)
-        self.config = config_of(eta, batch, size, max_failures=dice.choice([0, 0, 1]))
+        self.config = config_of(eta, batch, size)
         self.engines = [Engine() for _ in range(dice.randint(1, 3))]
         self.num_verifiers = dice.randint(1, 3)
         rule = dice.choice(list(OnStale))
@@ -348,11 +340,11 @@ class House:
                 tokens = () if error or self.dice.random() < 0.4 else (7, 7)
                 message: object = messages.Replied(request.group_id, request.place, tokens, error)
             else:
-                count, chances = len(request.trajectories), [0.0, 1.0] * 9 + [None]
-                rewards = [self.dice.choice(chances) for _ in range(count)]
-                is_bad = rewards.count(None) > request.max_failures
-                answer = ((), ()) if is_bad else (tuple(rewards), ("text",) * count)
-                message = messages.Graded(request.group_id, *answer, error="!" if is_bad else "")
+                count = len(request.trajectories)
+                rewards = tuple(self.dice.choice([0.0, 1.0]) for _ in range(count))
+                is_bad = self.dice.random() < 0.1
+                given = ((), (), "!") if is_bad else (rewards, ("text",) * count)
+                message = messages.Graded(request.group_id, *given)
             self.deliver(self.groups.handle(rank, message, 0.0))
 
     def learn(self) -> None:
@@ -405,7 +397,7 @@ class House:
             rank = self.dice.choice(list(self.asked))
             del self.asked[rank]
             how = self.dice.choice([{}, {"is_late": True}, {"is_outside": True}])
-            self.deliver(self.groups.verifier_lost(rank, 0, "it died", **how))
+            self.deliver(self.groups.verifier_lost(rank, "it died", **how))
             self.seen["verifier lost"] += 1
 
     def kill_ranks(self) -> None:

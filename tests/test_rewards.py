@@ -1,71 +1,44 @@
-"""Which groups reach the buffer: failures, over-long answers, truncated answers, equal rewards. And
+"""Which groups reach the buffer: truncated answers, equal rewards. And
 the graders of gsm8k and math against answers that were labelled by hand for this project."""
 
 import json
 import os
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from minirl.config import Config, TasksConfig
+from minirl.config import TasksConfig
+from minirl.groups import filter_group
 from minirl.recipe import build
 from minirl.records import Answer, Drop, Example, Group, StopReason, Trajectory
 from minirl.tasks import Task
 from minirl.tasks import math as mathematics
 from minirl.tasks.gsm8k import Gsm8k
 from minirl.tasks.math import Mathematics, is_equal
-from minirl.tasks.rewards import filter_group, overlong_penalty
 
 
-def config(**changes: Any) -> Config:
-    of_tasks = ("max_failures", "overlong_tokens")
-    return build({f"{'tasks' if k in of_tasks else 'buffer'}.{k}": v for k, v in changes.items()})
-
-
-def answers(*lengths: int) -> list[Trajectory]:
+def answers(*lengths: int) -> tuple[Trajectory, ...]:
     """Of these many tokens; those of 128 were truncated."""
     ends = [StopReason.LENGTH if n == 128 else StopReason.STOP for n in lengths]
-    return [Trajectory(i, n + 10, n, ends[i], i, i) for i, n in enumerate(lengths)]
+    return tuple(Trajectory(i, n + 10, n, ends[i], i, i) for i, n in enumerate(lengths))
 
 
-def test_a_group_that_teaches_nothing_is_dropped_with_a_reason() -> None:
-    for lengths, rewards, changes, why in (
-        ((3, 4, 5, 6), (1.0, None, 0.5, None), {"max_failures": 1}, Drop.REWARD_ERROR),
-        ((128, 128), (1.0, 0.0), {"mask_truncated": True}, Drop.TRUNCATED),
-        ((5, 6), (1.0, 1.0), {"drop_equal_rewards": True}, Drop.EQUAL_REWARDS),
-    ):
-        assert filter_group(config(**changes), (0, 0), answers(*lengths), rewards) is why
+def filtered(lengths: tuple[int, ...], rewards: tuple[float, ...], *rules: str) -> Group | Drop:
+    config = build({f"buffer.{rule}": True for rule in rules})
+    return filter_group(config, (7, 5), answers(*lengths), rewards)
 
 
-def passed(rewards: tuple[float | None, ...], *lengths: int, **changes: Any) -> Group:
-    group = filter_group(config(**changes), (7, 5), answers(*lengths), rewards)
-    assert isinstance(group, Group)
-    return group
-
-
-def test_others_pass_as_the_recipe_shapes_them() -> None:
-    plain = Group(7, 5, tuple(answers(3, 128, 128)), (1.0, 1.0, 1.0))
-    assert passed((1.0, 1.0, 1.0), 3, 128, 128) == plain, "by default as they are"
-    group = passed((1.0, None, 0.5, None), 3, 4, 5, 6, max_failures=2)
-    assert group.rewards == (1.0, 0.5), "a failure is never a 0"
-    assert group.trajectories == (answers(3, 4, 5, 6)[0], answers(3, 4, 5, 6)[2])
-    group = passed((1.0, 0.0, 0.0), 10, 128, 20, mask_truncated=True)
-    assert group.masked == {1} and group.rewards == (1.0, 0.0, 0.0), "it counts in the baseline"
+def test_a_group_that_teaches_nothing_is_dropped_and_others_pass() -> None:
+    assert filtered((128, 128), (1.0, 0.0), "mask_truncated") is Drop.TRUNCATED
+    assert filtered((5, 6), (1.0, 1.0), "drop_equal_rewards") is Drop.EQUAL_REWARDS
+    assert isinstance(filtered((5, 6), (1.0, 0.0), "drop_equal_rewards"), Group)
+    plain = Group(7, 5, answers(3, 128, 128), (1.0, 1.0, 1.0))
+    assert filtered((3, 128, 128), (1.0, 1.0, 1.0)) == plain, "by default as they are"
+    group = filtered((10, 128, 20), (1.0, 0.0, 0.0), "mask_truncated")
+    assert isinstance(group, Group) and group.masked == {1}
+    assert group.rewards == (1.0, 0.0, 0.0), "it counts in the baseline"
     assert (group.head_version, group.newest_version) == (0, 2)
-    assert passed((1.0, 0.0), 5, 6, drop_equal_rewards=True)
-    assert passed((1.0, 1.0), 5, 128, drop_equal_rewards=True, overlong_tokens=25)  # penalties
-
-
-def test_the_penalty_rises_from_the_zone_to_the_limit_and_is_taken_off_the_reward() -> None:
-    for length, lost in {1: 0.0, 103: 0.0, 108: 0.2, 118: 0.6, 128: 1.0}.items():
-        answer, zone = answers(length)[0], config(overlong_tokens=25)
-        assert overlong_penalty(zone, answer) == pytest.approx(lost)
-        assert overlong_penalty(config(), answer) == 0.0
-    group = passed((1.0, 1.0, 0.0), 10, 118, 128, overlong_tokens=25)
-    assert group.rewards == pytest.approx((1.0, 0.4, -1.0))
-    assert group.task_rewards == (1.0, 1.0, 0.0)
 
 
 # Graders -------------------------------------------------------------------------------------

@@ -3,9 +3,9 @@
     consumes, waits for   Grade: an example and the ring cells of its answers; Ask: those of a turn
     gives                 Graded, Replied: rewards, a reply's tokens, or why there are none
 
-A reward that raises is never a 0 (rule 7): it is None, and one too many fails the whole group. If
-one hangs or crashes, the board shows which one was GRADING: the controller replaces the worker.
-Leaves out: what the recipe makes of a reward (rewards.py), time limits (the controller's).
+A reward that raises is never a 0 (rule 7): its whole group fails. While one runs, the board shows
+GRADING: if it hangs or crashes, the controller replaces the worker and drops the group.
+Leaves out: which graded groups are trained (groups.py), time limits (the controller's).
 """
 
 import resource
@@ -66,29 +66,24 @@ class Verifier:
     board: BoardWriter
 
     def grade(self, request: Grade) -> Graded:
-        rewards: list[float | None] = [None] * len(request.trajectories)
-        texts, error, num_failed = [""] * len(rewards), "", len(request.skip)
+        rewards, texts = list[float](), list[str]()
         for place, trajectory in enumerate(request.trajectories):
-            if place in request.skip:
-                continue
-            self._show(request.group_id, place)
+            self._show(request.group_id, place=place)
             view = self.setup.ring.read(trajectory.cell, request.group_id)
             turns = texts_of(view, self.tokenizer, self.setup.dialogue)
             answer = Answer(turns[-1], trajectory.stop, int(view.mask.sum()), turns)
-            texts[place] = readable(turns)
+            texts.append(readable(turns))
             try:
-                rewards[place] = score(self.task, request.example, answer)
+                rewards.append(score(self.task, request.example, answer))
             except MemoryError:
                 raise  # too little may be left for the next reward
             except Exception as failed:  # a task is the user's code: whatever it raises
-                error, num_failed = self._why(failed, self.task.reward), num_failed + 1
-                if num_failed > request.max_failures:
-                    return Graded(request.group_id, (), (), error)
-        return Graded(request.group_id, tuple(rewards), tuple(texts), error)
+                return Graded(request.group_id, error=self._why(failed, self.task.reward))
+        return Graded(request.group_id, tuple(rewards), tuple(texts))
 
     def reply(self, request: Ask) -> Replied:
         example, tokens, error = request.example, list[int](), ""
-        self._show(request.group_id, request.place, reply=True)
+        self._show(request.group_id, place=request.place, reply=True)
         try:
             view = self.setup.ring.read(request.trajectory.cell, request.group_id)
             dialogue, last = self.setup.dialogue or Dialogue(), int(view.tokens[-1])
@@ -108,7 +103,6 @@ class Verifier:
     def _why(self, failed: Exception, method: Any) -> str:
         return failure(failed, self.setup.config.tasks.kind, definition(method))
 
-    def _show(self, group_id: int, place: int, **facts: Any) -> None:
+    def _show(self, group_id: int, **facts: Any) -> None:
         """Anew: tasks.timeout_s counts for each reward."""
-        self.board.serving(-1, place)
-        self.board.enter(State.GRADING, anew=True, group=group_id, place=place, **facts)
+        self.board.enter(State.GRADING, anew=True, group=group_id, **facts)
