@@ -18,27 +18,24 @@ FILTERS = {  # they drop on purpose; what changes that
     "take prompts that are less easy or less hard",
     Drop.TRUNCATED: "raise rollout.max_new_tokens",
     Drop.STALE: "raise buffer.max_staleness",
+    Drop.TOO_LONG: "raise tasks.max_prompt_tokens",
 }
 MIN_FAULTS = 24  # in a row; with small batches max_faults alone would stop a run for noise
-MAX_FILTERED = 0.75  # share of the groups since the last step
 
 
 class DropWatch:
     def __init__(self, config: Config, seldom: RateLimit):
-        self._batch_size, self._max_faults = config.train.batch_size, config.buffer.max_faults
-        self._limit = max(MIN_FAULTS, math.ceil(self._max_faults * self._batch_size))
+        self._max_faults = config.buffer.max_faults
+        self._limit = max(MIN_FAULTS, math.ceil(self._max_faults * config.train.batch_size))
         self._seldom = seldom
         self._examples: dict[Drop, str] = {}
         self._faults: Counter[Drop] = Counter()  # since a group was last graded
-        self._filtered: Counter[Drop] = Counter()  # since one was last kept
-        self._dropped: Counter[Drop] = Counter()  # since the last step
+        self._filtered: Counter[Drop] = Counter()  # since the last step
 
     @property
     def fault(self) -> str:
-        """Why the run cannot train, or "". Of prompts that are too long ten count as one: they end
-        at once, and where most are too long such a row may be chance."""
-        num = self._faults.total()
-        if 10 * num - 9 * self._faults[Drop.TOO_LONG] < 10 * self._limit:
+        """Why the run cannot train, or ""."""
+        if (num := self._faults.total()) < self._limit:
             return ""
         ((reason, count),) = self._faults.most_common(1)
         return (
@@ -47,35 +44,25 @@ class DropWatch:
             f"{self._max_faults:g}"
         )
 
-    def begun(self) -> None:
-        """A prompt was short enough."""
-        del self._faults[Drop.TOO_LONG]
-
-    def graded(self, is_kept: bool) -> None:
+    def graded(self) -> None:
         self._faults.clear()
-        if is_kept:
-            self._filtered.clear()
+
+    def stepped(self) -> None:
+        """The next version is published."""
+        self._filtered.clear()
 
     def dropped(self, reason: Drop, why: str) -> None:
         """The death of a worker has a limit of its own (supervisor.py)."""
-        self._dropped[reason] += 1
         if reason in FILTERS:
-            self.graded(is_kept=False)
             self._filtered[reason] += 1
-            if (num := self._filtered.total()) % self._limit == 0:
-                self._warn(*self._filtered.most_common(1)[0], num, "in a row")
+            if self._filtered.total() % self._limit == 0:
+                self._warn()
         elif reason is not Drop.WORKER_DIED:
             self._faults[reason] += 1
             self._examples[reason] = why
 
-    def stepped(self) -> None:
-        """The next version is published."""
-        num = self._dropped.total() + self._batch_size
-        for reason in FILTERS:
-            if (count := self._dropped[reason]) > MAX_FILTERED * num:
-                self._warn(reason, count, num, "since the last step")
-        self._dropped.clear()
-
-    def _warn(self, reason: Drop, count: int, num: int, when: str) -> None:
-        share = f"{count / num:.0%} of {num:,} groups {when} were dropped"
-        self._seldom.note(reason, f"warning: {share}, {reason.words}: {FILTERS[reason]}")
+    def _warn(self) -> None:
+        ((reason, count),) = self._filtered.most_common(1)
+        num = self._filtered.total()
+        share = f"{num:,} groups dropped since the last step, {count / num:.0%} of them"
+        self._seldom.note(reason, f"warning: {share} {reason.words}: {FILTERS[reason]}")

@@ -129,12 +129,10 @@ class Groups:
         begun, size = [], self.config.rollout.group_size
         for _ in range(self.buffer.num_to_admit(num_needed, min(served))):
             prompt, limit = self.stream.next(), self.config.tasks.max_prompt_tokens
-            if (length := len(prompt.tokens)) > limit:
+            if len(prompt.tokens) > limit:
                 ticket = self.buffer.admit(prompt.index, self.buffer.version)
-                why = f"a prompt of {length} tokens, where tasks.max_prompt_tokens = {limit}"
-                self._settle(self.buffer.drop(ticket.group_id, Drop.TOO_LONG), Drop.TOO_LONG, why)
+                self._settle(self.buffer.drop(ticket.group_id, Drop.TOO_LONG), Drop.TOO_LONG)
                 continue
-            self.drops.begun()
             assignment = self.dispatcher.assign(size)
             ticket = self.buffer.admit(prompt.index, served[assignment.engine], now)
             cells = tuple(range(ticket.slot * size, (ticket.slot + 1) * size))
@@ -277,8 +275,8 @@ class Groups:
         if graded.error:
             self._end_without_reward(state, Drop.REWARD_ERROR, graded.error)
             return
+        self.drops.graded()
         if state.evaluation is not None:
-            self.drops.graded(is_kept=False)
             self._evaluated(state, graded.rewards[0], "", graded.texts[0])
             return
         ticket = (state.id, state.prompt.index)
@@ -290,7 +288,6 @@ class Groups:
         else:
             state.texts, state.phase = graded.texts, Phase.READY
             self.buffer.finish(group, now)
-            self.drops.graded(is_kept=True)
 
     # -- losses
 

@@ -56,7 +56,7 @@ def test_steps_in_a_row_without_an_update_stop_the_run() -> None:
 
 B = 10
 LIMIT = 3 * B
-ERROR, EQUAL, LONG = Drop.REWARD_ERROR, Drop.EQUAL_REWARDS, Drop.TOO_LONG
+ERROR, EQUAL = Drop.REWARD_ERROR, Drop.EQUAL_REWARDS
 
 
 def watch_of(batch_size: int = B) -> tuple[DropWatch, list[str]]:
@@ -68,8 +68,6 @@ def tell(watch: DropWatch, ends: list[Drop | str]) -> None:
     for number, end in enumerate(ends):
         if isinstance(end, Drop):
             watch.dropped(end, f"error {number} (task.py, line 3, in reward)")
-        elif end in ("graded", "kept"):
-            watch.graded(is_kept=end == "kept")
         else:
             getattr(watch, end)()
 
@@ -82,14 +80,8 @@ def tell(watch: DropWatch, ends: list[Drop | str]) -> None:
         ([reason for reason in Drop if reason not in FILTERS] * LIMIT, True),
         ([Drop.WORKER_DIED] * 99, False),  # it has a limit of its own
         ([EQUAL] * 99, False),
-        ([*[ERROR] * (LIMIT - 1), "kept"] * 3, False),
-        ([*[ERROR] * (LIMIT - 1), "graded"] * 3, False),  # a held-out answer
-        ([*[ERROR] * (LIMIT - 1), EQUAL] * 3, False),  # it was graded too
-        ([*[ERROR] * (LIMIT - 1), Drop.WORKER_DIED, "stepped", ERROR], True),
-        ([LONG] * (10 * LIMIT - 1), False),  # where most are, so many in a row are no wonder
-        ([LONG] * 10 * LIMIT, True),
-        ([*[LONG] * (10 * LIMIT - 1), "begun"] * 3, False),  # short prompts still run
-        ([*[ERROR] * (LIMIT - 1), "begun", ERROR], True),
+        ([*[ERROR] * (LIMIT - 1), "graded"] * 3, False),
+        ([*[ERROR] * (LIMIT - 1), Drop.WORKER_DIED, Drop.TOO_LONG, "stepped", ERROR], True),
     ],
 )
 def test_so_many_faults_in_a_row_stop_the_run(ends: list[Drop | str], stops: bool) -> None:
@@ -100,7 +92,7 @@ def test_so_many_faults_in_a_row_stop_the_run(ends: list[Drop | str], stops: boo
 
 def test_the_line_has_the_commonest_reason_its_count_and_an_example() -> None:
     watch, _ = watch_of()
-    tell(watch, [*[LONG] * 9, *[ERROR] * 30])
+    tell(watch, [*[Drop.REFUSED] * 9, *[ERROR] * 30])
     assert watch.fault == (
         "no reward for 39 groups in a row: reward error 30 times, such as error 38 (task.py, "
         "line 3, in reward); mend that, or raise buffer.max_faults = 3"
@@ -117,13 +109,10 @@ def test_the_line_has_the_commonest_reason_its_count_and_an_example() -> None:
     ("ends", "said"),
     [
         ([EQUAL] * (LIMIT - 1), ""),
-        ([*[EQUAL] * (LIMIT - 1), "kept", EQUAL], ""),
-        ([EQUAL] * LIMIT, "100% of 30 groups in a row were dropped, equal rewards: set buffer."),
-        ([*[Drop.TRUNCATED] * 24, *[EQUAL] * 6], "80% of 30 .*, truncated: raise rollout.max_new"),
-        ([*[EQUAL, "kept"] * 30, "stepped"], ""),  # 30 of 40
-        ([*[EQUAL, "kept"] * 31, "stepped"], "76% of 41 groups since the last step were dropped, "),
-        ([*[EQUAL, "kept"] * 20, "stepped", *[EQUAL, "kept"] * 20, "stepped"], ""),
-        ([*[Drop.STALE, "kept"] * 31, "stepped"], "stale: raise buffer.max_staleness"),
+        ([*[EQUAL] * (LIMIT - 1), "stepped", EQUAL], ""),
+        ([*[EQUAL, "graded"] * LIMIT], "30 groups .* 100% of them equal rewards: set buffer.drop"),
+        ([*[Drop.TRUNCATED] * 24, *[EQUAL] * 6], "80% of them truncated: raise rollout.max_new"),
+        ([Drop.TOO_LONG] * LIMIT, "too long: raise tasks.max_prompt_tokens"),
         ([EQUAL] * LIMIT * 20, r"\(10 times so far\)"),
     ],
 )
