@@ -17,7 +17,6 @@ from minirl.tasks.arithmetic import (
     Arithmetic,
     Calculator,
     Difficulty,
-    Stream,
     demonstration,
     draw_problem,
 )
@@ -63,7 +62,7 @@ def grade(result: int, text: str, stop: StopReason = StopReason.STOP) -> float:
 def test_clean_demonstrations_score_1_and_damaged_ones_0(num_steps: int) -> None:
     hard = Difficulty([i == num_steps for i in range(1, 8)])
     for index in range(100):
-        problem = draw_problem(3, Stream.TRAIN, index, hard)
+        problem = draw_problem(3, "train", index, hard)
         answer, total = demonstration(problem), problem.start
         assert len(problem.steps) == num_steps and grade(problem.result, answer) == 1.0
         assert grade(problem.result, answer, StopReason.LENGTH) == 0.0

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minirl.config import TINY_FOLDER
-from minirl.tasks.arithmetic import Stream, demonstration, draw_problem
+from minirl.tasks.arithmetic import demonstration, draw_problem
 from tests import warm_up
 from tests.warm_up import EOS, build_tiny_model, build_tokenizer
 
@@ -19,7 +19,7 @@ def test_it_is_made_as_the_shipped_one(tmp_path: Path, monkeypatch: pytest.Monke
     folder = tmp_path / "tiny"
     build_tiny_model(folder, 2)
     assert {path.name for path in folder.iterdir()} == FILES | {"tokenizer_config.json"}
-    problem = draw_problem(0, Stream.TRAIN, 0)
+    problem = draw_problem(0, "train", 0)
     text, shapes = problem.prompt + demonstration(problem) + "\n Ω  naïve — 3,000", []
     for here in (folder, TINY_FOLDER):
         model = AutoModelForCausalLM.from_pretrained(here)

@@ -20,7 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from minirl.config import Config, TrainConfig
 from minirl.devices import Placement
 from minirl.messages import RankSetup
-from minirl.tasks.arithmetic import MARK, Difficulty, Problem, Stream, draw_problem
+from minirl.tasks.arithmetic import MARK, Difficulty, Problem, draw_problem
 from minirl.tasks.arithmetic import demonstration as clean
 from minirl.train import attention, checkpoint
 from minirl.train.batch import Item, example_item
@@ -47,7 +47,7 @@ SLIP = 0.15
 
 
 def _taught(count: int) -> Iterator[str]:
-    for problem in (draw_problem(0, Stream.WARMUP, index) for index in range(count)):
+    for problem in (draw_problem(0, "warmup", index) for index in range(count)):
         yield problem.prompt + clean(problem)
 
 
@@ -123,7 +123,7 @@ def _batches(tokenizer: Tokenizer, seed: int, phase: str) -> Iterator[list[Item]
     for first in count(1 << 30 if phase == "sloppy" else 0, 4 * BATCH_SIZE):
         rng = random.Random(f"{seed}/{phase}/{first}")
         indices = range(first, first + 4 * BATCH_SIZE)
-        drawn = [draw_problem(seed, Stream.WARMUP, i, Difficulty((1,) * 7)) for i in indices]
+        drawn = [draw_problem(seed, "warmup", i, Difficulty((1,) * 7)) for i in indices]
         examples = []
         for p in sorted(drawn, key=lambda problem: len(problem.steps)):
             answer = sloppy(p, rng, NO_WORKING, SLIP) if phase == "sloppy" else clean(p)

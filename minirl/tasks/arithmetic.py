@@ -12,7 +12,6 @@ import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from random import Random
 
 from minirl.config import TasksConfig
@@ -41,14 +40,6 @@ class Difficulty:  # the defaults are what the tiny model is warmed up on
     max_total: int = 60  # at least start + amount, so that a step is always possible
 
 
-class Stream(StrEnum):
-    """Where a problem is drawn from; the last is held out."""
-
-    TRAIN = "train"
-    WARMUP = "warmup"
-    HELDOUT = "heldout"
-
-
 @dataclass(frozen=True)
 class Problem:
     prompt: str
@@ -58,16 +49,17 @@ class Problem:
 
 
 def draw_problem(
-    seed: int, stream: Stream, index: int, difficulty: Difficulty = Difficulty()
+    seed: int, stream: str, index: int, difficulty: Difficulty = Difficulty()
 ) -> Problem:
-    """The problem at `index` of a stream, the same at every call and on its stream's side."""
-    rng = Random(f"{seed}/{stream.value}/{index}")
+    """The problem at `index` of a stream, the same at every call. Those of "heldout" are of no
+    other stream."""
+    rng = Random(f"{seed}/{stream}/{index}")
     weights = difficulty.step_weights
     num_steps = rng.choices(range(1, len(weights) + 1), weights)[0]
     while True:  # the redraw keeps num_steps, and with it the distribution of lengths
         problem = _draw(rng, num_steps, difficulty)
         is_heldout = hashlib.sha256(problem.prompt.encode()).digest()[0] % 8 == 0
-        if is_heldout == (stream is Stream.HELDOUT):
+        if is_heldout == (stream == "heldout"):
             return problem
 
 
@@ -118,7 +110,7 @@ class Arithmetic(Generated):
         self.check_option("step_weights", is_weights, rule)
 
     def draw(self, index: int, is_test: bool) -> Example:
-        stream = Stream.HELDOUT if is_test else Stream.TRAIN
+        stream = "heldout" if is_test else "train"
         return self.asked(draw_problem(self.seed, stream, index, self.difficulty))
 
     def asked(self, problem: Problem) -> Example:

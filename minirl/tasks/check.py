@@ -1,25 +1,26 @@
 """The self-check of a task (rule 7) in a verifier process: user code that hangs, exits, crashes or
-eats memory is one line with method, file and line, not the end of the controller.
+eats memory is one line with file, line and method, not the end of the controller.
 
     controller   checking(config) spawns the process; the function that it gives waits for Checked
     process      imports the task, calls each method, encodes prompts as a run would
 
-Before each call the board shows method and line: tasks.timeout_s counts from there, and a process
-that ends is blamed on that call. faulthandler's dump in the log says where it was.
+A crash, os._exit and a call that takes longer than tasks.timeout_s end the process; faulthandler's
+dump in the log says where it was.
 Leaves out: minirl's own tasks and methods, which may download and have no limit. What passed runs
 in the controller afterwards without limits: import, load and example, for prompts.
 """
 
+import faulthandler
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 from minirl import model
 from minirl.config import Config
@@ -27,15 +28,16 @@ from minirl.devices import Placement
 from minirl.errors import RecipeError, WorkerDied
 from minirl.messages import Checked, Died, Role
 from minirl.recipe import check_task
-from minirl.shm.board import BoardWriter, State
+from minirl.shm.board import BoardWriter
 from minirl.tasks import Task, registry
 from minirl.tasks.prompts import SHUFFLED_UP_TO, short_prompts, trained_on
-from minirl.tasks.registry import Frame, definition, dumped, where
+from minirl.tasks.registry import dumped, where
 from minirl.tasks.turns import dialogue_of
 from minirl.tasks.verifier import limit_memory
 from minirl.workers import LISTEN_S, Workers, signals
 
-CALLS = ("import", "load", "example", "reply", *registry.NEEDED)
+METHODS = ("load", "example", "reply", *registry.NEEDED)
+EXIT = os._exit
 MOST_LOOKED_AT = 10_000  # training examples
 KEPT = {"HF_TOKEN"}  # for data of one's own on the hub; what passes runs with all secrets anyway
 
@@ -60,7 +62,6 @@ def checking(config: Config, folder: Path | None) -> Iterator[Callable[[], Check
 
 
 def _result(config: Config, workers: Workers) -> Checked:
-    limit_s = config.tasks.timeout_s
     while True:
         for _, message in workers.receive(LISTEN_S):
             match message:
@@ -71,36 +72,39 @@ def _result(config: Config, workers: Workers) -> Checked:
                 case RecipeError():
                     raise message
                 case Died():
-                    raise _refusal(config, workers, f"ended its process ({message.how})")
-        row = workers.board.row(0)
-        if row.state is State.GRADING and row.since_s > limit_s:
-            workers.stacks()
-            raise _refusal(config, workers, f"took longer than tasks.timeout_s = {limit_s:g}")
+                    raise _refusal(config, workers, message.how)
 
 
-def _refusal(config: Config, workers: Workers, what: str) -> Exception:
-    row, kind = workers.board.row(0), config.tasks.kind
-    if row.state is not State.GRADING:
-        return WorkerDied(f"the self-check of {kind} {what}\n{workers.log_tail(workers.all[0])}")
-    log = (workers.log_dir / f"{workers.all[0].name}.log").read_text(errors="replace")
-    file, call = kind.rpartition(":")[0], CALLS[row.running]
-    found = where(dumped(log), kind) or where([Frame(file, row.version, call)], file + ":")
+def _refusal(config: Config, workers: Workers, how: str) -> Exception:
+    kind, limit_s, worker = config.tasks.kind, config.tasks.timeout_s, workers.all[0]
+    log = (workers.log_dir / f"{worker.name}.log").read_text(errors="replace")
+    if not (found := where(dumped(log), kind)):
+        return WorkerDied(f"the self-check of {kind}: {how}\n{workers.log_tail(worker)}")
+    what = f"ended its process ({how})"
+    if "Timeout (" in log:  # faulthandler's word
+        what = f"took longer than tasks.timeout_s = {limit_s:g}"
     remedy = "mend it, or raise tasks.timeout_s or tasks.memory_gib"
-    return RecipeError("tasks.kind", kind, f"its {call} {what}{found}", remedy)
+    return RecipeError("tasks.kind", kind, f"its code {what}{found}", remedy)
 
 
 def run(setup: tuple[Config, Path | None], board: BoardWriter, pipe: Connection) -> None:
     """The body of the process."""
     limit_memory(setup[0])
+    os._exit = _dump_and_exit
     try:
-        pipe.send(_check(*setup, _Watch(board)))
+        pipe.send(_check(*setup, _Watch(setup[0].tasks.timeout_s)))
     except RecipeError as error:
         pipe.send(error)
 
 
+def _dump_and_exit(status: int) -> NoReturn:
+    faulthandler.dump_traceback(2, all_threads=False)
+    EXIT(status)
+
+
 def _check(config: Config, folder: Path | None, watch: "_Watch | None" = None) -> Checked:
     kind, make = config.tasks.kind, partial(registry.make_task, config)
-    task = watch.call("import", 1, make) if watch else make()
+    task = watch.call(make) if watch else make()
     if watch:
         watch.methods_of(task)
     shown = registry.self_check(task, kind)
@@ -119,35 +123,33 @@ def _check(config: Config, folder: Path | None, watch: "_Watch | None" = None) -
 
 
 class _Watch:
-    """Shows calls of the user's code on the board. A call inside another counts as that one."""
+    """Bounds the calls of the user's code. One that takes too long ends the process with a dump of
+    its stack, even in C. A call inside another counts as that one."""
 
-    def __init__(self, board: BoardWriter):
-        self.board, self.is_inside = board, False
+    def __init__(self, limit_s: float):
+        self.limit_s, self.is_inside = limit_s, False
 
-    def call(self, name: str, line: int, function: Callable[[], Any]) -> Any:
+    def call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         if self.is_inside:
-            return function()
+            return function(*args, **options)
         self.is_inside = True
-        self.board.serving(line, CALLS.index(name))
-        self.board.enter(State.GRADING, anew=True)
-        result = list(function()) if name == "load" else function()  # a generator runs here, too
-        self.board.enter(State.STARTING)  # not after an exception: it ends the check
-        self.is_inside = False
-        return result
+        faulthandler.dump_traceback_later(self.limit_s, exit=True, file=2)
+        try:
+            result = function(*args, **options)
+            return list(result) if isinstance(result, Iterator) else result  # a generator runs here
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            self.is_inside = False
 
     def methods_of(self, task: Task) -> None:
         """In its own classes, since methods call each other through `self`."""
         own = [cls for cls in type(task).__mro__ if not cls.__module__.startswith("minirl.")]
-        for cls, name in product(own, CALLS[1:]):
+        for cls, name in product(own, METHODS):
             found: Any = vars(cls).get(name)  # or a property, or a staticmethod
             function = getattr(found, "fget", None) or getattr(found, "__func__", found)
             if isinstance(function, FunctionType):
-                method = self._method(name, function)
+                method = self._method(function)
                 setattr(cls, name, method if function is found else type(found)(method))
 
-    def _method(self, name: str, function: FunctionType) -> Any:
-        @wraps(function)
-        def method(*args: Any, **options: Any) -> Any:
-            return self.call(name, definition(function).line, lambda: function(*args, **options))
-
-        return method
+    def _method(self, function: FunctionType) -> Any:
+        return lambda *args, **options: self.call(function, *args, **options)

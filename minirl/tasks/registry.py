@@ -34,7 +34,6 @@ BUILT_IN = {
 }
 FUNCTIONS = {"train.objective": ("tokens", "train"), "train.estimator": ("groups",)}
 """Keys that may name a user's function, and what it must take."""
-CHECK = "its self-check failed"
 NEEDED = ("num_train", "train", "heldout", "reward", "solution")
 
 
@@ -45,20 +44,20 @@ class Frame(NamedTuple):
 
 
 @contextmanager
-def _as_recipe_error(key: str, value: str, what: str, remedy: str, *outer: Frame) -> Iterator[None]:
+def _as_recipe_error(key: str, value: str, what: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except MinirlError:  # it says what is wrong itself
         raise
-    except Exception as error:  # the user's code may raise anything
-        raise RecipeError(key, value, f"{what} ({failure(error, value, *outer)})", remedy) from None
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        raise RecipeError(key, value, f"{what} ({failure(error, value)})", remedy) from None
 
 
-def failure(error: Exception, kind: str, *outer: Frame) -> str:
-    """What was raised, and where in the file of `kind`; `outer` counts if it is nowhere in it."""
+def failure(error: BaseException, kind: str) -> str:
+    """What was raised, and where in the file of `kind`."""
     found = traceback.walk_tb(error.__traceback__)
     frames = [Frame(f.f_code.co_filename, line, f.f_code.co_name) for f, line in found]
-    return one_line(f"{type(error).__name__}: {error}") + where([*outer, *frames], kind)
+    return one_line(f"{type(error).__name__}: {error}") + where(frames, kind)
 
 
 def where(frames: Sequence[Frame], kind: str) -> str:
@@ -74,14 +73,11 @@ def where(frames: Sequence[Frame], kind: str) -> str:
 
 
 def dumped(stacks: str) -> list[Frame]:
-    """Of the last dump of faulthandler in a log: it has the innermost frame first."""
-    found = re.findall(r'File "(.+)", line (\d+) in (.+)', stacks.rpartition("Current thread")[2])
+    """Of the main thread in the last dump of faulthandler in a log. The main thread is the last,
+    its innermost frame the first."""
+    _, _, last = stacks.rpartition(" (most recent call first)")
+    found = re.findall(r'File "(.+)", line (\d+) in (.+)', last)
     return [Frame(file, int(line), name) for file, line, name in reversed(found)]
-
-
-def definition(function: Any) -> Frame:
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return Frame(code.co_filename, code.co_firstlineno, code.co_name) if code else Frame("", 0, "")
 
 
 def make_task(config: Config) -> Task:
@@ -156,17 +152,17 @@ def self_check(task: Task, kind: str) -> str:
         rule = f"it has no {', '.join(missing)}"
         remedy = "write these, or let it inherit them: class MyTask(Task)"
         raise RecipeError("tasks.kind", kind, rule, remedy)
-    with _as_recipe_error("tasks.kind", kind, CHECK, remedy):
+    with _as_recipe_error("tasks.kind", kind, "its self-check failed", remedy):
         examples = [task.train(i) for i in range(min(32, task.num_train))]
         for example in [*examples, *task.heldout(8)]:
-            if (right := _score(task, kind, example, example)) != 1.0:
+            if (right := _score(task, example, example)) != 1.0:
                 rule = f"its own reference scores {right:g}, not 1"
                 raise RecipeError("tasks.kind", kind, rule, f"look at {str(example)[:160]!r}")
         pairs = pairwise([*examples, *examples[:1]])
         others = [(a, b) for a, b in pairs if a.reference != b.reference]
-        alike = [(a, b) for a, b in others if _score(task, kind, a, b) >= 1.0]
+        alike = [(a, b) for a, b in others if _score(task, a, b) >= 1.0]
         for here, there in alike:
-            if 2 * len(alike) > len(others) or _score(task, kind, there, here) < 1.0:
+            if 2 * len(alike) > len(others) or _score(task, there, here) < 1.0:
                 rule = "a wrong answer scores 1"
                 raise RecipeError("tasks.kind", kind, rule, f"look at {str(here)[:160]!r}")
         if has_turns(task):
@@ -179,10 +175,9 @@ def self_check(task: Task, kind: str) -> str:
         return f"{len(examples)} references score 1, {num_wrong} shuffled ones less"
 
 
-def _score(task: Task, kind: str, asked: Example, answered: Example) -> float:
+def _score(task: Task, asked: Example, answered: Example) -> float:
     text = task.solution(answered)
-    with _as_recipe_error("tasks.kind", kind, CHECK, "look at it", definition(task.reward)):
-        return score(task, asked, Answer(text, StopReason.STOP, 1, (text,)))
+    return score(task, asked, Answer(text, StopReason.STOP, 1, (text,)))
 
 
 def score(task: Task, example: Example, answer: Answer) -> float:
