@@ -142,8 +142,6 @@ class World:
         for versions in group.tokens:
             if not versions:
                 versions.append(group.engine.version)
-        if len(group.tokens) > 1 and self.random.random() < 0.2:  # it could not be graded
-            group.tokens.pop(self.random.randrange(len(group.tokens)))
         spans = [(v[0], v[-1]) for v in group.tokens]
         trajectories = tuple(Trajectory(0, 10, 5, StopReason.STOP, *span) for span in spans)
         cut = frozenset(i for i in range(len(spans)) if self.random.random() < 0.2)

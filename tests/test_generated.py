@@ -4,7 +4,6 @@ honest rewards. What a model writes is computed and never run as code."""
 import json
 import re
 from fractions import Fraction
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,8 +24,6 @@ from minirl.tasks.registry import self_check
 from minirl.tasks.turns import has_turns
 
 TASK, TOOL = Arithmetic(TasksConfig(), seed=3), Calculator(TasksConfig(), seed=3)
-TWO, SIX = ({"min_numbers": number, "max_numbers": number} for number in (2, 6))
-KINDS = [(Arithmetic, {}), (Calculator, {}), (Countdown, {}), (Countdown, TWO), (Countdown, SIX)]
 
 
 def score(
@@ -35,16 +32,16 @@ def score(
     return task.reward(example, Answer(text, stop, num_tokens=len(text)))
 
 
-@pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_problems_are_solvable_on_one_side(kind: type[Generated], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", [Arithmetic, Calculator, Countdown])
+def test_problems_are_solvable_on_one_side(kind: type[Generated]) -> None:
     def identity(example: Example) -> str:
         """Countdown's numbers may come in any order."""
         known = json.loads(example.reference) if kind is Countdown else {}
         return f"{sorted(known['numbers'])}={known['target']}" if known else str(example.prompt)
 
-    task, other = (kind(TasksConfig(options=options), seed) for seed in (3, 4))
+    task, other = (kind(TasksConfig(), seed) for seed in (3, 4))
     self_check(task, "mine")
-    assert task.train(7) == kind(TasksConfig(options=options), seed=3).train(7) != other.train(7)
+    assert task.train(7) == kind(TasksConfig(), seed=3).train(7) != other.train(7)
     assert task.heldout(300)[:100] == task.heldout(100), "a longer one only appends"
     assert len({str(example.prompt) for example in task.heldout(300)}) == 300
     heldout = set(map(identity, task.heldout(300)))

@@ -121,8 +121,6 @@ def test_built_in_tasks_take_ones_own_rows_and_columns(tmp_path: Path) -> None:
     ("kind", "options", "line"),
     [
         ("gsm8k", {"instrution": ""}, "is no option of this task; the defaults are {'instruction'"),
-        ("countdown", {"max_numbers": 11}, "must be at most 10"),
-        ("countdown", {"min_numbers": 5}, "must be between 2 and max_numbers"),
         ("arithmetic", {"step_weights": [0, 0]}, "must be the weights of 1, 2, … up to 7 steps"),
         ("arithmetic", {"step_weights": 3}, "must be of type list"),
         ("code", {"test_s": 0}, "must be above 0"),

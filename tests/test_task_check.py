@@ -107,10 +107,7 @@ WRONG, OTHER = "a wrong answer scores 1", "its own reference scores 0, not 1"
         ({SAME: f"{SAME} != 'b'", 'f"{i}"': 'f"{i}" if split == "train" else "b"'}, OTHER),
         ({SAME: "float('nan')"}, "ValueError: the reward is nan, not a finite"),
         ({"def reward": "def other"}, "Mine has no reward"),
-        (
-            {TASK: "class Mine:\n    def __init__(*_): ...\n    reward = 1"},
-            "it has no num_train, train",
-        ),
+        ({TASK: BARE}, "it has no num_train, train"),
     ],
 )
 def test_a_task_that_contradicts_itself(tmp_path: Path, changes: dict[str, str], why: str) -> None:

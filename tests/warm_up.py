@@ -56,11 +56,14 @@ def sloppy(problem: Problem, rng: random.Random, no_working: float, slip: float)
     others slips with probability `slip`; what follows is computed from its wrong total."""
     if rng.random() < no_working:
         return f" {MARK}{problem.result}"
-
-    def said(total: int) -> int:
-        return max(1, total + rng.choice((-2, -1, 1, 2))) if rng.random() < slip else total
-
-    return clean(problem, said)
+    total, working = problem.start, ""
+    for clause, added in problem.steps:
+        left = f"{total}{added or total:+d}"
+        total += added or total
+        if rng.random() < slip:
+            total = max(1, total + rng.choice((-2, -1, 1, 2)))
+        working += f" {clause}: {left}={total}."
+    return f"{working} {MARK}{total}"
 
 
 def build_tokenizer() -> Tokenizer:

@@ -10,7 +10,7 @@ Takes a seed; gives examples, rewards, worked answers (for the warm-up) and the 
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -84,13 +84,13 @@ def _draw(rng: Random, num_steps: int, limits: Difficulty) -> Problem:
     return Problem(prompt, start, tuple(steps), total)
 
 
-def demonstration(problem: Problem, said: Callable[[int], int] = int, form: str = "{}={}.") -> str:
-    """The worked answer: it quotes each clause, so that a step is a copy plus a small sum. `said`
-    is what it says in place of a step's total, `form` how it writes a sum."""
+def demonstration(problem: Problem, form: str = "{}={}.") -> str:
+    """The worked answer: it quotes each clause, so that a step is a copy plus a small sum. `form`
+    is how it writes a sum."""
     total, working = problem.start, ""
     for clause, added in problem.steps:
-        left, added = f"{total}{added or total:+d}", added or total
-        total = said(total + added)
+        left = f"{total}{added or total:+d}"
+        total += added or total
         working += f" {clause}: {form.format(left, total)}"
     return f"{working} {MARK}{total}"
 

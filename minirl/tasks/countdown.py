@@ -15,7 +15,6 @@ import random
 import re
 from fractions import Fraction
 
-from minirl.config import TasksConfig
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Generated
 from minirl.tasks.gsm8k import final
@@ -31,18 +30,12 @@ OPERATIONS = dict(zip((ast.Add, ast.Sub, ast.Mult, ast.Div), APPLY.values(), str
 
 
 class Countdown(Generated):
-    options = {"min_numbers": 3, "max_numbers": 4}  # noqa: RUF012
-
-    def __init__(self, config: TasksConfig, seed: int = 0):
-        super().__init__(config, seed)
-        low, high = self.options["min_numbers"], self.options["max_numbers"]
-        self.check_option("min_numbers", 2 <= low <= high, "must be between 2 and max_numbers")
-        self.check_option("max_numbers", high <= 10, "must be at most 10")
+    sizes = (3, 4)  # the least and the most numbers of a problem
 
     def draw(self, index: int, is_test: bool) -> Example:
         """Numbers are combined at random until a target comes out."""
         rng = random.Random(f"countdown/{self.seed}/{is_test}/{index}")
-        size = rng.randint(self.options["min_numbers"], self.options["max_numbers"])
+        size = rng.randint(*self.sizes)
         while True:
             numbers = [rng.randint(1, 50) for _ in range(size)]
             target, solution = _combined(rng, numbers)

@@ -17,7 +17,8 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from traceback import FrameSummary
+from typing import Any
 
 from minirl.config import Config, get
 from minirl.errors import MinirlError, RecipeError, one_line
@@ -37,12 +38,6 @@ FUNCTIONS = {"train.objective": ("tokens", "train"), "train.estimator": ("groups
 NEEDED = ("num_train", "train", "heldout", "reward", "solution")
 
 
-class Frame(NamedTuple):
-    file: str
-    line: int
-    name: str
-
-
 @contextmanager
 def _as_recipe_error(key: str, value: str, what: str, remedy: str) -> Iterator[None]:
     try:
@@ -55,29 +50,28 @@ def _as_recipe_error(key: str, value: str, what: str, remedy: str) -> Iterator[N
 
 def failure(error: BaseException, kind: str) -> str:
     """What was raised, and where in the file of `kind`."""
-    found = traceback.walk_tb(error.__traceback__)
-    frames = [Frame(f.f_code.co_filename, line, f.f_code.co_name) for f, line in found]
+    frames = traceback.extract_tb(error.__traceback__)
     return one_line(f"{type(error).__name__}: {error}") + where(frames, kind)
 
 
-def where(frames: Sequence[Frame], kind: str) -> str:
+def where(frames: Sequence[FrameSummary], kind: str) -> str:
     """The innermost line of the file of `kind`, and its function; "" where there is none."""
     file, _, _ = BUILT_IN.get(kind, kind).rpartition(":")
     file = file if file.endswith(".py") else f"{file.replace('.', '/')}.py"
-    own = [frame for frame in frames if frame.file.endswith(file)]
+    own = [frame for frame in frames if frame.filename.endswith(file)]
     if not own:
         return ""
     name = own[-1].name.replace("<module>", "its import")
     outer = f", from {own[0].name}" if own[0].name not in (name, "<module>") else ""
-    return f" ({Path(file).name}, line {own[-1].line}, in {name}{outer})"
+    return f" ({Path(file).name}, line {own[-1].lineno}, in {name}{outer})"
 
 
-def dumped(stacks: str) -> list[Frame]:
+def dumped(stacks: str) -> list[FrameSummary]:
     """Of the main thread in the last dump of faulthandler in a log. The main thread is the last,
     its innermost frame the first."""
     _, _, last = stacks.rpartition(" (most recent call first)")
     found = re.findall(r'File "(.+)", line (\d+) in (.+)', last)
-    return [Frame(file, int(line), name) for file, line, name in reversed(found)]
+    return [FrameSummary(file, int(line), name) for file, line, name in reversed(found)]
 
 
 def make_task(config: Config) -> Task:

@@ -78,7 +78,7 @@ class Verifier:
             except MemoryError:
                 raise  # too little may be left for the next reward
             except Exception as failed:  # a task is the user's code: whatever it raises
-                return Graded(request.group_id, error=failure(failed, self.kind))
+                return Graded(request.group_id, error=failure(failed, self.setup.config.tasks.kind))
         return Graded(request.group_id, tuple(rewards), tuple(texts))
 
     def reply(self, request: Ask) -> Replied:
@@ -95,14 +95,10 @@ class Verifier:
         except MemoryError:
             raise
         except Exception as failed:  # the user's code, or the cell is another group's by now
-            error = failure(failed, self.kind)
+            error = failure(failed, self.setup.config.tasks.kind)
         # As many as max_new_tokens never fit, and more need not be sent.
         sent = tuple(tokens[: self.setup.config.rollout.max_new_tokens])
         return Replied(request.group_id, request.place, sent, error)
-
-    @property
-    def kind(self) -> str:
-        return self.setup.config.tasks.kind
 
     def _show(self, group_id: int, **facts: Any) -> None:
         """Anew: tasks.timeout_s counts for each reward."""
