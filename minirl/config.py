@@ -232,8 +232,6 @@ class LogConfig:
     """Also log to "tensorboard", "wandb", "trackio", each an extra."""
     stall_s: Annotated[float, Field(ge=1, le=604_800)] = 300.0
     """Without progress for so long, stacks are written and the run exits with 3."""
-    record: bool = False
-    """Save every trained batch for `minirl replay`."""
 
 
 @dataclass(frozen=True, config=STRICT)
