@@ -405,19 +405,16 @@ def report(runs: Annotated[list[Path], Argument(metavar="RUN…")], out: Out = N
 
 @app.command()
 def replay(path: Annotated[Path, Argument(metavar="PATH")]) -> None:
-    """Compute a saved batch again. PATH is a folder of bad_batches/, or a file of record/
-    (log.record = true), which is compared with its record after those between the last checkpoint
-    and it. Exit code 1 if a loss is not finite, or differs from the recorded one.
+    """Compute a batch that went bad again. PATH is a folder of a run's bad_batches/. Prints loss
+    and gradient norm, and names what is not finite: then the exit code is 1.
 
-    minirl replay runs/smoke-20260101-120000/record/step-000012.safetensors
+    minirl replay runs/smoke-20260101-120000/bad_batches/step-000012
     """
     from minirl.train import bad_batch
 
-    is_good = True
-    for found in bad_batch.replay(path):
-        is_good &= found.is_good
-        typer.echo("\n".join(found.lines))
-    raise typer.Exit(0 if is_good else 1)
+    found = bad_batch.replay(path)
+    typer.echo("\n".join(found.lines))
+    raise typer.Exit(1 if found.bad else 0)
 
 
 if __name__ == "__main__":

@@ -168,9 +168,7 @@ class TrainConfig:
     loss_norm: Literal["token", "sequence", "constant"] = "token"
     """Mean over "token"s, over "sequence"s of their means, or sum by a "constant" (Dr. GRPO)."""
     kl_coef: Annotated[float, Field(ge=0, le=100)] = 0.0
-    """Weight of the KL to the first model; 0 is off and loads no reference."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL is subtracted."""
+    """Weight in the loss of the KL to the first model; 0 is off and loads no reference."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
     """λ of the estimator "gae"; 0 trusts the critic."""
     critic_lr: Annotated[float, Field(gt=0, le=1)] = 1e-5
@@ -228,8 +226,6 @@ class LogConfig:
     """Also log to "tensorboard", "wandb", "trackio", each an extra."""
     stall_s: Annotated[float, Field(ge=1, le=604_800)] = 300.0
     """Without progress for so long, stacks are written and the run exits with 3."""
-    record: bool = False
-    """Save every trained batch for `minirl replay`."""
 
 
 @dataclass(frozen=True, config=STRICT)

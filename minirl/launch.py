@@ -145,7 +145,7 @@ def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
         first = [task.train(i) for i in range(min(64, task.num_train))]
         short_prompts(config, first, tokenizer)
         heldout = short_prompts(config, task.heldout(config.eval.num_prompts), tokenizer)
-        saver = BatchSaver(config, run_dir, ring, store, source, len(job.ranks[0].cores))
+        saver = BatchSaver(config, run_dir, ring, store, source)
         log = RunLog(config, run_dir, workers, view, state.step, saver, state.evaluating)
         loop = Loop(config, workers, stream, heldout, make_buffer(config, state.history), log)
         loggers = Loggers(log)

@@ -37,10 +37,12 @@ REMOVED = {
     "guard": "leave it out: its limits are fixed (docs/faults.md)",
     "train.behav_level": 'leave it out: "gspo" weighs whole sequences, the others tokens',
     "train.behav_above": "leave it out: a token above train.behav_cap is left out of the loss",
-    "train.kl_kind": 'leave it out: k3 with train.kl_in = "loss", k1 with "reward"',
+    "train.kl_kind": "leave it out: the KL is estimated by k3",
+    "train.kl_in": "leave it out: the KL is a part of the loss",
     "train.dual_clip": "leave it out: train.clip_low, clip_high and behav_cap bound a token",
     "train.gamma": "leave it out: rewards are not discounted",
     "train.shard_optimizer": 'write train.shard = "optimizer" for true, and leave it out for false',
+    "log.record": "leave it out: a batch that goes bad is always saved (docs/faults.md)",
     "sft.warmup_steps": "leave it out: the learning rate rises over ten steps",
     "sft.schedule": "leave it out: the learning rate falls to 0 in a line",
 }

@@ -122,8 +122,6 @@ class RunLog:
                 file.write({"rolled_back_to": last_eval if name == "evals" else step})
         self.metrics = [line for line in self.metrics if line["step"] <= step]
         self.evals = [line for line in self.evals if line["step"] <= last_eval]
-        if self._saver is not None:
-            self._saver.forget_after(step)
 
     def trained(self, batch: Batch, trained: Trained, buffer: Buffer, states: States) -> None:
         """Writes the step down; raises where a limit that was broken stops the run."""
@@ -152,8 +150,6 @@ class RunLog:
         whole = {"step": batch.step, "version": batch.version, "groups": groups}
         self._files["batches"].write(whole)
         self._write_samples(batch, trained, states)
-        if self._saver is not None and (problem := self._saver.record(batch, {**line})):
-            self.note(problem)
         self.view.step(line)
         self.check(batch, trained, breaches)
 
@@ -246,8 +242,6 @@ class RunLog:
             file.close()
             if file.error:
                 self.problems.append(f"{file.path.name} is not whole ({file.error})")
-        if self._saver is not None and self._saver.num_missing:
-            self.problems.append(f"{self._saver.num_missing} steps were not recorded")
 
 
 def _batch_values(batch: Batch) -> Values:

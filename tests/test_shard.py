@@ -35,7 +35,7 @@ from minirl.train import attention, optimizer, policy
 from minirl.train.checkpoint import read_whole, shares
 
 PPO = {"estimator": "gae", "critic_lr": 1e-3, "loss_norm": "sequence"}
-KL = {"kl_coef": 0.1, "kl_in": "reward"}
+KL = {"kl_coef": 0.1}
 LORA = {"lora_rank": 4, "gradient_checkpointing": True}
 MANY = {"num_minibatches": 2, "max_tokens": 64, "gradient_checkpointing": True}
 COMPARED = {"train/loss", "train/grad_norm", "train/value_loss", "train/kl", "train/logprob_gap"}

@@ -98,7 +98,6 @@ def algorithm(name: str, **values: Any) -> Config:
 
 CONFIGS = {
     **{name: algorithm(name, max_tokens=160) for name in ALGORITHMS},
-    "kl in the reward": algorithm("ppo", kl_in="reward", max_tokens=LONGEST),
     "lora": algorithm("grpo", lora_rank=4, gradient_checkpointing=True),
 }
 

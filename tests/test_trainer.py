@@ -169,9 +169,9 @@ def test_every_algorithm_trains_in_any_split(name: str, data: Data, tied_folder:
 
 
 def test_two_ranks_give_the_update_of_one(data: Data, tied_folder: Path, tmp_path: Path) -> None:
-    """With all that ranks must tell each other: values, penalties, adapters, what blew up."""
-    kl = {"kl_coef": 0.1, "kl_in": "reward"}
-    config = of_algorithm("ppo", critic_lr=1e-3, lora_rank=4, loss_norm="sequence", **kl)
+    """With all that ranks must tell each other: values, adapters, what blew up."""
+    options = {"critic_lr": 1e-3, "lora_rank": 4, "loss_norm": "sequence", "kl_coef": 0.1}
+    config = of_algorithm("ppo", **options)
     folder = tmp_path / "run" / "checkpoints" / "step-000001"
     alone = LocalRank(tied_folder, config, data.ring)
     expected = alone.train(data.of(MIXED))

@@ -66,17 +66,11 @@ def over_batch(groups: Groups) -> list[list[float]]:
     return [[next(flat) for _ in group] for group in groups]
 
 
-def estimate(name: str, rewards: Groups, penalties: Groups | None = None) -> list[list[float]]:
-    """Advantages by group. `penalties` (a KL in the reward) are taken off the rewards before.
-
-    A group whose rewards are all equal teaches nothing: its advantages are exactly 0. This goes by
-    the task's own rewards: a penalty that varies must not be blown up to a whole signal."""
+def estimate(name: str, rewards: Groups) -> list[list[float]]:
+    """Advantages by group. A group whose rewards are all equal teaches nothing: its advantages are
+    exactly 0."""
     estimator = ESTIMATORS.get(name) or load_function("train.estimator", name)
-    shaped = rewards
-    if penalties is not None:
-        both = zip(rewards, penalties, strict=True)
-        shaped = [[r - p for r, p in zip(*pair, strict=True)] for pair in both]
-    found = estimator(shaped)
+    found = estimator(rewards)
     if [*map(len, found)] != [*map(len, rewards)]:
         remedy = "return a list per group, with a number per reward"
         raise RecipeError("train.estimator", name, "gave not one advantage per reward", remedy)
@@ -85,16 +79,17 @@ def estimate(name: str, rewards: Groups, penalties: Groups | None = None) -> lis
 
 
 def gae(
-    rewards_N: NDArray[np.float32], values_N: NDArray[np.float32], lam: float
+    reward: float, values_N: NDArray[np.float32], lam: float
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """(advantages_N, returns_N) of the written tokens of one trajectory, which then ends.
+    """(advantages_N, returns_N) of the written tokens of one trajectory, whose reward comes at its
+    end: it is the value after the last token.
 
-    δ_t = r_t + V_{t+1} - V_t;  A_t = δ_t + λ·A_{t+1};  return_t = A_t + V_t.
+    δ_t = V_{t+1} - V_t;  A_t = δ_t + λ·A_{t+1};  return_t = A_t + V_t.
     """
     advantages_N = np.zeros_like(values_N)
-    value_after, after = 0.0, 0.0
+    value_after, after = reward, 0.0
     for t in reversed(range(len(values_N))):
         value = float(values_N[t])
-        after = float(rewards_N[t]) + value_after - value + lam * after
+        after = value_after - value + lam * after
         advantages_N[t], value_after = after, value
     return advantages_N, advantages_N + values_N

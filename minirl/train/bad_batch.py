@@ -1,11 +1,9 @@
-"""A batch on disk with all that is needed to compute it again, and the computing.
+"""A batch that went bad, on disk with all that is needed to compute it again, and the computing.
 
-    record/step-000012.safetensors   each trained batch, with log.record = true
-    bad_batches/step-000012/         a batch that went bad: batch.safetensors in the same form, and
-                                     weights/: what the step started from
+    bad_batches/step-000012/   batch.safetensors, and weights/: what the step started from
 
-A full disk costs a file and a note, never the run. `replay` trains in one rank: from a checkpoint
-to the bit; a bad batch from the published weights alone (a new critic and optimizer, LoRA merged).
+A full disk costs the folder and a note, never the run. `replay` trains it in one rank, from the
+published weights alone: with a new critic and optimizer, and LoRA merged.
 """
 
 import json
@@ -21,11 +19,10 @@ from pydantic import TypeAdapter
 
 from minirl import model
 from minirl.config import Config
-from minirl.devices import Placement, use_training_device
+from minirl.devices import Placement, num_cores, use_training_device
 from minirl.errors import MinirlError, RecipeError, one_line
 from minirl.messages import TrainerSetup
 from minirl.records import Batch
-from minirl.run_dir import replacing
 from minirl.shm.board import Board
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
@@ -36,17 +33,15 @@ if TYPE_CHECKING:  # the controller saves batches without loading a model's code
 
 FILE = "batch.safetensors"
 COLUMNS = ("tokens", "logprobs", "versions")  # as a ring takes them; versions give the mask
-COMPARED = ("train/loss", "train/grad_norm")
-MAX_SAVED = 2  # bad batches of a run that continues: each holds a whole model
+SHOWN = ("train/loss", "train/grad_norm")
+MAX_SAVED = 2  # of a run that continues: each holds a whole model
 
 
 @dataclass(frozen=True)
 class SavedBatch:
     batch: Batch
     config: Config
-    threads: int  # of a trainer rank: the last bit of a sum may depend on them
-    values: dict[str, float | None] = field(default_factory=dict)  # the step's metrics
-    why: str = ""  # it went bad
+    why: str  # it went bad
     columns: dict[str, Any] = field(default_factory=dict)  # of all trajectories, end to end
 
     @property
@@ -61,9 +56,7 @@ def write(path: Path, saved: SavedBatch) -> None:
     from safetensors.numpy import save_file
 
     about = HEADER.dump_python(saved, mode="json", exclude={"columns"})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as aside:
-        save_file(saved.columns, aside, {"batch": json.dumps(about)})
+    save_file(saved.columns, path, {"batch": json.dumps(about)})
 
 
 def read(path: Path) -> SavedBatch:
@@ -89,10 +82,6 @@ def put(saved: SavedBatch, ring: TrajectoryRing) -> Batch:
     return saved.batch
 
 
-def path_of(run_dir: Path, step: int) -> Path:
-    return run_dir / "record" / f"step-{step:06d}.safetensors"
-
-
 @dataclass
 class BatchSaver:
     """In the controller. `source` is the model folder whose config is saved with weights."""
@@ -102,26 +91,7 @@ class BatchSaver:
     ring: TrajectoryRing
     store: WeightStore
     source: Path
-    threads: int = 1
-    num_missing: int = 0  # steps that could not be recorded
-    num_saved: int = 0  # bad batches
-
-    def record(self, batch: Batch, values: dict[str, float | None]) -> str:
-        """With log.record. Returns a note for the first step that is missing, else ""."""
-        try:
-            if self.config.log.record:
-                write(path_of(self.run_dir, batch.step), self.take(batch, values=values))
-        except Exception as error:  # safetensors has its own kind for a full disk
-            self.num_missing += 1
-            if self.num_missing == 1:
-                return f"step {batch.step} was not recorded: {one_line(str(error))}"
-        return ""
-
-    def forget_after(self, step: int) -> None:
-        """Recorded steps that will be trained again."""
-        for path in (self.run_dir / "record").glob("step-*.safetensors"):
-            if path.name > path_of(self.run_dir, step).name:
-                path.unlink()
+    num_saved: int = 0
 
     def save_bad(self, batch: Batch, version: int, why: str, must_save: bool = True) -> str:
         """With the weights of `version`. Returns the end of a sentence that says where it is."""
@@ -139,12 +109,12 @@ class BatchSaver:
                 save_file(found, weights / "model.safetensors", {"format": "pt"})
                 shutil.copy2(self.source / "config.json", weights)
                 checkpoint.copy_tokenizer(self.source, weights)
-                write(aside / FILE, self.take(batch, why=why))
+                write(aside / FILE, self.take(batch, why))
         except Exception as error:  # safetensors has its own kind for a full disk
             return f"; its batch could not be saved: {one_line(str(error))}"
         return f"; look at its batch with: minirl replay {folder}"
 
-    def take(self, batch: Batch, **about: Any) -> SavedBatch:
+    def take(self, batch: Batch, why: str) -> SavedBatch:
         """A copy of all that the batch's cells hold. Cells are counted anew, from 0."""
         cells, views, groups = count(), [], []
         for group in batch.groups:
@@ -152,8 +122,7 @@ class BatchSaver:
             own = tuple(t._replace(cell=next(cells)) for t in group.trajectories)
             groups.append(group._replace(trajectories=own))
         columns = {name: np.concatenate([getattr(v, name) for v in views]) for name in COLUMNS}
-        batch = replace(batch, groups=tuple(groups))
-        return SavedBatch(batch, self.config, self.threads, columns=columns, **about)
+        return SavedBatch(replace(batch, groups=tuple(groups)), self.config, why, columns)
 
 
 class Replayed(NamedTuple):
@@ -162,66 +131,43 @@ class Replayed(NamedTuple):
     bad: list[str]  # what is not finite
 
     @property
-    def is_good(self) -> bool:
-        """Finite, and close to its record: other ranks and threads sum in another order."""
-        both = (self.values, self.saved.values or self.values)
-        here, there = (np.array([v.get(name) for name in COMPARED], float) for v in both)
-        return not self.bad and np.allclose(here, there, rtol=1e-3)
-
-    @property
     def lines(self) -> list[str]:
         """As `minirl replay` prints it."""
-        lines = [self.saved.why] if self.saved.why else []
-        for name in COMPARED:
-            recorded = f"; recorded {self.saved.values.get(name)!r}" if self.saved.values else ""
-            lines.append(f"step {self.saved.batch.step}: {name} {self.values[name]!r}{recorded}")
-        return lines + self.bad
+        step = self.saved.batch.step
+        shown = [f"step {step}: {name} {self.values[name]!r}" for name in SHOWN]
+        return [self.saved.why, *shown, *self.bad]
 
 
-def replay(path: Path) -> Iterator[Replayed]:
-    """A folder of bad_batches/, or a file of record/: with the recorded batches before it, from the
-    last checkpoint on."""
-    path = path / FILE if path.is_dir() else path
-    if not path.is_file():
-        remedy = "name a folder of a run's bad_batches/, or a file of record/ (log.record = true)"
-        raise RecipeError("PATH", str(path), "is no saved batch", remedy)
-    batches, folder = [read(path)], path.parent / "weights"
-    if not folder.is_dir():
-        run_dir, last = path.parent.parent, batches[0].batch.step
-        before = [p for p in checkpoint.found(run_dir) if int(p.name[5:]) < last]
-        folder = before[-1] if before else model.local_folder(batches[0].config)
-        first = int(folder.name[5:]) if before else 0
-        batches = [read(path_of(run_dir, step)) for step in range(first + 1, last + 1)]
+def replay(folder: Path) -> Replayed:
+    """A folder of bad_batches/."""
+    if not (folder / FILE).is_file():
+        remedy = "name a folder of a run's bad_batches/"
+        raise RecipeError("PATH", str(folder), "holds no saved batch", remedy)
+    saved = read(folder / FILE)
     with checkpoint.as_one_line(folder, "cannot be computed again"):
-        trainer = _trainer(batches, folder)
-        for saved in batches:
-            trained = trainer.train(put(saved, trainer.setup.ring))
-            yield Replayed(saved, trained.values, [*_not_finite(trainer, saved.batch)])
+        trainer = _trainer(saved, folder / "weights")
+        trained = trainer.train(put(saved, trainer.setup.ring))
+    return Replayed(saved, trained.values, [*_not_finite(trainer, saved.batch)])
 
 
-def _trainer(batches: list[SavedBatch], folder: Path) -> "Trainer":
+def _trainer(saved: SavedBatch, weights: Path) -> "Trainer":
     import torch
 
     from minirl.train.trainer import Trainer
 
-    config, is_merged = batches[0].config, folder.name == "weights"
-    if is_merged:
-        config = replace(config, train=replace(config.train, lora_rank=0))
+    config = replace(saved.config, train=replace(saved.config.train, lora_rank=0))
     is_gpu = config.devices.kind != "cpu" and torch.cuda.is_available()
-    place = Placement("cuda" if is_gpu else "cpu", cores=tuple(range(batches[0].threads)))
+    place = Placement("cuda" if is_gpu else "cpu", cores=tuple(range(num_cores())))
     use_training_device(place)
     torch.manual_seed(config.seed)
-    lengths = [saved.lengths for saved in batches]
-    is_alone = is_merged and not config.train.kl_coef
     setup = TrainerSetup(
         config=config,
-        folder=str(folder),
-        tokenizer_folder=str(folder if is_alone else model.local_folder(config)),
+        folder=str(weights),
+        tokenizer_folder=str(model.local_folder(config) if config.train.kl_coef else weights),
         placement=place,
-        ring=TrajectoryRing(max(map(len, lengths)), max(map(max, lengths))),
-        store=WeightStore(model.weight_table(folder), config.model.dtype),
-        is_resumed=(folder / checkpoint.STATE).is_file(),
-        version=batches[0].batch.version,
+        ring=TrajectoryRing(len(saved.lengths), max(saved.lengths)),
+        store=WeightStore(model.weight_table(weights), config.model.dtype),
+        version=saved.batch.version,
     )
     return Trainer(setup, Board(1).writer(0))
 

@@ -202,7 +202,7 @@ def micro_loss(
         micro.sequence_T,
         len(micro.cu_seqlens_S1) - 1,
         micro.weights_T,
-        micro.ref_T if config.train.kl_in == "loss" else None,
+        micro.ref_T,
     )
     loss, sums = loss_of(config.train.objective, tokens, config.train)
     is_comparable = progress == 0 or micro.prox_T is not None  # else the weights have moved on

@@ -50,7 +50,6 @@ class Prepared:
     minibatches: list[Minibatch]
     groups: list[list[Item]]  # of the whole batch
     advantages: Column  # of all its tokens
-    values: dict[str, float | None]  # metrics
 
     @property
     def items(self) -> list[Item]:
@@ -78,14 +77,11 @@ class Preparer:
         parts = minibatches(groups, train.num_minibatches)
         mine = [[self.with_forwards(m) for m in self.micro_batches(part)] for part in parts]
         flat = [micro for micro_batches in mine for micro in micro_batches]
-        penalties_A, values = self.penalties(items, flat)
         if self.critic is None:
             rewards = [[item.reward for item in group] for group in groups]
-            penalties = [[float(penalties_A[i.place].sum()) for i in group] for group in groups]
-            advantages = estimate(train.estimator, rewards, penalties)
-            columns = {"advantages_T": over_tokens(advantages, groups)}
+            columns = {"advantages_T": over_tokens(estimate(train.estimator, rewards), groups)}
         else:
-            columns = self.by_token(items, flat, penalties_A)
+            columns = self.by_token(items, flat)
         if train.loss_norm != "token":  # else every token counts the same
             columns["weights_T"] = self.weights(parts)
         device = self.setup.placement.torch_device
@@ -94,7 +90,7 @@ class Preparer:
         for i, (part, micro_batches) in enumerate(zip(parts, mine, strict=True)):
             whole = [micro.with_columns(known) for micro in micro_batches]
             finished.append(Minibatch(whole, max(1, num_trainable(part)), i / len(parts)))
-        return Prepared(finished, groups, columns["advantages_T"], values)
+        return Prepared(finished, groups, columns["advantages_T"])
 
     def micro_batches(self, items: list[Item]) -> list[MicroBatch]:
         return own_micro_batches(items, self.setup, self.policy.can_share)
@@ -120,42 +116,24 @@ class Preparer:
 
     # -- columns of the whole batch
 
-    def gather(self, flat: list[MicroBatch], name: str, num_tokens: int) -> Column:
-        """A column that each rank computed for its own tokens, and every rank gets whole."""
+    def values(self, flat: list[MicroBatch], num_tokens: int) -> Column:
+        """The critic's: each rank computed those of its own tokens, and every rank gets all."""
         column_A = torch.zeros(num_tokens, device=self.setup.placement.torch_device)
         for micro in flat:
+            assert micro.values_T is not None
             if not micro.is_dummy:
-                column_A[micro.index_T] = getattr(micro, name)
+                column_A[micro.index_T] = micro.values_T
         return over_ranks(column_A).cpu().numpy()
 
-    def penalties(
-        self, items: list[Item], flat: list[MicroBatch]
-    ) -> tuple[Column, dict[str, float | None]]:
-        """kl_coef · KL(π_behav‖π_ref) at each trained token, where it is a part of the reward.
-        By k1 = log π_behav - log π_ref: the score function's gradient is the KL's only with k1."""
-        train, num_tokens = self.config.train, sum(item.length for item in items)
-        if self.reference is None or train.kl_in != "reward":
-            return np.zeros(num_tokens, np.float32), {}
-        behav_A = np.concatenate([item.view.logprobs for item in items])
-        trainable_A = np.concatenate([item.trainable for item in items])
-        kl_A = behav_A - self.gather(flat, "ref_T", num_tokens)
-        kl_A[~trainable_A] = 0
-        mean = float(kl_A.sum() / max(1, num_trainable(items)))
-        return train.kl_coef * kl_A, {"train/kl": mean}
-
-    def by_token(
-        self, items: list[Item], flat: list[MicroBatch], penalties_A: Column
-    ) -> dict[str, Column]:
+    def by_token(self, items: list[Item], flat: list[MicroBatch]) -> dict[str, Column]:
         """GAE over the written tokens, advantages normalised over the batch's trained tokens."""
-        values_A = self.gather(flat, "values_T", len(penalties_A))
+        values_A = self.values(flat, sum(item.length for item in items))
         advantages_A, returns_A = np.zeros_like(values_A), np.zeros_like(values_A)
         for item in items:
             at = np.flatnonzero(item.written) + item.start
             if len(at):
-                rewards_N = -penalties_A[at]
-                rewards_N[-1] += item.reward
                 lam = self.config.train.gae_lambda
-                advantages_A[at], returns_A[at] = gae(rewards_N, values_A[at], lam)
+                advantages_A[at], returns_A[at] = gae(item.reward, values_A[at], lam)
         trainable_A = np.concatenate([item.trainable for item in items])
         if trainable_A.any():
             trained = advantages_A[trainable_A]

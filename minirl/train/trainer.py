@@ -95,7 +95,6 @@ class Trainer:
         taken = [norm for norm in norms if norm is not None]
         values = {
             **self.summary(sums),
-            **prepared.values,
             **staleness_metrics(prepared.items),
             "train/grad_norm": float(np.mean(taken)) if taken else None,
             "train/skipped_updates": len(norms) - len(taken),
