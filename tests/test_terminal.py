@@ -83,7 +83,7 @@ ROWS = [
 def test_the_summary_says_what_was_measured_and_dropped(
     changes: dict[str, Any], row: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ConsoleView(30).finished(SUMMARY | changes, "minirl runs")
+    ConsoleView(30).finished(SUMMARY | changes | {"try_next": "minirl runs"})
     rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert row in rows and len(rows) == 3, "what is not known has no row"
 

@@ -24,11 +24,11 @@ from rich.text import Text
 from minirl import balance
 from minirl.errors import one_line
 from minirl.groups import Phase
-from minirl.run_dir import RunState
+from minirl.run_dir import Line, RunState
 from minirl.shm.board import Row, State, Total
 from minirl.view import dashboard
 from minirl.view.dashboard import CURVES, Lane, Point, Sample, Screen, Status, clock
-from minirl.view.runs import drops_text, prompt_text
+from minirl.view.runs import prompt_text, summary_rows
 from minirl.workers import LossyStream, Worker
 
 if TYPE_CHECKING:
@@ -39,29 +39,8 @@ STEP = (
     "staleness {buffer/staleness_mean:.2f} (max {buffer/staleness_max:.0f})  "
     "gen {rollout/tokens_per_s:,.0f} tok/s  train {train/tokens_per_s:,.0f} tok/s  ETA {eta}"
 )
-SUMMARY = {  # rows at the end; one whose value is not known is left out
-    "held-out accuracy": "{measured}",
-    "steps": "{steps} in {seconds:.0f} s",
-    "trained tokens": "{trained_tokens:,}",
-    "max staleness": "{staleness_max:.0f} (allowed: {max_staleness_allowed})",
-    "trajectories over several versions": "{multi_version_trajectories:,}",
-    "largest logprob gap, vLLM to trainer": "{logprob_gap_max:.1e}",
-    "versions with a measured gap": "{versions_measured}",
-    "groups dropped": "{dropped}",
-    "balance": "{balance}",
-    "run directory": "{run_dir}",
-    "try next": "{try_next}",
-}
 WEIGHTS = (State.RELOADING, State.PUBLISHING, State.SAVING)
 TOTALS = (Total.IDLE_S, Total.RELOAD_S)
-
-
-def measured(summary: dict[str, Any]) -> str:
-    """The first and the last accuracy, each with its version. Empty: nothing was evaluated."""
-    known = summary.get("accuracies") or []
-    text = ", ".join(f"{y:.1%} at version {version}" for version, y in known[:1] + known[1:][-1:])
-    is_old = known and known[-1][0] < summary.get("version", summary.get("steps", 0))
-    return f"{text}; not evaluated since" if is_old else text
 
 
 def _stamped(seconds: float, text: str) -> Text:
@@ -101,14 +80,9 @@ class ConsoleView:
         finally:
             self.close()
 
-    def finished(self, summary: dict[str, Any], try_next: str) -> None:
-        texts = {"measured": measured(summary), "dropped": drops_text(summary.get("drops") or {})}
-        every = {**texts, **summary, "try_next": try_next}
-        known = {name: value for name, value in every.items() if value not in (None, "")}
-        for name, form in SUMMARY.items():
-            with contextlib.suppress(KeyError):
-                text = form.format_map(known)
-                self.console.print(Text.assemble((f"{name:<38}", "bold"), text))
+    def finished(self, summary: Line) -> None:
+        for name, text in summary_rows(summary).items():
+            self.console.print(Text.assemble((f"{name:<38}", "bold"), text))
 
     def close(self) -> None:
         """Prints the notes that were only in the panel."""
