@@ -24,7 +24,7 @@ from rich.text import Text
 from minirl import balance
 from minirl.errors import one_line
 from minirl.groups import Phase
-from minirl.run_dir import Line, RunState
+from minirl.run_dir import Line
 from minirl.shm.board import Row, State, Total
 from minirl.view import dashboard
 from minirl.view.dashboard import CURVES, Lane, Point, Sample, Screen, Status, clock
@@ -115,25 +115,20 @@ class Reporter:
         self._workers = loop.engines + loop.ranks
         self._seconds = {w.name: deque[Point](maxlen=dashboard.NUM_SECONDS) for w in self._workers}
         self._totals: dict[str, tuple[float, ...]] = {}
-        self._cost, self._is_ending = 0.0, threading.Event()
+        self._cost, self._reason, self._is_ending = 0.0, "", threading.Event()
         self._thread = threading.Thread(target=self._run, name="reporter", daemon=True)
 
     def __enter__(self) -> None:
         self._thread.start()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """The last status says how the run ended."""
+        """The last status says why the run ended."""
         self._is_ending.set()
         self._thread.join(3.0)  # a stopped terminal (Ctrl-S) may hold it up
-        is_whole = self._loop.step >= self._loop.config.train.steps
-        state: RunState = "finished" if is_whole else "stopped"
-        reason = ""
-        if error is not None:
-            state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-            reason = one_line(str(error) or type(error).__name__)
+        if isinstance(error, Exception):
+            self._reason = one_line(str(error) or type(error).__name__)
         with contextlib.suppress(Exception):  # the result of the run is elsewhere
-            ended = {"state": state, "reason": reason, "doing": ""}
-            self.status().model_copy(update=ended).save(self._loop.log.run_dir)
+            self.status().save(self._loop.log.run_dir)
 
     def _run(self) -> None:
         began = time.monotonic()
@@ -162,17 +157,17 @@ class Reporter:
     def status(self) -> Status:
         """Copies in one call what the loop could change meanwhile."""
         loop, log, config = self._loop, self._loop.log, self._loop.config
-        lines, is_up = log.metrics[:], loop.is_ready
+        lines = log.metrics[:]
         shown = lines[:: -max(1, math.ceil(len(lines) / 240))][::-1]  # always with the last step
         word = "GPU" if loop.engines[0].placement.kind == "cuda" else "cores"
         return Status(
             name=log.run_dir.name,
             time=time.time(),
-            state="running" if is_up else "starting",
             doing=self._doing(),
+            reason=self._reason,
             step=loop.step,
             steps=config.train.steps,
-            seconds=log.seconds if is_up else 0.0,
+            seconds=log.seconds if loop.is_ready else 0.0,
             verdict=balance.measured(config, lines[-20:], word),
             lanes=[self._lane(worker) for worker in self._workers],
             slots=self._slots(),
