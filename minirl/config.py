@@ -222,8 +222,8 @@ class LogConfig:
     """Readable trajectories per step, in samples.jsonl."""
     trace: bool = False
     """Write a timeline, trace.json (ui.perfetto.dev)."""
-    to: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)] = ()
-    """Also log to "tensorboard", "wandb", "trackio", each an extra."""
+    to: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = ()
+    """Also log to "tensorboard", "wandb", each an extra."""
     stall_s: Annotated[float, Field(ge=1, le=604_800)] = 300.0
     """Without progress for so long, stacks are written and the run exits with 3."""
 

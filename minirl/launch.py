@@ -179,7 +179,8 @@ def _finish(job: Job, loop: Loop, log: RunLog, view: ConsoleView) -> int:
     }
     again = f"--resume --run-dir {job.run_dir}"
     then = "--set buffer.max_staleness=0  # the same, synchronous" if is_whole else again
-    view.finished(log.summarise(is_whole, extra), f"minirl train {job.recipe} {then}")
+    try_next = f"minirl train {job.recipe} {then}"
+    view.finished({**log.summarise(is_whole, extra), "try_next": try_next})
     if why := loop.save_error:
         log.problems.append(f"no checkpoint of the last step: {why}; {log.last_checkpoint}")
     if log.problems:

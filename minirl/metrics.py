@@ -8,8 +8,7 @@ for all notes that may come again and again.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 from minirl.records import Drop
 
@@ -62,7 +61,6 @@ METRICS = {
     "train/idle_frac": "time rank 0 waited for a batch / seconds",
     "train/devices": "devices that trained in this step",
     "train/lr": "learning rate of this step",
-    "guard/warnings": "limits that this step broke (docs/faults.md), shown or not",
 }
 
 
@@ -78,15 +76,6 @@ MIN_ENTROPY = 0.001  # in nats
 MAX_IDLE_STEPS = 3  # without any update: then the run stops
 
 
-@dataclass(frozen=True)
-class Breach:
-    """A limit that a step broke. A fatal one stops the run."""
-
-    text: str
-    limit: str = ""
-    is_fatal: bool = False
-
-
 class RateLimit:
     """Of the notes of one kind the 1st, 10th, 100th … is shown, with their count."""
 
@@ -99,26 +88,22 @@ class RateLimit:
             self._note(text if count == 1 else f"{text} ({count:,} times so far)")
 
 
-class Guard:
-    """Compares the metrics of each step with the limits."""
+def idle_fault(lines: Sequence[Values], num_minibatches: int) -> str:
+    """Why the run must stop, or "": the last steps had no update."""
+    last = [line.get("train/skipped_updates") or 0 for line in lines[-MAX_IDLE_STEPS:]]
+    if len(last) < MAX_IDLE_STEPS or min(last) < num_minibatches:
+        return ""
+    why = "loss, gradient or logprobs were not finite; lower train.lr or train.grad_clip"
+    return f"no update in {MAX_IDLE_STEPS} steps in a row: {why}"
 
-    def __init__(self, num_minibatches: int):
-        self._num_minibatches, self._num_idle = num_minibatches, 0  # idle: steps without an update
 
-    def judge(self, values: Values) -> list[Breach]:
-        is_updated = (values.get("train/skipped_updates") or 0) < self._num_minibatches
-        self._num_idle = 0 if is_updated else self._num_idle + 1
-        if self._num_idle >= MAX_IDLE_STEPS:
-            why = "loss, gradient or logprobs were not finite; lower train.lr or train.grad_clip"
-            return [Breach(f"no update in {self._num_idle} steps in a row: {why}", is_fatal=True)]
-        gap, entropy = values.get("train/logprob_gap"), values.get("train/entropy")
-        found = []
-        # "not <=", so that NaN breaks the limit too.
-        if gap is not None and not gap <= MAX_LOGPROB_GAP:
-            limit, why = f"train/logprob_gap above {MAX_LOGPROB_GAP}", "vLLM and the trainer differ"
-            found.append(Breach(f"{limit}: {gap:.4g}: {why}", limit))
-        if is_updated and entropy is not None and not entropy >= MIN_ENTROPY:
-            limit = f"train/entropy below {MIN_ENTROPY}"
-            why = "the policy hardly explores any more; raise train.clip_high or lower train.lr"
-            found.append(Breach(f"{limit}: {entropy:.4g}: {why}", limit))
-        return found
+def broken_limits(values: Values) -> dict[str, str]:
+    """Limits that a step broke, with what that means."""
+    gap, entropy, found = values.get("train/logprob_gap"), values.get("train/entropy"), {}
+    if gap is not None and not gap <= MAX_LOGPROB_GAP:  # so that NaN breaks it too
+        limit = f"train/logprob_gap above {MAX_LOGPROB_GAP}"
+        found[limit] = f"{gap:.4g}: vLLM and the trainer differ"
+    if entropy is not None and entropy < MIN_ENTROPY:
+        why = "the policy hardly explores any more; raise train.clip_high or lower train.lr"
+        found[f"train/entropy below {MIN_ENTROPY}"] = f"{entropy:.4g}: {why}"
+    return found

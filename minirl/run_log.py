@@ -21,7 +21,7 @@ from minirl.errors import MinirlError
 from minirl.evaluation import Evaluation
 from minirl.groups import GroupState
 from minirl.messages import Role, Trained
-from minirl.metrics import DROPPED, Breach, Guard, RateLimit, Values, metrics_line
+from minirl.metrics import DROPPED, RateLimit, Values, broken_limits, idle_fault, metrics_line
 from minirl.records import Batch, Group, StopReason
 from minirl.run_dir import JsonLines, Line, read_lines, write_text
 from minirl.shm.board import Total
@@ -54,7 +54,7 @@ class RunLog:
     ):
         self.config, self.run_dir, self.step, self._workers = config, run_dir, step, workers
         self.view, self.note, self._saver = view, view.note, saver
-        self._guard, self._seldom = Guard(config.train.num_minibatches), RateLimit(view.note)
+        self._seldom = RateLimit(view.note)
         (run_dir / "summary.json").unlink(missing_ok=True)  # it has no result yet
         names = ("metrics", "evals", "samples", "batches")
         self._files = {name: JsonLines(run_dir / f"{name}.jsonl", view.note) for name in names}
@@ -125,7 +125,6 @@ class RunLog:
 
     def trained(self, batch: Batch, trained: Trained, buffer: Buffer, states: States) -> None:
         """Writes the step down; raises where a limit that was broken stops the run."""
-        breaches = self._guard.judge(trained.values)
         line = metrics_line(
             {
                 "step": batch.step,
@@ -140,7 +139,6 @@ class RunLog:
                 "faults/steps_redone": self.steps_redone or None,
                 **self._speeds(),
                 **trained.values,
-                "guard/warnings": len(breaches),
             }
         )
         self.recent_staleness.append(trained.staleness_counts)
@@ -151,7 +149,7 @@ class RunLog:
         self._files["batches"].write(whole)
         self._write_samples(batch, trained, states)
         self.view.step(line)
-        self.check(batch, trained, breaches)
+        self.check(batch, trained)
 
     def _write_samples(self, batch: Batch, trained: Trained, states: States) -> None:
         groups = batch.groups[: self.config.log.samples]
@@ -171,16 +169,17 @@ class RunLog:
             self.recent_samples.append(sample)
             self._files["samples"].write({**sample, **(asdict(shown) if shown else {})})
 
-    def check(self, batch: Batch, trained: Trained, breaches: list[Breach]) -> None:
-        """Saves a batch that went bad; warns of a limit that was broken, or raises."""
-        fatal, saved = [breach.text for breach in breaches if breach.is_fatal], ""
+    def check(self, batch: Batch, trained: Trained) -> None:
+        """Saves a batch that went bad; warns of a limit that was broken; stops a run that no longer
+        learns."""
+        fault, saved = idle_fault(self.metrics, self.config.train.num_minibatches), ""
         if trained.problem:
-            saved = self.save_bad(batch, batch.version, trained.problem, must_save=bool(fatal))
+            saved = self.save_bad(batch, batch.version, trained.problem, must_save=bool(fault))
             self.note(f"step {batch.step}: {trained.problem}: the weights stay as they were{saved}")
-        if fatal:
-            raise MinirlError(f"step {batch.step}: {fatal[0]}{saved}; {self.last_checkpoint}")
-        for breach in breaches:
-            self._seldom.note(breach.limit, f"warning: step {batch.step}: {breach.text}")
+        if fault:
+            raise MinirlError(f"step {batch.step}: {fault}{saved}; {self.last_checkpoint}")
+        for limit, text in broken_limits(trained.values).items():
+            self._seldom.note(limit, f"warning: step {batch.step}: {limit}: {text}")
 
     def save_bad(self, batch: Batch, version: int, why: str, must_save: bool = True) -> str:
         """With the weights of `version`. Gives the end of a sentence that says where it is."""

@@ -1,4 +1,4 @@
-"""Run directories without a run: the real RunLog and tracer write them, fed with made-up steps."""
+"""Run directories without a run: the real RunLog writes them, fed with made-up steps."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,6 @@ from minirl.recipe import build, to_toml
 from minirl.records import Batch, Example, Group, Prompt, StopReason, Trajectory
 from minirl.rollout.dispatch import Assignment
 from minirl.run_log import RunLog
-from minirl.shm.tracer import Tracer, open_trace
 from minirl.workers import Worker, Workers
 
 QUESTION = 'Is <b>2 & 2</b> "4"?\nSay so, '  # must come out as text
@@ -83,21 +82,6 @@ def write_run(path: Path, config: Config, is_whole: bool = True) -> Path:
         if step in (last // 2, last):
             evaluate(log, version=step, right=3)
     if is_whole:
-        log.summarise(True, {"balance": "even"})
+        log.summarise(True, {"drops": {"reward_error": 3, "equal_rewards": 1200}})
     log.close()
-    write_trace(path / "trace.json", last)
     return path
-
-
-def write_trace(path: Path, steps: int) -> None:
-    """One engine and one rank, in no time at all."""
-    open_trace(path)
-    engine, rank = Tracer(path, "rollout-0"), Tracer(path, "train-0")
-    for step in range(1, steps + 1):
-        engine.state("generating", {})
-        engine.state("waiting for prompts", {})
-        rank.state("training", {"phase": f"pack step {step}"})
-        rank.state("publishing", {"version": step})
-        rank.state("waiting for batch", {})
-    engine.close()
-    rank.close()

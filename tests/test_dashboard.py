@@ -66,7 +66,7 @@ curves = st.dictionaries(
     st.lists(st.tuples(numbers, numbers), max_size=20),
 )
 statuses = st.builds(
-    Status, name=text, time=st.just(NOW), state=st.sampled_from(["starting", "running", "failed"]),
+    Status, name=text, time=st.just(NOW), state=st.sampled_from(["running", "failed"]),
     doing=text, reason=text, step=counts, steps=counts, seconds=numbers, verdict=text,
     curves=curves, evaluations=st.lists(st.tuples(counts, numbers, numbers, numbers), max_size=5),
     lanes=st.lists(st.builds(Lane, text, text, st.lists(st.tuples(numbers, numbers))), max_size=20),
@@ -160,9 +160,9 @@ def test_watch_shows_a_run_that_is_over_and_one_that_is_gone(tmp_path: Path) -> 
         assert dashboard.look(tmp_path).state == "running"
     done = minirl("watch", str(tmp_path))  # without a terminal: once
     assert done.returncode == 0 and "failed: its process is gone" in done.stdout
-    gone.model_copy(update={"state": "stopped", "reason": "saved"}).save(tmp_path)
+    (tmp_path / "summary.json").write_text('{"finished": false}')
     once = minirl("watch", str(tmp_path), "--once")
-    assert "stopped: saved" in once.stdout and "sample 1/6 of step 5" in once.stdout
+    assert "ago, stopped: " in once.stdout and "sample 1/6 of step 5" in once.stdout
     none = minirl("watch", cwd=tmp_path)  # there is no runs/ here
     assert none.returncode == 2 and len(none.stderr.splitlines()) == 1
     assert "has no status.json" in none.stderr

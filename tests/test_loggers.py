@@ -41,12 +41,10 @@ def test_a_logger_may_raise_or_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     table = lambda columns, data: (columns, data)  # noqa: E731
     keeps = Logger(lambda *line: written.append(line), lambda: written.append("over"), table)
-    hangs = threading.Event().wait  # until the process ends
-    openers = {"trackio": lambda *_: keeps, "wandb": raises, "tensorboard": lambda *_: hangs()}
-    monkeypatch.setattr(loggers, "LOGGERS", openers)
+    monkeypatch.setattr(loggers, "LOGGERS", {"tensorboard": lambda *_: keeps, "wandb": raises})
     monkeypatch.setattr(loggers, "POLL_S", 600.0)
     monkeypatch.setattr(loggers, "END_S", 120.0)
-    log = log_of(tmp_path, 2, "wandb", "trackio")
+    log = log_of(tmp_path, 2, "wandb", "tensorboard")
     several = Loggers(log)
     train(log, 3)
     several.close()
@@ -54,15 +52,16 @@ def test_a_logger_may_raise_or_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert written == [(3, {"reward/mean": 0.3}), (2, evaluation), (3, evaluation), "over"]
     assert log.notes == ["wandb is off, training continues: ValueError: no such project"]
     monkeypatch.setattr(loggers, "END_S", 0.0)
+    hangs = threading.Event().wait  # until the process ends
+    monkeypatch.setattr(loggers, "LOGGERS", {"tensorboard": lambda *_: hangs()})
     log = log_of(tmp_path, 0, "tensorboard")
     Loggers(log).close()
     assert log.notes == ["tensorboard is left behind: no end within 0 s"]
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_real_logger_keeps_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read by the import
     pytest.importorskip(name)
     for last_step in (0, 2):
         log = log_of(tmp_path, last_step, name)

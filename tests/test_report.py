@@ -14,8 +14,9 @@ from minirl.cli import app
 from minirl.errors import RecipeError
 from minirl.run_dir import RunDir
 from minirl.view import report
-from minirl.view.charts import CHARTS, families
+from minirl.view.report import CHARTS, families
 
+SEEDS = "seed-0, 3 seeds"
 BY_NAME = {chart.name: chart for chart in CHARTS}
 
 
@@ -44,25 +45,26 @@ def test_the_page_is_whole_without_network_and_figures_lie_beside_it(page: Path)
     links = set(re.findall(r'(?:href|src|action)="([^#]*?)"', text))
     assert links == {"data:,"} and "@import" not in text and "<script" not in text
     for words in (
-        *("Held-out accuracy", "Timeline", "rollout-0", "seed-0, 3 seeds", "25.0% → 75.0%"),
+        *("Held-out accuracy", SEEDS, "25.0% → 75.0%", "0 (allowed: 2)"),
         "95 % interval 4.6% to 69.9% at version 0, then 30.1% to 95.4% at version 6",
-        "Never changed, so not drawn: length of answers 3.5; cut 50.0%; entropy 1; clipped",
+        "Never changed, so not drawn: staleness 0; largest staleness 0; length of answers 3.5",
+        "1,200 equal rewards, 3 reward error",
     ):
         assert words in text, words
     assert "as version 6 says: &lt;4&gt;" in text, "answers by version; what a model writes is text"
     assert "Is &lt;b&gt;2 &amp; 2" in text and "<b>2" not in text
     assert 'class="tok a3 out"' in text, "three versions behind, above η"
     names = {path.name for path in page.parent.iterdir()}
-    assert {"reward.png", "accuracy.png", "timeline.svg"} <= names
+    assert {"reward.png", "accuracy.png"} <= names
     assert "gap.png" not in names, "it is flat"
 
 
 def test_seeds_are_one_curve_with_a_band_and_a_run_has_an_interval(runs: dict[str, RunDir]) -> None:
     found = families(list(runs.values()))
-    assert {name: len(found[name]) for name in found} == {"seed-0": 3, "sync": 1, "died": 1}
-    *_, last = BY_NAME["reward"].curve(found["seed-0"], "reward/mean")
+    assert {name: len(found[name]) for name in found} == {SEEDS: 3, "sync": 1, "died": 1}
+    *_, last = BY_NAME["reward"].curve(found[SEEDS])
     assert last == (6, pytest.approx(0.55), 0.5, 0.6)
-    (_, accuracy, low, high), *_ = BY_NAME["accuracy_time"].curve([runs["sync"]], "accuracy")
+    (_, accuracy, low, high), *_ = BY_NAME["accuracy_time"].curve([runs["sync"]])
     assert low < accuracy == 0.25 < high
 
 

@@ -12,7 +12,7 @@ import pytest
 from processes import Ended, Run, assert_accounted, listening_addresses
 
 from minirl.run_dir import open_run, read_lines
-from minirl.view.dashboard import Status
+from minirl.view.dashboard import Status, look
 from minirl.view.report import write
 
 pytestmark = pytest.mark.vllm
@@ -59,7 +59,7 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
     assert "retrying" not in ended.out
     assert all(line["train/logprob_gap"] < 1e-3 for line in run.metrics()[:1])
     status = Status.read(run.dir)
-    assert status is not None and (status.state, status.step) == ("finished", 4)
+    assert (look(run.dir).state, status.step) == ("finished", 4)
     assert [lane.name for lane in status.lanes] == ["rollout-0", "rollout-1", "train-0", "train-1"]
     assert sum(status.staleness) == run.summary()["trained_tokens"] and status.samples
     assert status.cost < 0.1
@@ -93,7 +93,6 @@ def check_trace(run_dir: Path) -> None:
     assert {"training: forward and backward", "waiting for batch"} <= names("train-1")
     assert {"publishing", "saving", "training: pack step 4"} <= names("train-0")
     assert {"grading", "waiting for answers"} <= names("verify-0")
-    assert sum(e["name"].startswith("group ") for e in events) >= 4 * 4 * 4
 
 
 def check_trajectories(run_dir: Path) -> None:

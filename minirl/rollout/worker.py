@@ -217,8 +217,6 @@ class RolloutWorker:
             if group.group_id not in self.seats:
                 self.prompt_tokens += len(group.prompt)
             self.seats[group.group_id] += 1
-            if self.board.tracer is not None:
-                self.board.tracer.begin_sequence(key)
         self.board.serving(self.engine.version, len(self.running))
 
     def has_room(self) -> bool:
@@ -270,11 +268,6 @@ class RolloutWorker:
         if not self.seats[group_id]:
             del self.seats[group_id]
             self.prompt_tokens -= len(group.prompt)
-        if self.board.tracer is not None:
-            facts: dict[str, object] = {"place": request.index, "tokens": len(request.tokens)}
-            facts["versions"] = [*request.versions[:1], *request.versions[-1:]]
-            facts["evaluation"] = group.is_eval
-            self.board.tracer.end_sequence(key, group_id, facts)
 
     def seal(self, request: Request, stop: StopReason) -> tuple[int, int, Trajectory]:
         group, tokens, versions = request.group, request.tokens, request.versions

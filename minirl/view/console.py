@@ -24,11 +24,11 @@ from rich.text import Text
 from minirl import balance
 from minirl.errors import one_line
 from minirl.groups import Phase
-from minirl.run_dir import RunState
+from minirl.run_dir import Line
 from minirl.shm.board import Row, State, Total
 from minirl.view import dashboard
 from minirl.view.dashboard import CURVES, Lane, Point, Sample, Screen, Status, clock
-from minirl.view.runs import drops_text, prompt_text
+from minirl.view.runs import prompt_text, summary_rows
 from minirl.workers import LossyStream, Worker
 
 if TYPE_CHECKING:
@@ -39,29 +39,8 @@ STEP = (
     "staleness {buffer/staleness_mean:.2f} (max {buffer/staleness_max:.0f})  "
     "gen {rollout/tokens_per_s:,.0f} tok/s  train {train/tokens_per_s:,.0f} tok/s  ETA {eta}"
 )
-SUMMARY = {  # rows at the end; one whose value is not known is left out
-    "held-out accuracy": "{measured}",
-    "steps": "{steps} in {seconds:.0f} s",
-    "trained tokens": "{trained_tokens:,}",
-    "max staleness": "{staleness_max:.0f} (allowed: {max_staleness_allowed})",
-    "trajectories over several versions": "{multi_version_trajectories:,}",
-    "largest logprob gap, vLLM to trainer": "{logprob_gap_max:.1e}",
-    "versions with a measured gap": "{versions_measured}",
-    "groups dropped": "{dropped}",
-    "balance": "{balance}",
-    "run directory": "{run_dir}",
-    "try next": "{try_next}",
-}
 WEIGHTS = (State.RELOADING, State.PUBLISHING, State.SAVING)
 TOTALS = (Total.IDLE_S, Total.RELOAD_S)
-
-
-def measured(summary: dict[str, Any]) -> str:
-    """The first and the last accuracy, each with its version. Empty: nothing was evaluated."""
-    known = summary.get("accuracies") or []
-    text = ", ".join(f"{y:.1%} at version {version}" for version, y in known[:1] + known[1:][-1:])
-    is_old = known and known[-1][0] < summary.get("version", summary.get("steps", 0))
-    return f"{text}; not evaluated since" if is_old else text
 
 
 def _stamped(seconds: float, text: str) -> Text:
@@ -101,14 +80,9 @@ class ConsoleView:
         finally:
             self.close()
 
-    def finished(self, summary: dict[str, Any], try_next: str) -> None:
-        texts = {"measured": measured(summary), "dropped": drops_text(summary.get("drops") or {})}
-        every = {**texts, **summary, "try_next": try_next}
-        known = {name: value for name, value in every.items() if value not in (None, "")}
-        for name, form in SUMMARY.items():
-            with contextlib.suppress(KeyError):
-                text = form.format_map(known)
-                self.console.print(Text.assemble((f"{name:<38}", "bold"), text))
+    def finished(self, summary: Line) -> None:
+        for name, text in summary_rows(summary).items():
+            self.console.print(Text.assemble((f"{name:<38}", "bold"), text))
 
     def close(self) -> None:
         """Prints the notes that were only in the panel."""
@@ -141,25 +115,20 @@ class Reporter:
         self._workers = loop.engines + loop.ranks
         self._seconds = {w.name: deque[Point](maxlen=dashboard.NUM_SECONDS) for w in self._workers}
         self._totals: dict[str, tuple[float, ...]] = {}
-        self._cost, self._is_ending = 0.0, threading.Event()
+        self._cost, self._reason, self._is_ending = 0.0, "", threading.Event()
         self._thread = threading.Thread(target=self._run, name="reporter", daemon=True)
 
     def __enter__(self) -> None:
         self._thread.start()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """The last status says how the run ended."""
+        """The last status says why the run ended."""
         self._is_ending.set()
         self._thread.join(3.0)  # a stopped terminal (Ctrl-S) may hold it up
-        is_whole = self._loop.step >= self._loop.config.train.steps
-        state: RunState = "finished" if is_whole else "stopped"
-        reason = ""
-        if error is not None:
-            state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-            reason = one_line(str(error) or type(error).__name__)
+        if isinstance(error, Exception):
+            self._reason = one_line(str(error) or type(error).__name__)
         with contextlib.suppress(Exception):  # the result of the run is elsewhere
-            ended = {"state": state, "reason": reason, "doing": ""}
-            self.status().model_copy(update=ended).save(self._loop.log.run_dir)
+            self.status().save(self._loop.log.run_dir)
 
     def _run(self) -> None:
         began = time.monotonic()
@@ -188,17 +157,17 @@ class Reporter:
     def status(self) -> Status:
         """Copies in one call what the loop could change meanwhile."""
         loop, log, config = self._loop, self._loop.log, self._loop.config
-        lines, is_up = log.metrics[:], loop.is_ready
+        lines = log.metrics[:]
         shown = lines[:: -max(1, math.ceil(len(lines) / 240))][::-1]  # always with the last step
         word = "GPU" if loop.engines[0].placement.kind == "cuda" else "cores"
         return Status(
             name=log.run_dir.name,
             time=time.time(),
-            state="running" if is_up else "starting",
             doing=self._doing(),
+            reason=self._reason,
             step=loop.step,
             steps=config.train.steps,
-            seconds=log.seconds if is_up else 0.0,
+            seconds=log.seconds if loop.is_ready else 0.0,
             verdict=balance.measured(config, lines[-20:], word),
             lanes=[self._lane(worker) for worker in self._workers],
             slots=self._slots(),

@@ -19,7 +19,6 @@ from functools import lru_cache
 from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -74,9 +73,9 @@ class Status(BaseModel):
 
     name: str = ""
     time: float = 0.0  # when it was made, Unix seconds
-    state: RunState | Literal["starting"] = "starting"
+    state: RunState = "running"
     doing: str = ""  # what the controller waits for
-    reason: str = ""  # of the end
+    reason: str = ""  # why the run failed
     step: int = 0
     steps: int = 0
     seconds: float = 0.0  # since training began
@@ -95,7 +94,7 @@ class Status(BaseModel):
 
     @property
     def is_over(self) -> bool:
-        return self.state not in ("starting", "running")
+        return self.state != "running"
 
     def save(self, run_dir: Path) -> None:
         with replacing(run_dir / FILE, sync=False) as aside:  # a sync could take seconds
@@ -291,8 +290,10 @@ def headline(status: Status, now: float) -> tuple[str, str]:
     """How it ended, silence, or what limits throughput; and its style."""
     age = max(0.0, now - status.time)
     if status.is_over:
-        style = "bold red" if status.state == "failed" else "green"
-        return f"ended {clock(age)} ago, {status.state}: {status.reason or status.verdict}", style
+        why, style = status.verdict, "green"
+        if status.state == "failed":
+            why, style = status.reason or "its process is gone", "bold red"
+        return f"ended {clock(age)} ago, {status.state}: {why}", style
     if age >= SILENT_S:
         return f"no news for {age:.0f} s", "bold red"
     verdict = status.verdict or "what limits throughput is known after two steps"
@@ -394,11 +395,12 @@ class Screen:
 
 
 def look(run_dir: Path) -> Status:
-    """A controller that is silent and does not hold its lock was killed."""
-    found = Status.read(run_dir)
-    if found.is_over or time.time() - found.time < SILENT_S or RunDir(run_dir).state == "running":
-        return found
-    return found.model_copy(update={"state": "failed", "reason": "its process is gone"})
+    """The files of a run say how it ended. A fresh status is no failure, whatever the lock says."""
+    found, state = Status.read(run_dir), RunDir(run_dir).state
+    is_fresh = time.time() - found.time < SILENT_S
+    return found.model_copy(
+        update={"state": "running" if state == "failed" and is_fresh else state}
+    )
 
 
 def watch(run_dir: Path, once: bool = False) -> None:

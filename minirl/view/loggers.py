@@ -1,4 +1,4 @@
-"""Metrics for other tools: TensorBoard, Weights & Biases, trackio (`log.to`).
+"""Metrics for other tools: TensorBoard, Weights & Biases (`log.to`).
 
 Takes the log of a run. One daemon thread per logger looks for new lines every few seconds, so that
 training never waits for a logger. Gives each logger the metrics, the recipe, and the answers of an
@@ -41,36 +41,28 @@ def open_tensorboard(log: RunLog) -> Logger:
 
 
 def open_wandb(log: RunLog) -> Logger:
-    """WANDB_MODE=offline keeps it on this machine."""
+    """WANDB_MODE=offline keeps it on this machine. Every start of one run has the same name."""
     import wandb
 
     off = ("disable_code", "disable_git", "disable_job_creation", "x_disable_meta")
     flags = dict.fromkeys((*off, "x_disable_stats", "silent"), True)
-    settings = wandb.Settings(console="off", save_code=False, **flags)
-    facts = facts_of(log, "WANDB_PROJECT")
-    run = wandb.init(**facts, id=facts["name"], dir=str(log.run_dir), settings=settings)
+    mark = hashlib.sha256(str(log.run_dir.absolute()).encode()).hexdigest()[:6]
+    name = f"{log.run_dir.name}-{mark}"
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "minirl"),
+        name=name,
+        id=name,
+        config={key: get(log.config, key) for key in KEYS},
+        resume="allow",
+        dir=str(log.run_dir),
+        settings=wandb.Settings(console="off", save_code=False, **flags),
+    )
     # wandb's own counter would refuse steps that are redone and evaluations that end late.
     run.define_metric("*", step_metric="step")
     return Logger(lambda step, v: run.log({"step": step, **v}), run.finish, wandb.Table)
 
 
-def open_trackio(log: RunLog) -> Logger:
-    """In trackio's folder on this machine."""
-    import trackio
-
-    off = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-    run = trackio.init(**facts_of(log, "TRACKIO_PROJECT"), **off)
-    return Logger(lambda step, v: run.log(v, step=step), run.finish, trackio.Table)
-
-
-def facts_of(log: RunLog, variable: str) -> Line:
-    """The name is the same for every start of one run."""
-    mark = hashlib.sha256(str(log.run_dir.absolute()).encode()).hexdigest()[:6]
-    names = {"project": os.environ.get(variable, "minirl"), "name": f"{log.run_dir.name}-{mark}"}
-    return {**names, "config": {key: get(log.config, key) for key in KEYS}, "resume": "allow"}
-
-
-LOGGERS = {"tensorboard": open_tensorboard, "wandb": open_wandb, "trackio": open_trackio}
+LOGGERS = {"tensorboard": open_tensorboard, "wandb": open_wandb}
 
 
 class Loggers:

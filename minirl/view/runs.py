@@ -1,12 +1,13 @@
-"""`minirl runs` and `minirl inspect`: rows of text from the files of run directories.
+"""`minirl runs`, `minirl inspect` and the summary of a run: rows of text from run directories.
 
-Takes a folder of runs, or one run and a step; gives rows for a table. Leaves out: how they are
-printed (cli), and everything that needs a model or the processes of a run.
+Takes a folder of runs, one run and a step, or a summary; gives rows for a table. Leaves out: how
+they are printed (cli, console, report), and everything that needs a model or a run's processes.
 """
 
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,19 @@ from minirl.errors import RecipeError
 from minirl.run_dir import Line, RunDir, holds_run
 
 Rows = list[tuple[str, ...]]
+SUMMARY = {  # rows at the end of a run; one whose value is not known is left out
+    "held-out accuracy": "{measured}",
+    "steps": "{steps} in {seconds:.0f} s",
+    "trained tokens": "{trained_tokens:,}",
+    "max staleness": "{staleness_max:.0f} (allowed: {max_staleness_allowed})",
+    "trajectories over several versions": "{multi_version_trajectories:,}",
+    "largest logprob gap, vLLM to trainer": "{logprob_gap_max:.1e}",
+    "versions with a measured gap": "{versions_measured}",
+    "groups dropped": "{dropped}",
+    "balance": "{balance}",
+    "run directory": "{run_dir}",
+    "try next": "{try_next}",
+}
 
 
 def list_runs(folder: Path) -> list[RunDir]:
@@ -48,6 +62,24 @@ def newest(lines: Sequence[Line], name: str) -> Any:
 
 def formatted(value: Any, form: str) -> str:
     return format(value, form) if isinstance(value, (int, float)) else "—"
+
+
+def summary_rows(summary: Line) -> dict[str, str]:
+    texts = {"measured": measured(summary), "dropped": drops_text(summary.get("drops") or {})}
+    known = {name: v for name, v in {**texts, **summary}.items() if v not in (None, "")}
+    rows = {}
+    for name, form in SUMMARY.items():
+        with suppress(KeyError, ValueError):
+            rows[name] = form.format_map(known)
+    return rows
+
+
+def measured(summary: Line) -> str:
+    """The first and the last accuracy, each with its version. Empty: nothing was evaluated."""
+    known = summary.get("accuracies") or []
+    text = ", ".join(f"{y:.1%} at version {version}" for version, y in known[:1] + known[1:][-1:])
+    is_old = known and known[-1][0] < summary.get("version", summary.get("steps", 0))
+    return f"{text}; not evaluated since" if is_old else text
 
 
 def drops_text(drops: Mapping[str, float]) -> str:

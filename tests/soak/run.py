@@ -116,7 +116,7 @@ class Run:
             return "save"
         seen = run_files.status(self.run_dir)
         is_older = seen is not None and seen["time"] < self.controller.began_at
-        if seen is None or is_older or seen["state"] == "starting":
+        if seen is None or is_older or seen["doing"].startswith("starting"):
             return "start"
         every = self.config.eval.every
         lines = run_files.lines(self.run_dir, run_files.METRICS)
