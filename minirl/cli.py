@@ -295,7 +295,7 @@ def sweep(
     out: Out = None,
 ) -> None:
     """Train with some keys varied, over several seeds, into one table. The same command resumes a
-    sweep, or shows it again. It leaves table.json and the runs in sweeps/<recipe>/.
+    sweep, or shows it again. It leaves the runs in sweeps/<recipe>/.
 
     minirl sweep recipes/smoke.toml --vary buffer.max_staleness=0,2,8 --seeds 3
     """
@@ -305,7 +305,7 @@ def sweep(
     planned = Sweep(recipe, folder, parse_vary(vary or []), seeds, overrides or [])
     planned.go(typer.echo)
     _show(planned.table())
-    typer.echo(f"table     {folder / 'table.json'}\ntry next  minirl report {folder}/*/seed-*")
+    typer.echo(f"try next  minirl report {folder}/*/seed-*")
 
 
 @app.command()
