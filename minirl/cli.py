@@ -145,8 +145,10 @@ def train(
 @app.command("eval")
 def evaluate(
     target: Annotated[str | None, Argument(metavar="[MODEL_OR_RUN]")] = None,
-    compare: Annotated[tuple[str, str] | None, Option(metavar="A B", help="Two of them.")] = None,
-    task: Annotated[str, Option(metavar="KIND", help="As tasks.kind in a recipe.")] = "",
+    compare: Annotated[
+        tuple[Path, Path] | None, Option(metavar="A B", help="Two folders of results.")
+    ] = None,
+    task: Annotated[str | None, Option(metavar="KIND", help="As tasks.kind in a recipe.")] = None,
     recipe: Annotated[Path | None, Option(help="Task and sampling for a model.")] = None,
     k: Annotated[int, Option("--k", min=1, max=1024, help="Answers to each problem.")] = 1,
     temperature: Temperature = None,
@@ -154,27 +156,26 @@ def evaluate(
     out: Out = None,
     overrides: Overrides = None,
 ) -> None:
-    """Measure accuracy on held-out problems, or compare two models. MODEL_OR_RUN is a run (its
+    """Measure accuracy on held-out problems, or compare two results. MODEL_OR_RUN is a run (its
     last checkpoint), a checkpoint, or a model: a Hugging Face folder, a hub name or "tiny", which
     needs --task or --recipe. It leaves results.jsonl and summary.json in RUN/evals/… or evals/….
 
     \b
     minirl eval Qwen/Qwen3-0.6B --task gsm8k --k 8 --problems 200
-    minirl eval --compare tiny runs/smoke-…               before and after RL
+    minirl eval --compare evals/tiny-… runs/smoke-…/evals/step-…    before and after RL
     """
     from minirl.tools import evaluate as tool
     from minirl.tools.collect import as_overrides, resolve
 
-    given = {"tasks.kind": task or None, "eval.num_prompts": problems}
-    values = as_overrides({**given, "eval.temperature": temperature})
-    values = (*(overrides or ()), *values)
     if (compare is None) == (target is None):
         remedy = "minirl eval MODEL_OR_RUN, or minirl eval --compare A B"
         raise RecipeError("MODEL_OR_RUN", target or "", "one target, or --compare", remedy)
     if compare is not None:
-        _show(tool.compare_named(compare, recipe, values, k, out))
+        _show(tool.comparison_rows(compare))
         return
-    _, found = tool.evaluate(resolve(cast(str, target), recipe, values, k), out)
+    given = {"tasks.kind": task, "eval.num_prompts": problems, "eval.temperature": temperature}
+    values = (*(overrides or ()), *as_overrides(given))
+    found = tool.evaluate(resolve(cast(str, target), recipe, values, k), out)
     _show(tool.summary_rows(found))
     raise typer.Exit(0 if found["accuracy"] is not None else 1)
 
@@ -294,7 +295,7 @@ def sweep(
     out: Out = None,
 ) -> None:
     """Train with some keys varied, over several seeds, into one table. The same command resumes a
-    sweep, or shows it again. It leaves table.json and the runs in sweeps/<recipe>/.
+    sweep, or shows it again. It leaves the runs in sweeps/<recipe>/.
 
     minirl sweep recipes/smoke.toml --vary buffer.max_staleness=0,2,8 --seeds 3
     """
@@ -304,7 +305,7 @@ def sweep(
     planned = Sweep(recipe, folder, parse_vary(vary or []), seeds, overrides or [])
     planned.go(typer.echo)
     _show(planned.table())
-    typer.echo(f"table     {folder / 'table.json'}\ntry next  minirl report {folder}/*/seed-*")
+    typer.echo(f"try next  minirl report {folder}/*/seed-*")
 
 
 @app.command()

@@ -65,29 +65,29 @@ def test_a_failed_reward_counts_nowhere_and_is_counted() -> None:
     assert summarise([result(0, None)])["accuracy"] is None
 
 
-def test_results_are_compared_by_mcnemar_or_by_means() -> None:
+def test_results_are_compared_by_mcnemar(tmp_path: Path) -> None:
     a = [result(i, float(i < 2)) for i in range(10)]
     b = [result(i, float(i >= 1)) for i in range(11)]
     found = compare(a, b)
-    assert (found["problems"], found["unmatched"]) == (10, 1)
-    assert (sorted(found["gained"]), found["lost"]) == (list(range(2, 10)), [0])
-    assert found["p"] == pytest.approx(2 * (1 + 9) / 512) and "McNemar" in found["test"]
-    assert found["difference"] == pytest.approx(0.7)
-    assert found["interval_95"][0] < 0.7 < found["interval_95"][1]
-    assert [mean for mean, _, _ in found["accuracies"]] == [0.2, 0.9]
-    rewards = [(pair["a_reward"], pair["b_reward"]) for pair in found["shown"]]
-    assert rewards == [(0.0, 1.0), (0.0, 1.0), (1.0, 0.0)], "two gained, and the one that was lost"
+    counts = [found[name] for name in ("problems", "gained", "lost", "unmatched")]
+    assert counts == [10, 8, 1, 1] and found["p"] == pytest.approx(2 * (1 + 9) / 512)
+    assert found["difference"].mean == pytest.approx(0.7)
+    assert found["difference"].low < 0.7 < found["difference"].high
+    assert [side.mean for side in found["accuracies"]] == [0.2, 0.9]
     # Several answers each, by their mean.
     a = [result(i, 0.0, 1.0, 0.0, None) for i in range(12)]
     b = [result(i, None, 1.0, 0.0, 1.0) for i in range(12)]
     found = compare(a, b)
-    assert found["difference"] == pytest.approx(1 / 3)
+    assert found["difference"].mean == pytest.approx(1 / 3)
     assert found["p"] == pytest.approx(2 / 2**12), "all 12 were gained"
-    shown = found["shown"][0]
-    assert (shown["a_reward"], shown["b_reward"]) == (0.0, 1.0), "a failed reward is not shown"
     assert compare(a, a)["p"] == 1.0
     with pytest.raises(RecipeError, match="in common"):
         compare(a, [replace(r, reference="other") for r in b])
+    for name, results in (("a", a), ("b", b)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.jsonl").write_text("".join(r.line for r in results))
+    shown = minirl("eval", "--compare", "a", "b", cwd=tmp_path).stdout
+    assert "B - A     +33.3 points" in shown and "12: 12 gained, 0 lost; 0 left out" in shown
 
 
 def test_a_run_has_its_recipe_and_a_model_needs_a_task(tmp_path: Path, tied_folder: Path) -> None:

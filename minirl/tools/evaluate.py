@@ -1,13 +1,12 @@
-"""`minirl eval`: how good a model is, how sure that is, and what changed between two.
+"""`minirl eval`: how good a model is, how sure that is, and what changed between two results.
 
 Takes a target. Gives a folder with results.jsonl (one line per problem), summary.json and
-recipe.toml (docs/evaluation.md). A reward that failed is null with its reason: it is left out of
-all figures, and counted. Leaves out: targets and how their answers are collected (collect.py), how
-figures are computed (statistics.py).
+recipe.toml (docs/evaluation.md); or takes two such folders and compares them. A reward that failed
+is null with its reason: it is left out of all figures, and counted. Leaves out: targets and how
+their answers are collected (collect.py), how figures are computed (statistics.py).
 """
 
 import json
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from minirl import devices, recipe
-from minirl.config import BYTES_PER_TOKEN, Config
+from minirl.config import BYTES_PER_TOKEN
 from minirl.errors import RecipeError
 from minirl.records import Prompt
 from minirl.run_dir import read_lines, write_text
@@ -27,13 +26,12 @@ from minirl.statistics import bootstrap, interval_of, mcnemar, pass_at, usual_ks
 from minirl.tasks.check import checking
 from minirl.tasks.prompts import short_prompts
 from minirl.tasks.registry import make_task
-from minirl.tools.collect import Attempt, Collector, Target, resolve, run_of
+from minirl.tools.collect import Attempt, Collector, Target
 from minirl.view.console import Bar
 
 RESULTS, SUMMARY = "results.jsonl", "summary.json"
 EVALS = Path("evals")
 RING_BYTES = 2**30  # what answers in flight may take before problems are asked in turns
-TEST = "McNemar, exact"  # where a problem has several answers: of its mean reward, a sign test
 
 
 @dataclass(frozen=True)
@@ -110,13 +108,12 @@ def summary_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         *((name, f"{share:.1%}") for name, share in passed.items()),
         ("tokens", f"{found['length_mean']:.1f}, {found['truncated_frac']:.1%} truncated"),
         *((name.replace("_", " "), str(found[name])) for name in dropped if found[name]),
-        ("speed", f"{found['tokens_per_s']:,.0f} tokens/s, {found['seconds']:.0f} s"),
         ("results", found["folder"]),
     ]
 
 
-def evaluate(target: Target, out: Path | None) -> tuple[list[Result], dict[str, Any]]:
-    """The results and their summary. Ctrl-C leaves the problems that were done in results.jsonl."""
+def evaluate(target: Target, out: Path | None) -> dict[str, Any]:
+    """Gives the summary. Ctrl-C leaves the problems that were done in results.jsonl."""
     config, bar = target.config, Bar("problems")
     with checking(config, recipe.find_model(config)) as check:
         check()
@@ -127,31 +124,26 @@ def evaluate(target: Target, out: Path | None) -> tuple[list[Result], dict[str, 
     (folder / "recipe.toml").write_text(recipe.to_toml(config))
     problems = task.heldout(config.eval.num_prompts)
     prompts = short_prompts(config, problems, there.tokenizer)
-    results, seconds = _ask(there, prompts, target.k, folder / RESULTS, bar)
-    num_tokens = sum(answer.length for result in results for answer in result.answers)
+    results = _ask(there, prompts, target.k, folder / RESULTS, bar)
     summary = {
         "target": target.name,
         "model": str(there.folder),
         "folder": str(folder),
         **summarise(results),
         "prompts_too_long": len(problems) - len(prompts),
-        "seconds": round(seconds, 3),
-        "tokens_per_s": num_tokens / max(seconds, 1e-9),
     }
     write_text(folder / RESULTS, "".join(result.line for result in results))  # now in order
     write_text(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
-    return results, summary
+    return summary
 
 
-def _ask(
-    there: Collector, prompts: Sequence[Prompt], k: int, path: Path, bar: Bar
-) -> tuple[list[Result], float]:
-    """All problems, each k times: the results in order, and the seconds that they took."""
+def _ask(there: Collector, prompts: Sequence[Prompt], k: int, path: Path, bar: Bar) -> list[Result]:
+    """All problems, each k times; the results in order."""
     results: list[Result] = []
     done: dict[int, Attempt] = {}  # by place: k for each prompt
-    num_cells = k * num_at_once(there.config, len(prompts), k)
+    most = RING_BYTES // (BYTES_PER_TOKEN * there.config.max_tokens_per_trajectory)
+    num_cells = min(k * len(prompts), most)
     with path.open("w", buffering=1, encoding="utf-8") as file, there.running(num_cells):
-        began = time.monotonic()
         for place, attempt, _ in there.answers([p for p in prompts for _ in range(k)]):
             done[place] = attempt
             own = range(place // k * k, place // k * k + k)
@@ -162,16 +154,7 @@ def _ask(
                 file.write(results[-1].line)
                 so_far = _mean([reward for result in results for reward in result.rewards])
                 bar.at(len(results), len(prompts), f"mean reward so far {so_far or 0:.1%}")
-        seconds = time.monotonic() - began
-    return sorted(results, key=lambda result: result.problem), seconds
-
-
-def num_at_once(config: Config, num_problems: int, k: int) -> int:
-    """All problems where their answers take little memory; else enough to keep engines full."""
-    engines = config.devices.rollout // config.devices.tensor_parallel
-    seats = 2 * engines * config.rollout.max_num_seqs // k + 1
-    cell_bytes = BYTES_PER_TOKEN * config.max_tokens_per_trajectory
-    return min(num_problems, max(seats, RING_BYTES // (k * cell_bytes)))
+    return sorted(results, key=lambda result: result.problem)
 
 
 def choose_folder(target: Target, out: Path | None) -> Path:
@@ -185,33 +168,24 @@ def choose_folder(target: Target, out: Path | None) -> Path:
     return out
 
 
-def is_results(name: str) -> bool:
-    return Path(name).is_file() or (Path(name) / RESULTS).is_file()
-
-
 def compare(a: Sequence[Result], b: Sequence[Result]) -> dict[str, Any]:
-    """Problems are matched by prompt and reference. The test asks whether among the problems whose
-    mean reward changed more were gained than lost; the difference's interval is a bootstrap."""
+    """Problems are matched by prompt and reference. McNemar's test asks whether, among the problems
+    whose mean reward changed, more were gained than lost."""
     left, right = _by_key(a), _by_key(b)
     pairs = [(left[key], right[key]) for key in left if key in right]
     if not pairs:
         remedy = "compare results of the same task, data, seed and number of problems"
         raise RecipeError("--compare", "A B", "have no problem in common", remedy)
-    by = np.array([fmean(b.rewards) - fmean(a.rewards) for a, b in pairs])
-    order = np.argsort(by, kind="stable").tolist()  # the largest change first, in both
-    gained, lost = [i for i in order[::-1] if by[i] > 0], [i for i in order if by[i] < 0]
-    change = bootstrap(by)
+    changes = np.array([fmean(b.rewards) - fmean(a.rewards) for a, b in pairs])
+    num_gained, num_lost = int((changes > 0).sum()), int((changes < 0).sum())
     return {
-        "problems": len(pairs),
         "accuracies": [interval_of([r.rewards for r in side]) for side in zip(*pairs, strict=True)],
+        "difference": bootstrap(changes),
+        "p": mcnemar(num_gained, num_lost),
+        "problems": len(pairs),
+        "gained": num_gained,
+        "lost": num_lost,
         "unmatched": len(left.keys() | right.keys()) - len(pairs),
-        "difference": change.mean,
-        "interval_95": [change.low, change.high],
-        "p": mcnemar(len(gained), len(lost)),
-        "test": TEST,
-        "gained": [pairs[i][0].problem for i in gained],
-        "lost": [pairs[i][0].problem for i in lost],
-        "shown": [_shown(*pairs[i]) for i in gained[:2] + lost[:2]],
     }
 
 
@@ -219,44 +193,16 @@ def _by_key(results: Sequence[Result]) -> dict[tuple[str, str], Result]:
     return {(json.dumps(r.prompt), r.reference): r for r in results if r.rewards}
 
 
-def _shown(left: Result, right: Result) -> dict[str, Any]:
-    """The first answer of each that was graded."""
-    a, b = (next(x for x in r.answers if x.reward is not None) for r in (left, right))
-    question = left.prompt if isinstance(left.prompt, str) else left.prompt[-1]["content"]
-    return {
-        **{"problem": left.problem, "question": question, "reference": left.reference},
-        **{"a": a.text, "a_reward": a.reward, "b": b.text, "b_reward": b.reward},
-    }
-
-
-def compare_named(
-    names: tuple[str, str], path: Path | None, overrides: Sequence[str], k: int, out: Path | None
-) -> list[tuple[str, str]]:
-    """Evaluates what is no results yet, gives what is printed."""
-    runs = [run for name in names if (run := run_of(name)) and not is_results(name)]
-    if runs and path is None:
-        path = runs[0] / "recipe.toml"  # the same problems for both
-    sides = []
-    for name, letter in zip(names, "ab", strict=True):
-        if is_results(name):
-            sides.append(read(Path(name)))
-        else:
-            target = resolve(name, path, overrides, k)
-            sides.append(evaluate(target, out / letter if out else None)[0])
-    found = compare(*sides)
-    if out is not None:
-        write_text(out / "compare.json", json.dumps(found, indent=2) + "\n")
-    return _comparison_rows(names, found)
-
-
-def _comparison_rows(names: tuple[str, str], found: dict[str, Any]) -> list[tuple[str, str]]:
-    low, high = (f"{100 * bound:+.1f}" for bound in found["interval_95"])
-    changed = [f"{len(found[side])} {side} {found[side][:9]}" for side in ("gained", "lost")]
-    means = [f"{mean:.1%} ({a:.1%} to {b:.1%})" for mean, a, b in found["accuracies"]]
+def comparison_rows(paths: tuple[Path, Path]) -> list[tuple[str, str]]:
+    """Of two results, as `minirl eval --compare` prints it."""
+    found = compare(*map(read, paths))
+    shares = [f"{mean:.1%} ({low:.1%} to {high:.1%})" for mean, low, high in found["accuracies"]]
+    difference, low, high = (f"{100 * points:+.1f}" for points in found["difference"])
+    changed = f"{found['gained']} gained, {found['lost']} lost; {found['unmatched']} left out"
     return [
-        (f"A, {names[0]}", means[0]),
-        (f"B, {names[1]}", means[1]),
-        ("B - A", f"{100 * found['difference']:+.1f} points   95 % interval {low} to {high}"),
-        ("p", f"{found['p']:.2g}   {found['test']}"),
-        ("problems", f"{found['problems']}: {', '.join(changed)}; {found['unmatched']} left out"),
+        (f"A, {paths[0]}", shares[0]),
+        (f"B, {paths[1]}", shares[1]),
+        ("B - A", f"{difference} points   95 % interval {low} to {high}"),
+        ("p", f"{found['p']:.2g}   McNemar, exact"),
+        ("problems", f"{found['problems']}: {changed}"),
     ]

@@ -43,10 +43,10 @@ from minirl.workers import Worker
 from tests.bench import MODELS, Figure, Options, at_least, median
 from tests.bench.held_out import HeldOut, accuracy_of
 from tests.bench.processes import Processes, processes
-from tests.bench.variants import KEPT
+from tests.bench.variants import KEPT, program
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "async.toml"
-PROGRAM = ("tests.bench.variants", "keeping")
+KEEPING = program("keeping")
 MOST_ETA = 4  # of the figures with a goal
 LEAST_GAIN, LEAST_SHARE = 1.7, 0.9
 TARGET = 0.8
@@ -136,7 +136,7 @@ def measure(options: Options) -> list[Figure]:
         for seed in range(size.num_seeds):
             for eta in size.order(seed):
                 run_dir = here.folder / f"eta-{eta}-seed-{seed}"
-                train(RECIPE, run_dir, settings(size, eta, seed, folder), PROGRAM)
+                train(RECIPE, run_dir, settings(size, eta, seed, folder), KEEPING)
                 runs[eta].append(look_at(run_dir, size, here, held_out))
                 shutil.rmtree(run_dir)
     return figures(runs)

@@ -11,7 +11,7 @@ import pytest
 from minirl.run_dir import read_lines
 from minirl.tools.sweep import parse_vary
 from tests.bench import Figure, Options, Report, at_least, at_most, run, variants
-from tests.bench.sweep import VariantSweep
+from tests.bench.sweep import VARIANT, VariantSweep
 
 ROOT = Path(__file__).parent.parent.parent
 GOALS = {
@@ -53,6 +53,25 @@ def test_wrong_input_is_one_line(module: str, args: list[str], words: str) -> No
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and done.stdout == ""
     assert len(done.stderr.splitlines()) == 1 and words in done.stderr
+
+
+def test_a_table_for_the_docs_has_steps_to_80_and_a_curve(tmp_path: Path) -> None:
+    here = VariantSweep(ROOT / "recipes" / "smoke.toml", tmp_path, {VARIANT: ["behind"]}, 2)
+    step = {"seconds": 1.0, "reward/mean": 0.1, "train/tokens": 9.0, "buffer/staleness_mean": 0.5}
+    for seed, accuracy in enumerate((0.9, 0.7)):
+        run_dir = here.run_dir(here.cells[0], seed)
+        run_dir.mkdir(parents=True)
+        (run_dir / "metrics.jsonl").write_text(json.dumps({"step": 1, **step}) + "\n")
+        summary = {"finished": True, "accuracy_before": 0.2, "accuracy_after": accuracy}
+        summary["accuracies"] = [(0, 0.2), (7, accuracy)]
+        (run_dir / "summary.json").write_text(json.dumps(summary))
+    here.write()
+    whole = json.loads((tmp_path / "table.json").read_text())
+    assert whole["command"].endswith("smoke.toml --vary variant=behind --seeds 2")
+    row = whole["rows"][0]
+    assert row["runs"] == 2 and row["steps_to_80"]["count"] == 1
+    assert row["steps_to_80"]["mean"] == pytest.approx(6.0)
+    assert [point["version"] for point in row["curve"]] == [0, 7]
 
 
 @pytest.mark.slow

@@ -94,6 +94,11 @@ BODIES = {
 VARIANTS = (*BODIES, "behind")
 
 
+def program(name: str) -> tuple[str, ...]:
+    """minirl as this variant, for `minirl.tools.sweep.train`."""
+    return (sys.executable, "-m", "tests.bench.variants", name)
+
+
 def main() -> None:
     from minirl import cli, launch
     from minirl.messages import Role

@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 BLOCK = re.compile(r"(<!-- (\w+) (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 Table = list[tuple[str, ...]]
 Curves = dict[str, list[tuple[int, float]]]  # (version, accuracy) by label
-FORMS = COLUMNS | {"speed": "{:.2f}"}  # a column of an older table
+FORMS = COLUMNS | {"steps_to_80": "{:.1f}"}
 ETA_HEAD = (
     *("η", "trained tokens/s", "over η = 0", "seed by seed", "engine idle", "trainer idle"),
     *("mean staleness", "seconds to 80 %", "accuracy at the end"),
@@ -94,8 +94,10 @@ def sweep(data: dict[str, Any], columns: Sequence[str]) -> str:
         *keys, last = [*varied(data, row).values()] or [""]
         found = cells.setdefault(tuple(keys), {})
         for name in columns:
-            text = cell_text(row[name], FORMS[name], row["runs"])
-            found[f"{last} {name}".strip()] = text
+            value, num_runs = row[name], row["runs"]
+            partly = value and value["count"] < num_runs  # not every run reached it
+            note = f" ({value['count']} of {num_runs} runs)" if partly else ""
+            found[f"{last} {name}".strip()] = cell_text(value, FORMS[name]) + note
     names = [*varied(data, data["rows"][0])][:-1]
     table: Table = [(*names, *next(iter(cells.values())))]
     table += [(*keys, *found.values()) for keys, found in cells.items()]
