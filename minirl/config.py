@@ -226,6 +226,8 @@ class LogConfig:
     """Also log to "tensorboard", "wandb", each an extra."""
     stall_s: Annotated[float, Field(ge=1, le=604_800)] = 300.0
     """Without progress for so long, stacks are written and the run exits with 3."""
+    record: bool = False
+    """Save every batch, with the weights that it started from, for `minirl replay`."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -42,7 +42,6 @@ REMOVED = {
     "train.dual_clip": "leave it out: train.clip_low, clip_high and behav_cap bound a token",
     "train.gamma": "leave it out: rewards are not discounted",
     "train.shard_optimizer": 'write train.shard = "optimizer" for true, and leave it out for false',
-    "log.record": "leave it out: a batch that goes bad is always saved (docs/faults.md)",
     "sft.warmup_steps": "leave it out: the learning rate rises over ten steps",
     "sft.schedule": "leave it out: the learning rate falls to 0 in a line",
 }

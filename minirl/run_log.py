@@ -148,6 +148,9 @@ class RunLog:
         whole = {"step": batch.step, "version": batch.version, "groups": groups}
         self._files["batches"].write(whole)
         self._write_samples(batch, trained, states)
+        if self.config.log.record and self._saver is not None:
+            said = self._saver.save("record", batch, batch.version, "recorded")
+            self._seldom.note("record", f"step {batch.step} is recorded{said}")
         self.view.step(line)
         self.check(batch, trained)
 

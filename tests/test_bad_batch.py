@@ -54,7 +54,9 @@ def test_replay_is_exact(data: Data, rank: LocalRank, saver: BatchSaver, tmp_pat
     assert done.stdout.splitlines() == ["low", *values]
     result = CliRunner().invoke(app, ["replay", str(tmp_path)])
     assert isinstance(result.exception, RecipeError) and "\n" not in str(result.exception)
-    assert "holds no saved batch; name a folder of a run's bad_batches/" in str(result.exception)
+    assert "holds no saved batch; name a folder of a run's bad_batches/ or record/" in str(
+        result.exception
+    )
 
 
 @pytest.mark.parametrize("value", [float("-inf"), float("nan")])

@@ -12,6 +12,7 @@ import pytest
 from processes import Ended, Run, assert_accounted, listening_addresses
 
 from minirl.run_dir import open_run, read_lines
+from minirl.train import bad_batch
 from minirl.view.dashboard import Status, look
 from minirl.view.report import write
 
@@ -38,6 +39,7 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
         rollout__temperature=0.8,
         eval__every=1,
         log__trace="true",
+        log__record="true",
         tasks__kind=f'"{Path(__file__).parent / "noisy_task.py"}:Talkative"',
         checkpoint__every=2,
         checkpoint__keep=9,
@@ -69,6 +71,16 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
     assert run.metrics()[-1]["buffer/dropped_reply_error"] > 0
     assert all(1 < line["rollout/turns_mean"] <= 3 for line in run.metrics())
     assert (run.dir / "samples.jsonl").read_text().count("again?") >= 4
+    check_replay(run)
+
+
+def check_replay(run: Run) -> None:
+    """One rank computes what two have trained; the first step needs no state of the optimizer."""
+    assert len([*(run.dir / "record").iterdir()]) == 4
+    found, line = bad_batch.replay(run.dir / "record" / "step-000001"), run.metrics()[0]
+    assert not found.bad
+    for name in bad_batch.SHOWN:
+        assert found.values[name] == pytest.approx(line[name], rel=1e-3, abs=1e-7)
 
 
 def check_secrets(run: Run, ended: Ended, environments: dict[str, str]) -> None:

@@ -1,6 +1,7 @@
 """A batch that went bad, on disk with all that is needed to compute it again, and the computing.
 
     bad_batches/step-000012/   batch.safetensors, and weights/: what the step started from
+    record/step-000012/        the same of every step, where log.record is true
 
 A full disk costs the folder and a note, never the run. `replay` trains it in one rank, from the
 published weights alone: with a new critic and optimizer, and LoRA merged.
@@ -95,12 +96,15 @@ class BatchSaver:
 
     def save_bad(self, batch: Batch, version: int, why: str, must_save: bool = True) -> str:
         """With the weights of `version`. Returns the end of a sentence that says where it is."""
-        from safetensors.torch import save_file
-
         if not batch.groups or (self.num_saved >= MAX_SAVED and not must_save):
             return ""
         self.num_saved += 1
-        folder = self.run_dir / "bad_batches" / f"step-{batch.step:06d}"
+        return self.save("bad_batches", batch, version, why)
+
+    def save(self, name: str, batch: Batch, version: int, why: str) -> str:
+        from safetensors.torch import save_file
+
+        folder = self.run_dir / name / f"step-{batch.step:06d}"
         try:
             with checkpoint.written_aside(folder) as aside:
                 if (found := self.store.snapshot(version)) is None:
@@ -139,9 +143,9 @@ class Replayed(NamedTuple):
 
 
 def replay(folder: Path) -> Replayed:
-    """A folder of bad_batches/."""
+    """A folder of bad_batches/ or record/."""
     if not (folder / FILE).is_file():
-        remedy = "name a folder of a run's bad_batches/"
+        remedy = "name a folder of a run's bad_batches/ or record/"
         raise RecipeError("PATH", str(folder), "holds no saved batch", remedy)
     saved = read(folder / FILE)
     with checkpoint.as_one_line(folder, "cannot be computed again"):
