@@ -309,6 +309,7 @@ class World:
         assert buffer.num_free == buffer.num_slots - in_flight, "a slot was lost"
         assert buffer.num_in_flight == in_flight
         assert 0 <= self.num_to_admit() <= buffer.num_free
+        assert buffer.batch_size <= buffer.admission.limit <= buffer.num_slots
         in_hand = [t.prompt_index for t in tickets] + self.again
         assert sorted([*in_hand, *self.consumed]) == [*range(self.next_prompt)], "not once each"
 
