@@ -149,10 +149,6 @@ class RunDir:
     recipe = _object("recipe.toml", _recipe)
 
     @property
-    def name(self) -> str:
-        return self.path.resolve().name
-
-    @property
     def changed(self) -> float:
         files = [self.path / name for name in ("recipe.toml", "metrics.jsonl", "summary.json")]
         return max(file.stat().st_mtime for file in files if file.is_file())

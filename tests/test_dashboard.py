@@ -132,15 +132,6 @@ def test_what_starts_is_not_at_work_and_what_is_held_back_is_said(tmp_path: Path
     assert reporter._doing() == ""
 
 
-def test_plots() -> None:
-    rows, low, high = dashboard.braille(tuple(i / 19 for i in range(20)), 3)
-    assert (low, high, len(rows[0])) == (0.0, 1.0, 10)
-    assert rows[0][0] == "⠀" != rows[0][-1] and rows[2][-1] == "⠀" != rows[2][0]
-    assert dashboard.resample(((0.0, 0.0), (10.0, 1.0)), 5) == (0.0, 0.25, 0.5, 0.75, 1.0)
-    assert dashboard.resample(((0.0, 0.0), (1.0, 2.0), (2.0, 4.0), (3.0, 6.0)), 2) == (1.0, 5.0)
-    assert [dashboard.bar(n, 4) for n in (0.0, 1e-6, 9.0)] == ["░░░░", "▏░░░", "████"]
-
-
 def test_a_status_comes_back_from_its_file_whatever_else_is_in_it(tmp_path: Path) -> None:
     shown = example(seconds=math.inf)
     shown.save(tmp_path)

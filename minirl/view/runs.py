@@ -95,7 +95,7 @@ def find_step(run: RunDir, step: int | None) -> Line:
     wanted = max(batches, default=0) if step is None else step
     if wanted not in batches:
         remedy = f"it has {min(batches)} to {max(batches)}" if batches else "let it train a step"
-        raise RecipeError("--step", wanted, f"{run.name} has no such step", remedy)
+        raise RecipeError("--step", wanted, f"{run.path} has no such step", remedy)
     return batches[wanted]
 
 
