@@ -94,7 +94,6 @@ def check_trace(run_dir: Path) -> None:
     assert {"training: forward and backward", "waiting for batch"} <= names("train-1")
     assert {"publishing", "saving", "training: pack step 4"} <= names("train-0")
     assert {"grading", "waiting for answers"} <= names("verify-0")
-    assert sum(e["name"].startswith("group ") for e in events) >= 4 * 4 * 4
 
 
 def check_trajectories(run_dir: Path) -> None:

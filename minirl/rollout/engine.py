@@ -129,12 +129,6 @@ class Engine:
         return self._engine.collective_rpc(method, args=args)
 
     @property
-    def kv_tokens(self) -> int:
-        """How many tokens' KV fit at once."""
-        cache = self._engine.vllm_config.cache_config
-        return cache.num_gpu_blocks * cache.block_size
-
-    @property
     def is_behind(self) -> bool:
         return self._store is not None and self._store.latest > self.version
 

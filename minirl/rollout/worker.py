@@ -5,24 +5,22 @@
     gives     trajectories into the ring, and Finished, TurnEnded, Pinned, Gone
 
 Requests wait here, not in vLLM, until a sequence is free: so none waits under a prefix-cache salt
-of another version. What the model wrote in earlier turns is never tokenised again.
+of another version. Where the KV cache is full, vLLM preempts the newest groups. What the model
+wrote in earlier turns is never tokenised again.
 """
 
 import heapq
 import time
 from array import array
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from multiprocessing.connection import Connection
-from typing import Any
 
 from minirl import messages
 from minirl.config import Config
 from minirl.messages import GroupRequest
 from minirl.records import StopReason, Trajectory
-from minirl.rollout.dispatch import ExpectedLength
 from minirl.rollout.engine import Engine, Sampling
 from minirl.shm.board import BEAT_S, BoardWriter, State, Total
 from minirl.shm.ring import NOTHING, TrajectoryRing
@@ -98,14 +96,10 @@ class RolloutWorker:
         self.waiting: Waiting = []
         self.waiting_eval: Waiting = []
         self.running: dict[int, Request] = {}
-        self.seats: Counter[int] = Counter()  # of running sequences, by group
-        self.prompt_tokens = 0  # of running groups: its trajectories share a prompt's KV
         self.num_running_eval = 0
         # By group and place: turns that the model ended. They have no seat and no KV, but their
         # group still runs, and an evaluation's still pins its version.
         self.parked: dict[tuple[int, int], Request] = {}
-        self.recomputing: set[int] = set()  # running, and their KV is gone since a reload
-        self.expected = ExpectedLength(self.config.rollout.max_new_tokens)
         self.keys = count()
         self.stopped = False
         self.polls_left = PATIENCE  # until an idle engine sleeps, where it takes turns
@@ -121,8 +115,7 @@ class RolloutWorker:
         self.look_at_version()
         self.admit()
         if self.engine.is_busy:
-            facts: dict[str, Any] = {"phase": "prefill after a reload"} if self.recomputing else {}
-            self.board.enter(State.GENERATING, **facts)
+            self.board.enter(State.GENERATING)
             self.step()
 
     @property
@@ -164,8 +157,6 @@ class RolloutWorker:
         self.board.add(Total.RELOAD_S, self.engine.reload())
         self.board.add(Total.RELOADS, 1)
         self.polls_left = PATIENCE
-        if self.config.rollout.on_update == "recompute":
-            self.recomputing = set(self.running)
         self.board.serving(self.engine.version, len(self.running))
 
     def enqueue(self, submit: messages.Submit) -> None:
@@ -174,7 +165,6 @@ class RolloutWorker:
             self.look_at_version()  # before it reseeds: the canary may draw too
         if submit.seed is not None:
             self.engine.reseed(submit.seed)
-            self.expected = ExpectedLength(self.config.rollout.max_new_tokens)  # nothing remembered
         if any(group.is_eval for group in submit.groups):
             self.look_at_version()  # pins the newest version there is, or the one that is pinned
             self.pipe.send(messages.Pinned(self.engine.version))
@@ -190,17 +180,14 @@ class RolloutWorker:
     def resume(self, message: messages.Continue) -> None:
         for group_id, place, tokens in message.replies:
             request = self.parked.pop((group_id, place), None)
-            if request is None:  # its group was aborted in the meantime
-                continue
-            if tokens:
+            if request is not None and tokens:  # its group was not aborted in the meantime
                 request.append(tokens, [0.0] * len(tokens), NOTHING)
                 self.queue(request)
-            else:
-                self.expected.saw(len(request.tokens))
 
     def admit(self) -> None:
-        while (self.waiting or self.waiting_eval) and self.has_room():
-            share = max(1, int(EVAL_SHARE * self.config.rollout.max_num_seqs))
+        num_seats = self.config.rollout.max_num_seqs
+        share = max(1, int(EVAL_SHARE * num_seats))
+        while (self.waiting or self.waiting_eval) and len(self.running) < num_seats:
             has_share = not self.waiting or self.num_running_eval < share
             is_eval = self.waiting_eval and has_share
             priority, key, request = heapq.heappop(self.waiting_eval if is_eval else self.waiting)
@@ -214,20 +201,7 @@ class RolloutWorker:
                 continue
             self.running[key] = request
             self.num_running_eval += group.is_eval
-            if group.group_id not in self.seats:
-                self.prompt_tokens += len(group.prompt)
-            self.seats[group.group_id] += 1
-            if self.board.tracer is not None:
-                self.board.tracer.begin_sequence(key)
         self.board.serving(self.engine.version, len(self.running))
-
-    def has_room(self) -> bool:
-        """For one more sequence, and for the KV of all at their expected lengths. With less room
-        vLLM would preempt running sequences and compute their KV again later."""
-        num = len(self.running) + 1
-        needed = self.prompt_tokens + self.expected.tokens * num
-        is_free = num <= self.config.rollout.max_num_seqs and needed <= self.engine.kv_tokens
-        return is_free or not self.running
 
     def sampling(self, request: Request) -> Sampling:
         rollout = self.config.rollout
@@ -243,7 +217,6 @@ class RolloutWorker:
             request = self.running[chunk.key]
             request.append(chunk.tokens, chunk.logprobs, chunk.version)
             num_tokens += len(chunk.tokens)
-            self.recomputing.discard(chunk.key)
             if chunk.stop is None:
                 continue
             self.leave(chunk.key)
@@ -252,7 +225,6 @@ class RolloutWorker:
                 self.parked[request.group.group_id, request.index] = request
                 ended.append(self.seal(request, chunk.stop))
             else:
-                self.expected.saw(len(request.tokens))
                 finished.append(self.seal(request, chunk.stop))
         self.board.add(Total.TOKENS, num_tokens)
         self.board.add(Total.STEPS, 1)
@@ -262,19 +234,7 @@ class RolloutWorker:
             self.pipe.send(messages.TurnEnded(tuple(ended)))
 
     def leave(self, key: int) -> None:
-        request = self.running.pop(key)
-        self.recomputing.discard(key)
-        group, group_id = request.group, request.group.group_id
-        self.num_running_eval -= group.is_eval
-        self.seats[group_id] -= 1
-        if not self.seats[group_id]:
-            del self.seats[group_id]
-            self.prompt_tokens -= len(group.prompt)
-        if self.board.tracer is not None:
-            facts: dict[str, object] = {"place": request.index, "tokens": len(request.tokens)}
-            facts["versions"] = [*request.versions[:1], *request.versions[-1:]]
-            facts["evaluation"] = group.is_eval
-            self.board.tracer.end_sequence(key, group_id, facts)
+        self.num_running_eval -= self.running.pop(key).group.is_eval
 
     def seal(self, request: Request, stop: StopReason) -> tuple[int, int, Trajectory]:
         group, tokens, versions = request.group, request.tokens, request.versions

@@ -1,19 +1,17 @@
 """What a worker writes to RUN/trace.json (log.trace): Chrome trace events, one per line.
 
-Takes what the worker says on its board, gives slices: thread 0 holds its states, the others hold
-running sequences. All workers append to one file with O_APPEND, one write per event, so lines do
-not mix; ui.perfetto.dev opens an array that is not closed. Times are in microseconds.
-A slice is written when it ends, so the last state of a killed worker is missing.
+Takes what the worker says on its board, gives a slice for each state. All workers append to one
+file with O_APPEND, one write per event, so lines do not mix; ui.perfetto.dev opens an array that is
+not closed. Times are in microseconds. A slice is written when it ends, so the last
+state of a killed worker is missing.
 """
 
 import json
 import os
 import time
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 
-STATES, LANES = 0, 1
 TRACKS = {"rollout": 1000, "train": 2000, "verify": 3000}
 Facts = dict[str, object]
 
@@ -34,8 +32,7 @@ class Tracer:
         self._clock_ns = time.time_ns() - time.monotonic_ns()  # of the day, without its jumps
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._state: tuple[str, Facts, int] = ("starting", {}, self._now())
-        self._running: dict[int, tuple[int, int]] = {}  # sequence: lane, begin
-        self._write(ph="M", tid=STATES, name="process_name", args={"name": name})
+        self._write(ph="M", tid=0, name="process_name", args={"name": name})
 
     def _now(self) -> int:
         return (time.monotonic_ns() + self._clock_ns) // 1000
@@ -44,26 +41,13 @@ class Tracer:
         last, about, began = self._state
         if (last, about) != (name, facts) or anew:
             words = f"{last}: {about['phase']}" if "phase" in about else last
-            self._state = (name, facts, self._slice(STATES, words, began, about))
-
-    def begin_sequence(self, key: int) -> None:
-        used = {lane for lane, _ in self._running.values()}
-        lane = next(lane for lane in count(LANES) if lane not in used)
-        self._running[key] = (lane, self._now())
-
-    def end_sequence(self, key: int, group: int, facts: Facts) -> None:
-        lane, began = self._running.pop(key)
-        self._slice(lane, f"group {group}", began, facts)
+            now = self._now()
+            self._write(ph="X", tid=0, name=words, ts=began, dur=now - began, args=about)
+            self._state = (name, facts, now)
 
     def close(self) -> None:
         self.state("over", {})  # ends the last one
         os.close(self._file)
-
-    def _slice(self, tid: int, name: str, began: int, facts: Facts) -> int:
-        """Gives when it ended: now."""
-        now = self._now()
-        self._write(ph="X", tid=tid, name=name, ts=began, dur=now - began, args=facts)
-        return now
 
     def _write(self, **event: object) -> None:
         line = json.dumps({"pid": self.pid, **event}, separators=(",", ":")) + ",\n"

@@ -18,7 +18,6 @@ from statistics import fmean
 from typing import Any
 
 from minirl.run_dir import Line, RunDir
-from minirl.shm.tracer import STATES
 from minirl.view.runs import short_names
 
 Families = dict[str, list[RunDir]]  # by the name of the first run
@@ -160,12 +159,12 @@ STATE_COLOURS = {  # by a word of the slice's name, of which the first counts; w
 
 
 def read_rows(run_dir: Path) -> Rows:
-    """The last steps before the last one, which an evaluation follows. Empty: no trace. The many
-    lines of sequences are not parsed, torn ones dropped."""
+    """The last steps before the last one, which an evaluation follows. Empty: no trace. Torn
+    lines are dropped."""
     names: dict[int, str] = {}
     found: Rows = defaultdict(list)
     with suppress(OSError), (run_dir / "trace.json").open(errors="replace") as file:
-        for text in (text for text in file if f'"tid":{STATES},' in text):
+        for text in file:
             with suppress(ValueError):
                 event = json.loads(text.strip().removesuffix(","))
                 if event["name"] == "process_name":
