@@ -69,7 +69,6 @@ def number(line: Line, name: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
-GAPS = {"all": "train/logprob_gap", "after tokens of an older version": "train/spliced_gap"}
 STALENESS = {"mean": "buffer/staleness_mean", "max": "buffer/staleness_max"}
 CLIPPED = {"clipped": "train/clip_frac", "capped": "train/capped_frac"}
 SPEEDS = {"sampled": "rollout/tokens_per_s", "trained": "train/tokens_per_s"}
@@ -85,7 +84,7 @@ CHARTS = (
     Chart("entropy", "Entropy", "in nats; at 0 exploration has ended", {"": "train/entropy"}),
     Chart("kl", "KL to the first model", "in nats", {"": "train/kl"}),
     Chart("clip", "Clipped and capped", "share of trained tokens", CLIPPED, is_share=True),
-    Chart("gap", "Logprob gap", "engine to trainer: should stay flat", GAPS),
+    Chart("gap", "Logprob gap", "engine to trainer: should stay flat", {"": "train/logprob_gap"}),
     Chart("grad_norm", "Gradient norm", "before clipping", {"": "train/grad_norm"}),
     Chart("throughput", "Throughput", "tokens per second", SPEEDS),
     Chart("idle", "Idle", "share of each step", IDLE, is_share=True),
