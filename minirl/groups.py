@@ -306,7 +306,6 @@ class Groups:
                 is_deadly = self._num_losses[state.prompt.index] >= MAX_LOSSES
                 why = f"a prompt whose engine died {MAX_LOSSES} times"
                 self._drop(state, Drop.REFUSED if is_deadly else Drop.WORKER_DIED, why)
-        self.dispatcher.restarted(engine)
         return self._outgoing()
 
     def verifier_lost(

@@ -33,7 +33,6 @@ from minirl.groups import Groups, Sends
 from minirl.messages import CheckpointState, Role, Save, Saved, Train, Trained
 from minirl.recipe import to_toml
 from minirl.records import Batch, Prompt
-from minirl.rollout.dispatch import Speedometer
 from minirl.run_log import RunLog
 from minirl.shm.board import State
 from minirl.supervisor import RANKS, Supervisor
@@ -57,7 +56,6 @@ class Loop:
         num_verifiers = len(workers.of(Role.VERIFY))
         self.groups = Groups(config, stream, buffer, len(self.engines), num_verifiers, log.note)
         self.supervisor = Supervisor(config, workers, self.groups, log, self)
-        self.speedometer = Speedometer(workers.board, [engine.row for engine in self.engines])
         self.step = self.saved_step = log.step
         self.batch: Batch | None = None  # in training
         self.is_saving = False
@@ -189,9 +187,6 @@ class Loop:
         self.groups.published(self.step, time.monotonic())
         self.log.trained(batch, trained, self.buffer, self.groups.states)
         self.groups.release()
-        if not self.config.is_synchronous:  # there no measurement may decide what is done
-            for engine, tokens_per_s in self.speedometer.read():
-                self.groups.dispatcher.measured(engine, tokens_per_s)
         if self.step == self.config.train.steps:
             return  # `finish` saves and evaluates
         every = self.config.eval.every

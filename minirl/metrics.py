@@ -54,7 +54,6 @@ METRICS = {
     "train/capped_frac": "share of trained tokens with w > train.behav_cap",
     "train/logprob_gap": "mean |vLLM's logprob - the trainer's|, tokens of the version that the "
     "step starts from: of its batch, and of two answers that end while it runs",
-    "train/spliced_gap": "the same over tokens that follow older versions' tokens",
     "train/tokens_per_s": "tokens trained on, prompts included / seconds of training",
     "train/mfu": "model FLOPs (6·N a token, shared prompts once; attention) / the GPUs' rate",
     "train/tokens": "trained tokens of this step",

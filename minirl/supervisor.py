@@ -246,45 +246,9 @@ class Supervisor:
 
 # What a worker says that is short of memory, in lower case.
 NO_CACHE = "no available memory for the cache blocks|gib kv cache is needed"
-NO_ROOM = r"\(([\d.]+)/([\d.]+) gib\).*?less than (?:desired|requested)"
-SAMPLER = "out of memory.*warming up sampler"
-FULL = "out of memory|outofmemoryerror|cublas_status_alloc_failed"
+FULL = "out of memory|outofmemoryerror|cublas_status_alloc_failed|less than (?:desired|requested)"
 MACHINE = r"can(?:no|')t allocate memory|\bmemoryerror|std::bad_alloc|oom killer"
 SHARE_MORE = {"none": "optimizer", "optimizer": "full", "full": "full"}  # train.shard
-WHY = {NO_CACHE: "the KV cache is too small", MACHINE: "this machine is out of memory"}
-
-
-def _half(n: int, *_: object) -> int:
-    return max(1, n // 2)
-
-
-def _add(share: float) -> Callable[..., float]:
-    return lambda n, *_: min(0.95, max(0.05, round(n + share, 2)))
-
-
-def _free_share(n: float, config: Config, found: re.Match[str]) -> float:
-    """Of the GPU, less 3 %."""
-    return max(0.05, int((float(found[1]) / float(found[2]) - 0.03) * 100) / 100)
-
-
-# Which worker, what it said, the key to change, and its new value from n, the old one. The first
-# row that changes anything counts; of a rank's the cheapest: what costs no time, some, much.
-CHANGES: tuple[tuple[str, str, str, Callable[[Any, Config, re.Match[str]], Any]], ...] = (
-    ("rollout cpu", NO_CACHE, "rollout.kv_cache_gib", lambda n, *_: n * 2),
-    ("rollout shared", NO_CACHE, "rollout.kv_cache_gib", lambda n, *_: n * 2),
-    ("rollout cuda", NO_CACHE, "rollout.memory_fraction", _add(0.05)),
-    ("rollout cuda", NO_CACHE, "devices.tensor_parallel", lambda n, *_: n * 2),
-    ("rollout cuda", NO_ROOM, "rollout.memory_fraction", _free_share),
-    ("rollout", SAMPLER, "rollout.max_num_seqs", _half),
-    ("rollout shared", FULL, "rollout.kv_cache_gib", lambda n, *_: n / 2),
-    ("rollout cuda", FULL, "rollout.memory_fraction", _add(-0.1)),
-    ("rollout cpu", MACHINE, "rollout.kv_cache_gib", lambda n, *_: n / 2),
-    ("train", FULL, "train.max_tokens", lambda n, c, _: max(n // 2, c.max_tokens_per_trajectory)),
-    ("train", FULL, "train.gradient_checkpointing", lambda *_: True),
-    ("train", FULL, "train.shard", lambda n, c, _: SHARE_MORE[n] if c.devices.train > 1 else n),
-    ("train", FULL, "rollout.max_new_tokens", _half),
-    ("", MACHINE, "train.batch_size", _half),
-)
 
 
 def memory_hint(role: str, words: str, config: Config, kind: str) -> str:
@@ -292,19 +256,44 @@ def memory_hint(role: str, words: str, config: Config, kind: str) -> str:
     function of `words`, all that the worker said at its end, so that what a GPU would say can be
     tested anywhere."""
     said = words.lower()
-    kind = "shared" if kind == "cuda" and config.devices.share else kind
-    if role == "train" and kind == "cpu" and re.search(MACHINE, said):
-        said += "out of memory"  # the machine's memory is the device's
-    for who, sign, key, new_value in CHANGES:
-        found = re.search(sign, said, re.DOTALL)
-        if found is None or not f"{role} {kind}".startswith(who):
-            continue
-        old = get(config, key)
-        new = new_value(old, config, found)
-        if new != old:
-            why = WHY.get(sign, f"the {role} device is out of memory")
+    is_machine = re.search(MACHINE, said) is not None
+    is_device = re.search(FULL, said) is not None or (is_machine and kind == "cpu")
+    why, changes = f"the {role} device is out of memory", dict[str, Any]()
+    if role == Role.ROLLOUT and re.search(NO_CACHE, said):
+        why, changes = "the KV cache is too small", engine_changes(config, kind, is_more=True)
+    elif role == Role.ROLLOUT and is_device:
+        changes = engine_changes(config, kind, is_more=False)
+    elif role == Role.TRAIN and is_device:
+        changes = rank_changes(config)
+    elif is_machine:
+        why = "this machine is out of memory"
+        changes = {"train.batch_size": max(1, config.train.batch_size // 2)}
+    for key, new in changes.items():  # the first that changes anything
+        if new != (old := get(config, key)):
             return f"{why}: change {key} from {str(old).lower()} to {str(new).lower()}"
     return ""
+
+
+def engine_changes(config: Config, kind: str, is_more: bool) -> dict[str, Any]:
+    """For more KV, or for less memory in all."""
+    if kind == "cpu" or config.devices.share:
+        return {"rollout.kv_cache_gib": config.rollout.kv_cache_gib * (2 if is_more else 0.5)}
+    fraction = round(config.rollout.memory_fraction + (0.05 if is_more else -0.1), 2)
+    changes: dict[str, Any] = {"rollout.memory_fraction": min(0.95, max(0.05, fraction))}
+    if is_more:
+        changes["devices.tensor_parallel"] = 2 * config.devices.tensor_parallel
+    return changes
+
+
+def rank_changes(config: Config) -> dict[str, Any]:
+    """The cheapest first: what costs no time, some, much."""
+    train = config.train
+    return {
+        "train.max_tokens": max(train.max_tokens // 2, config.max_tokens_per_trajectory),
+        "train.gradient_checkpointing": True,
+        "train.shard": SHARE_MORE[train.shard] if config.devices.train > 1 else train.shard,
+        "rollout.max_new_tokens": max(1, config.rollout.max_new_tokens // 2),
+    }
 
 
 def num_oom_kills() -> int:

@@ -98,7 +98,7 @@ def test_a_trainer_that_starves_gets_more_and_unused_stock_is_given_up() -> None
     assert admission.limit < 60
 
 
-# Dispatch: each group goes to the engine with the least to do, for its speed ----------------------
+# Dispatch: each group goes to the engine with the least to do ------------------------------------
 
 
 @settings(deadline=None)
@@ -120,21 +120,3 @@ def test_a_group_goes_to_the_engine_with_the_least_outstanding(num: int, random:
                     continue
                 dispatcher.trajectory_done(assignment, 10)
                 left += [(assignment, n - 1)] if n > 1 else []
-
-
-def test_groups_go_by_speed_and_a_restarted_engine_must_prove_itself_again() -> None:
-    dispatcher = Dispatcher(2, max_new_tokens=100)
-
-    def share_of_first(count: int) -> int:
-        return [dispatcher.assign(4).engine for _ in range(count)].count(0)
-
-    dispatcher.measured(0, 300.0)
-    dispatcher.measured(1, 100.0)
-    assert share_of_first(40) == 30
-    dispatcher = Dispatcher(2, max_new_tokens=100)
-    for engine in (0, 1):
-        dispatcher.measured(engine, 1000.0)
-    dispatcher.restarted(0)
-    assert share_of_first(10) == 2
-    dispatcher.measured(0, 1000.0)
-    assert share_of_first(20) >= 10

@@ -151,9 +151,7 @@ def test_smoke_recipe_learns(tmp_path: Path) -> None:
     assert summary["accuracy_after"] >= 0.75, ended
     assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.40
     assert summary["multi_version_trajectories"] > 0
-    assert summary["logprob_gap_max"] < 1e-3
-    spliced = [line["train/spliced_gap"] for line in run.metrics() if "train/spliced_gap" in line]
-    assert spliced and max(spliced) < 1e-4, "KV was not computed anew under new weights"
+    assert summary["logprob_gap_max"] < 1e-4, "KV was not computed anew under new weights"
     assert_accounted(run.metrics(), max_staleness=2)
     rewards = [line["reward/mean"] for line in run.metrics()]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3

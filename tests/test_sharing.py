@@ -23,7 +23,7 @@ from minirl.shm.ring import NOTHING, TrajectoryRing
 from minirl.train import attention, packing, policy
 from minirl.train.attention import boundaries
 from minirl.train.objective import micro_loss
-from minirl.train.packing import Unit, cut, split_units
+from minirl.train.packing import Unit, cut, micro_batches, split_units
 from minirl.train.policy import check_head, hidden_states, load_policy
 from minirl.train.sharing import share
 
@@ -176,15 +176,27 @@ def test_units_are_whole_within_the_budget_and_balanced_as_trajectories_are(
 ) -> None:
     places = count()
     groups = [Unit([next(places) for _ in answers], n, answers) for n, answers in drawn]
-    apart, loads = [alone for group in groups for alone in group.apart], []
+    apart, most = [alone for group in groups for alone in group.apart], []
     for units in (groups, apart):
         split = split_units(units, num_ranks, 100)
-        assert len({len(own) for own in split}) == 1 and len(split) == num_ranks
+        assert len({len(own) for own in split}) == 1 and len(split) == num_ranks and split[0]
         assert all(sum(unit.size for unit in micro) <= 100 for own in split for micro in own)
+        for own in split:
+            assert own.count([]) == max(0, len(own) - sum(map(len, own)))
         found = [alone for unit in chain(*chain(*split)) for alone in unit.apart]
         assert sorted(found) == sorted(apart)
-        loads.append(max(sum(unit.cost for unit in chain(*own)) for own in split))
-    assert loads[0] <= loads[1] + 1e-6
+        loads = [sum(unit.cost for unit in chain(*own)) for own in split]
+        most.append(max(loads))
+    assert most[0] <= most[1] + 1e-6
+    assert max(loads) - min(loads) <= max((unit.cost for unit in apart), default=0) + 1e-9
+
+
+def test_algorithm_1_by_hand() -> None:
+    # 6 opens the first; 5 does not fit (11 > 10) and opens the second; 4 fits both: the first has
+    # as few as the second and comes first; 3 fits only the second; 2 fits the second (8 + 2).
+    assert micro_batches([4, 6, 5, 3, 2], 10) == [[1, 0], [2, 3, 4]]
+    # 41 joins 60 (101), 40 opens the second; 9 fits both (110, 49) and goes where there is one.
+    assert micro_batches([60, 41, 40, 9], 110) == [[0, 1], [2, 3]]
 
 
 def test_a_group_is_cut_where_it_must_be_and_long_answers_stay_apart() -> None:

@@ -11,12 +11,10 @@ of another version. What the model wrote in earlier turns is never tokenised aga
 import heapq
 import time
 from array import array
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from multiprocessing.connection import Connection
-from typing import Any
 
 from minirl import messages
 from minirl.config import Config
@@ -98,13 +96,10 @@ class RolloutWorker:
         self.waiting: Waiting = []
         self.waiting_eval: Waiting = []
         self.running: dict[int, Request] = {}
-        self.seats: Counter[int] = Counter()  # of running sequences, by group
-        self.prompt_tokens = 0  # of running groups: its trajectories share a prompt's KV
         self.num_running_eval = 0
         # By group and place: turns that the model ended. They have no seat and no KV, but their
         # group still runs, and an evaluation's still pins its version.
         self.parked: dict[tuple[int, int], Request] = {}
-        self.recomputing: set[int] = set()  # running, and their KV is gone since a reload
         self.expected = ExpectedLength(self.config.rollout.max_new_tokens)
         self.keys = count()
         self.stopped = False
@@ -121,8 +116,7 @@ class RolloutWorker:
         self.look_at_version()
         self.admit()
         if self.engine.is_busy:
-            facts: dict[str, Any] = {"phase": "prefill after a reload"} if self.recomputing else {}
-            self.board.enter(State.GENERATING, **facts)
+            self.board.enter(State.GENERATING)
             self.step()
 
     @property
@@ -164,8 +158,6 @@ class RolloutWorker:
         self.board.add(Total.RELOAD_S, self.engine.reload())
         self.board.add(Total.RELOADS, 1)
         self.polls_left = PATIENCE
-        if self.config.rollout.on_update == "recompute":
-            self.recomputing = set(self.running)
         self.board.serving(self.engine.version, len(self.running))
 
     def enqueue(self, submit: messages.Submit) -> None:
@@ -190,17 +182,13 @@ class RolloutWorker:
     def resume(self, message: messages.Continue) -> None:
         for group_id, place, tokens in message.replies:
             request = self.parked.pop((group_id, place), None)
-            if request is None:  # its group was aborted in the meantime
-                continue
-            if tokens:
+            if request is not None and tokens:  # its group was not aborted in the meantime
                 request.append(tokens, [0.0] * len(tokens), NOTHING)
                 self.queue(request)
-            else:
-                self.expected.saw(len(request.tokens))
 
     def admit(self) -> None:
+        share = max(1, int(EVAL_SHARE * self.config.rollout.max_num_seqs))
         while (self.waiting or self.waiting_eval) and self.has_room():
-            share = max(1, int(EVAL_SHARE * self.config.rollout.max_num_seqs))
             has_share = not self.waiting or self.num_running_eval < share
             is_eval = self.waiting_eval and has_share
             priority, key, request = heapq.heappop(self.waiting_eval if is_eval else self.waiting)
@@ -214,16 +202,14 @@ class RolloutWorker:
                 continue
             self.running[key] = request
             self.num_running_eval += group.is_eval
-            if group.group_id not in self.seats:
-                self.prompt_tokens += len(group.prompt)
-            self.seats[group.group_id] += 1
         self.board.serving(self.engine.version, len(self.running))
 
     def has_room(self) -> bool:
         """For one more sequence, and for the KV of all at their expected lengths. With less room
-        vLLM would preempt running sequences and compute their KV again later."""
+        requests would wait in vLLM, and running ones would be preempted."""
         num = len(self.running) + 1
-        needed = self.prompt_tokens + self.expected.tokens * num
+        prompts = {r.group.group_id: len(r.group.prompt) for r in self.running.values()}
+        needed = sum(prompts.values()) + self.expected.tokens * num  # a group shares a prompt's KV
         is_free = num <= self.config.rollout.max_num_seqs and needed <= self.engine.kv_tokens
         return is_free or not self.running
 
@@ -241,7 +227,6 @@ class RolloutWorker:
             request = self.running[chunk.key]
             request.append(chunk.tokens, chunk.logprobs, chunk.version)
             num_tokens += len(chunk.tokens)
-            self.recomputing.discard(chunk.key)
             if chunk.stop is None:
                 continue
             self.leave(chunk.key)
@@ -260,14 +245,7 @@ class RolloutWorker:
             self.pipe.send(messages.TurnEnded(tuple(ended)))
 
     def leave(self, key: int) -> None:
-        request = self.running.pop(key)
-        self.recomputing.discard(key)
-        group, group_id = request.group, request.group.group_id
-        self.num_running_eval -= group.is_eval
-        self.seats[group_id] -= 1
-        if not self.seats[group_id]:
-            del self.seats[group_id]
-            self.prompt_tokens -= len(group.prompt)
+        self.num_running_eval -= self.running.pop(key).group.is_eval
 
     def seal(self, request: Request, stop: StopReason) -> tuple[int, int, Trajectory]:
         group, tokens, versions = request.group, request.tokens, request.versions

@@ -56,11 +56,6 @@ class Item:
         """Written by the very version that the step starts from."""
         return self.written & (self.staleness == 0)
 
-    @property
-    def spliced(self) -> NDArray[np.bool_]:
-        """Of those the ones that follow tokens of an older version: weights changed under them."""
-        return self.at_equal_version & bool((self.staleness > 0).any())
-
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -76,7 +71,6 @@ class MicroBatch:
     staleness_T: Tensor
     trainable_T: Tensor
     at_equal_version_T: Tensor
-    spliced_T: Tensor
     is_dummy: bool = False
     shared: Shared | None = None
     prox_T: Tensor | None = None
@@ -195,7 +189,6 @@ def pack(items: Sequence[Item], device: str, units: Sequence[Unit] = ()) -> Micr
         staleness_T=column([item.staleness for item in items], torch.float32),
         trainable_T=column([item.trainable for item in items], torch.bool),
         at_equal_version_T=column([item.at_equal_version for item in items], torch.bool),
-        spliced_T=column([item.spliced for item in items], torch.bool),
         shared=share(units, device),
     )
 

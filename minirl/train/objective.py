@@ -213,9 +213,6 @@ def micro_loss(
 
 def gaps(micro: MicroBatch, logprobs_T: Tensor, is_comparable: bool = True) -> Sums:
     """|the engine's logprob - the trainer's|, under the version that the step starts from."""
-    sums, gap_T = {}, (logprobs_T - micro.behav_T).abs()
-    for name, at_T in {"": micro.at_equal_version_T, "spliced_": micro.spliced_T}.items():
-        at_T = at_T & is_comparable
-        sums[f"{name}gap"] = torch.where(at_T, gap_T, 0.0).sum()
-        sums[f"{name}compared"] = at_T.sum()
-    return sums
+    at_T = micro.at_equal_version_T & is_comparable
+    gap_T = torch.where(at_T, (logprobs_T - micro.behav_T).abs(), 0.0)
+    return {"gap": gap_T.sum(), "compared": at_T.sum()}

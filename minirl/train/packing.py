@@ -52,20 +52,24 @@ class Unit(NamedTuple):
 
 
 def split_units(groups: Sequence[Unit], num_ranks: int, max_tokens: int) -> list[list[list[Unit]]]:
-    """Micro-batches of units, by rank. Groups are cut into as many parts as leave the least to the
-    rank that has the most: each part costs a copy of the prompt, but few groups balance badly."""
+    """Micro-batches of units, by rank: equally many on every rank, at least 1. Groups are cut into
+    as many parts as leave the least to the rank that has the most: each part costs a copy of the
+    prompt, but few groups balance badly."""
     most = max((len(group.places) for group in groups), default=1) if num_ranks > 1 else 1
     nums = [*(2**n for n in range(most.bit_length())), most]
     choices = [[part for group in groups for part in cut(group, max_tokens, n)] for n in nums]
+    owned = min((balanced(units, num_ranks) for units in choices), key=heaviest)
 
-    def heaviest(units: list[Unit]) -> float:
-        owned = balanced([unit.cost for unit in units], num_ranks)
-        return max(sum(units[index].cost for index in own) for own in owned)
+    def packed(own: list[Unit], count: int) -> list[list[Unit]]:
+        batches = micro_batches([unit.size for unit in own], max_tokens, count)
+        return [[own[place] for place in batch] for batch in batches]
 
-    units = min(choices, key=heaviest)
-    sizes, costs = [unit.size for unit in units], [unit.cost for unit in units]
-    split = split_over_ranks(sizes, num_ranks, max_tokens, costs)
-    return [[[units[index] for index in batch] for batch in own] for own in split]
+    count = max(len(packed(own, 1)) for own in owned)
+    split = [packed(own, count) for own in owned]
+    # Spreading over `count` micro-batches may need one more than filling as few as possible.
+    while (count := max(map(len, split))) > min(map(len, split)):
+        split = [packed(own, count) for own in owned]
+    return split
 
 
 def cut(group: Unit, max_tokens: int, num_parts: int) -> list[Unit]:
@@ -104,33 +108,19 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, min_count: int = 1) -
     return batches + [[] for _ in range(min_count - len(batches))]
 
 
-def split_over_ranks(
-    lengths: Sequence[int], num_ranks: int, max_tokens: int, costs: Sequence[float] = ()
-) -> list[list[list[int]]]:
-    """Micro-batches of indices, by rank: equally many on every rank, at least 1."""
-    owned = balanced(costs or [cost(length) for length in lengths], num_ranks)
-
-    def packed(own: list[int], count: int) -> list[list[int]]:
-        batches = micro_batches([lengths[index] for index in own], max_tokens, count)
-        return [[own[place] for place in batch] for batch in batches]
-
-    count = max(len(packed(own, 1)) for own in owned)
-    split = [packed(own, count) for own in owned]
-    # Spreading over `count` micro-batches may need one more than filling as few as possible.
-    while (most := max(map(len, split))) > min(map(len, split)):
-        split = [packed(own, most) for own in owned]
-    return split
-
-
-def balanced(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
-    """Indices by rank: costliest first, each to the rank that has the least cost so far."""
-    owned: list[list[int]] = [[] for _ in range(num_ranks)]
+def balanced(units: Sequence[Unit], num_ranks: int) -> list[list[Unit]]:
+    """By rank: costliest first, each to the rank that has the least cost so far."""
+    owned: list[list[Unit]] = [[] for _ in range(num_ranks)]
     loads = [(0.0, rank) for rank in range(num_ranks)]
-    for index in longest_first(costs):
+    for index in longest_first([unit.cost for unit in units]):
         load, rank = heapq.heappop(loads)
-        owned[rank].append(index)
-        heapq.heappush(loads, (load + costs[index], rank))
+        owned[rank].append(units[index])
+        heapq.heappush(loads, (load + units[index].cost, rank))
     return owned
+
+
+def heaviest(owned: list[list[Unit]]) -> float:
+    return max(sum(unit.cost for unit in own) for own in owned)
 
 
 def cost(length: int) -> float:

@@ -200,11 +200,10 @@ class Trainer:
             "train/behav_ratio_mean": "behav_ratio",
             "train/capped_frac": "capped",
         }
-        equal, spliced, tokens = of["compared"], of["spliced_compared"], of["tokens"]
+        equal, tokens = of["compared"], of["tokens"]
         return {metric: of[n] / max(1, tokens) for metric, n in means.items() if n in of} | {
             "train/tokens": tokens,
             "train/logprob_gap": of["gap"] / equal if equal else None,
-            "train/spliced_gap": of["spliced_gap"] / spliced if spliced else None,
         }
 
     # -- what readable answers show of their tokens
