@@ -32,8 +32,6 @@ class ModelConfig:
     """A Hugging Face folder or hub name; "tiny" (0.35 M parameters) comes with minirl."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of vLLM and of published weights."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model; read it first."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -95,8 +93,6 @@ class RolloutConfig:
     """Nucleus sampling; 1 is off."""
     top_k: Annotated[int, Field(ge=0, le=10**6)] = 0
     """Sample among the k likeliest tokens; 0 is off."""
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Leave out tokens less likely than this share of the likeliest; 0 is off."""
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
     """Texts that end an answer; the answer keeps them."""
     stop_tokens: Annotated[tuple[StopToken, ...], Field(strict=False)] = ()

@@ -110,8 +110,6 @@ def _prepare(job: Job, resume: bool, is_plain: bool) -> int:
     with closing(view):
         for note in (*(f"changed since it began: {c}" for c in changes), *start.notes):
             view.note(note)
-        if config.model.trust_remote_code:
-            view.note(f"warning: model.trust_remote_code: code of {config.model.path} is run here")
         source = model.local_folder(config)
         check_model(config, source, job.kind)
         model.check_folder(source)

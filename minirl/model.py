@@ -100,10 +100,7 @@ def check_folder(folder: Path) -> None:
 
 def tokenizer_of(config: Config, folder: Path) -> Any:
     """The folder's tokenizer, whose chat template is given tasks.template."""
-    tokenizer, options = (
-        load_tokenizer(folder, config.model.trust_remote_code),
-        config.tasks.template,
-    )
+    tokenizer, options = load_tokenizer(folder), config.tasks.template
     for name in options:
         if name not in str(tokenizer.chat_template):
             rule = f"the model's chat template does not read {name}"
@@ -115,9 +112,9 @@ def tokenizer_of(config: Config, folder: Path) -> Any:
     return tokenizer
 
 
-def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+def load_tokenizer(folder: Path) -> Any:
     """Without transformers and torch, which take seconds to import, where tokenizer.json is all
-    there is to it: no code of its own, no chat template."""
+    there is to it, and no chat template."""
     config, path = folder / "tokenizer_config.json", folder / "tokenizer.json"
     try:
         about = json.loads(config.read_text()) if config.is_file() else {}
@@ -130,8 +127,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
 
         if is_whole:
             return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-        kind = transformers.AutoTokenizer
-        return kind.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return transformers.AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # of many kinds, down to a bare Exception of the Rust library
         rule = f"its tokenizer cannot be loaded ({one_line(str(error))})"
         raise RecipeError("model.path", str(folder), rule, "fetch the model again") from None

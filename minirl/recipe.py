@@ -35,6 +35,8 @@ REMOVED = {
     "tasks.overlong_tokens": "subtract it in the task's reward: answer.num_tokens (docs/tasks.md)",
     "tasks.max_failures": "leave it out: a reward that fails drops its group",
     "guard": "leave it out: its limits are fixed (docs/faults.md)",
+    "model.trust_remote_code": "leave it out: code that comes with a model is never run",
+    "rollout.min_p": "leave it out, or use rollout.top_p",
     "train.behav_level": 'leave it out: "gspo" weighs whole sequences, the others tokens',
     "train.behav_above": "leave it out: a token above train.behav_cap is left out of the loss",
     "train.kl_kind": "leave it out: the KL is estimated by k3",
@@ -273,19 +275,15 @@ def check_memory(config: Config, available_bytes: int) -> None:
         raise RecipeError("train.batch_size", config.train.batch_size, rule, remedy)
 
 
-def check_loggers(config: Config) -> None:
-    """The packages behind log.to are here. Imports none of them."""
-    for name in config.log.to:
-        if find_spec(name) is None:
-            remedy = f'pip install "minirl[{name}]", or take it out'
-            raise RecipeError("log.to", config.log.to, f"{name} is not installed", remedy)
-
-
-def check_optimizer(config: Config) -> None:
-    """The package behind train.optimizer is here. Imports nothing."""
-    if config.train.optimizer == "adamw8bit" and find_spec("bitsandbytes") is None:
-        remedy = 'pip install "minirl[adamw8bit]", or take "adamw"'
-        raise RecipeError("train.optimizer", "adamw8bit", "bitsandbytes is not installed", remedy)
+def check_packages(config: Config) -> None:
+    """The packages behind log.to and train.optimizer are here. Imports none of them."""
+    needed: list[tuple[str, str, str]] = [("log.to", name, name) for name in config.log.to]
+    if config.train.optimizer == "adamw8bit":
+        needed.append(("train.optimizer", "bitsandbytes", "adamw8bit"))
+    for key, package, extra in needed:
+        if find_spec(package) is None:
+            remedy = f'pip install "minirl[{extra}]", or take it out'
+            raise RecipeError(key, get(config, key), f"{package} is not installed", remedy)
 
 
 def is_path(name: str) -> bool:

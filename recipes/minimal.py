@@ -53,7 +53,7 @@ class Sampler:
 
     def __init__(self, folder: Path, task: Task, config):
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.tokenizer = load_tokenizer(folder, trust_remote_code=False)
+        self.tokenizer = load_tokenizer(folder)
         self.task, self.rollout = task, config.rollout
 
     def take(self, policy: torch.nn.Module) -> None:

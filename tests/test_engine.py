@@ -291,7 +291,6 @@ def test_a_wrong_canary_is_noticed_unless_newer_weights_overtake_it(tied: Remote
         Sampling(100, 1.3),
         Sampling(100, 1.0, top_k=10),
         Sampling(100, 0.7, top_p=0.8),
-        Sampling(100, 0.7, min_p=0.1),
         Sampling(20, 0.0),
     ],
     ids=str,
@@ -306,7 +305,6 @@ def test_logprobs_are_of_the_distribution_sampled_from(sampling: Sampling, tied:
     sorted_TV, order_TV = all_TV.sort(descending=True)
     before_TV = sorted_TV.exp().cumsum(-1) - sorted_TV.exp()
     is_in_TV = before_TV < sampling.top_p
-    is_in_TV &= sorted_TV >= sorted_TV[:, :1] + np.log(sampling.min_p or 1e-30)
     if sampling.top_k:
         is_in_TV[:, sampling.top_k :] = False
     kept_TV = sorted_TV.where(is_in_TV, -torch.inf).log_softmax(-1)

@@ -82,4 +82,4 @@ def test_a_package_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(recipe, "find_spec", lambda name: None)
     rule = r'log.to = \["wandb"\]: wandb is not installed; pip install "minirl\[wandb\]", or take'
     with pytest.raises(RecipeError, match=rule):
-        recipe.check_loggers(recipe.build({"log.to": ["wandb"]}))
+        recipe.check_packages(recipe.build({"log.to": ["wandb"]}))

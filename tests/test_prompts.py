@@ -215,7 +215,7 @@ def test_the_light_tokenizer_is_the_runs_own(tied_folder: Path, tmp_path: Path) 
     tokenizer.save_pretrained(tmp_path)
     one = ({"role": "user", "content": "2?"},)
     for folder in (tmp_path, tied_folder):
-        light, whole = load_tokenizer(folder, False), AutoTokenizer.from_pretrained(folder)
+        light, whole = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
         for example in (Example(one, ""), Example("Tom has 7 apples.", "")):
             assert encode(example, light) == encode(example, whole)
             assert render(example, light) == render(example, whole)

@@ -63,7 +63,7 @@ def parts(item: Item) -> tuple[list[int], list[int]]:
 
 def data_of(config: Config) -> SftData:
     task = Arithmetic(config.tasks, config.seed)
-    return SftData(config, task, load_tokenizer(Path(config.model.path), False))
+    return SftData(config, task, load_tokenizer(Path(config.model.path)))
 
 
 def command(sets: list[str], folder: Path) -> list[str]:
@@ -72,7 +72,7 @@ def command(sets: list[str], folder: Path) -> list[str]:
 
 def test_an_example_is_the_prompt_the_worked_answer_and_an_end(config: Config) -> None:
     task, data = Arithmetic(config.tasks, config.seed), data_of(config)
-    tokenizer = load_tokenizer(Path(config.model.path), False)
+    tokenizer = load_tokenizer(Path(config.model.path))
     for asked, item in zip(task.heldout(5), data.heldout(5), strict=True):
         prompt, answer = parts(item)
         assert tokenizer.decode(prompt) == asked.prompt
@@ -121,7 +121,7 @@ def test_two_ranks_are_one(config: Config, sets: list[str], rank: SftRank, tmp_p
     theirs = load_file(run_dir / "model" / "model.safetensors")
     for name, weight in rank.replica.module.model.named_parameters():
         assert torch.allclose(theirs[name], weight, atol=1e-5), name
-    assert load_tokenizer(run_dir / "model", False).encode("Tom has 7 apples.")
+    assert load_tokenizer(run_dir / "model").encode("Tom has 7 apples.")
 
 
 @pytest.mark.slow

@@ -204,9 +204,9 @@ def test_an_8bit_state_takes_a_quarter_and_resumes_to_the_bit(
 def test_what_cannot_be_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_train(shard="full", optimizer="adamw8bit")
     monkeypatch.setattr(recipe, "find_spec", lambda name: None)
-    rule, remedy = "bitsandbytes is not installed", r'pip install "minirl\[adamw8bit\]", or take "a'
+    rule, remedy = "bitsandbytes is not installed", r'pip install "minirl\[adamw8bit\]", or take it'
     with pytest.raises(RecipeError, match=f'train.optimizer = "adamw8bit": {rule}; {remedy}'):
-        recipe.check_optimizer(config)
+        recipe.check_packages(config)
     two, three = (replace(config, devices=replace(config.devices, train=n)) for n in (2, 3))
     (tmp_path / "recipe.toml").write_text(recipe.to_toml(two))
     with pytest.raises(RecipeError, match=r"another recipe: devices\.train 2 → 3; set these"):

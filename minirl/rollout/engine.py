@@ -40,7 +40,6 @@ class Sampling:
     temperature: float
     top_p: float = 1.0
     top_k: int = 0
-    min_p: float = 0.0
 
 
 class Chunk(NamedTuple):
@@ -96,7 +95,6 @@ class Engine:
             EngineArgs(
                 model=folder,
                 dtype=config.model.dtype,
-                trust_remote_code=config.model.trust_remote_code,
                 max_model_len=max(config.max_tokens_per_trajectory, CANARY_TOKENS + 1),
                 max_num_seqs=config.rollout.max_num_seqs + 1,  # one for the canary
                 tensor_parallel_size=config.devices.tensor_parallel,

@@ -218,7 +218,7 @@ class RolloutWorker:
         room = rollout.max_new_tokens - len(request.tokens)
         if request.group.is_eval:
             return Sampling(room, self.config.eval.temperature)
-        return Sampling(room, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
+        return Sampling(room, rollout.temperature, rollout.top_p, rollout.top_k)
 
     def step(self) -> None:
         finished, ended = [], []

@@ -128,8 +128,7 @@ def _sandbox() -> Finding:
 
 def plan_rows(config: Config) -> list[tuple[str, str]]:
     recipe.check_task(config, "train.estimator", "train.objective")
-    recipe.check_loggers(config)
-    recipe.check_optimizer(config)
+    recipe.check_packages(config)
     own, size = config.devices, f"{config.train.batch_size} × {config.rollout.group_size}"
     return [
         ("model", f"{_model(config)}, {config.model.dtype}"),

@@ -20,7 +20,7 @@ from minirl.config import Config
 from minirl.launch import INTERRUPTED, spawn_ranks
 from minirl.messages import Learned, Role, SftSetup, Stop
 from minirl.metrics import metrics_line
-from minirl.recipe import check_devices, check_model, check_optimizer, find_model, to_toml
+from minirl.recipe import check_devices, check_model, check_packages, find_model, to_toml
 from minirl.run_dir import JsonLines, write_text
 from minirl.tasks.check import checking
 from minirl.view.console import Bar
@@ -33,7 +33,7 @@ def sft(config: Config, run_dir: Path) -> int:
     """Gives the exit code."""
     kind, available = devices.find_devices(config.devices.kind)
     check_devices(config, kind, available, rollout=0)
-    check_optimizer(config)
+    check_packages(config)
     with checking(config, find_model(config)) as check:
         check()
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)

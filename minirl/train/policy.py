@@ -202,7 +202,7 @@ def _chunks(num: int) -> list[slice]:
 def build_policy(config: Config, folder: str) -> Policy:
     """The policy as a recipe trains it: whole or by LoRA adapters, compiled or not."""
     model, train = config.model, config.train
-    policy = load_policy(folder, model.dtype, train.gradient_checkpointing, model.trust_remote_code)
+    policy = load_policy(folder, model.dtype, train.gradient_checkpointing)
     if train.lora_rank:
         torch.manual_seed(config.seed)  # every rank draws the same adapters
         lora.add_adapters(policy.model, train.lora_rank, policy.dtype)
@@ -227,16 +227,12 @@ def model_flops(policy: Policy, lengths: Sequence[int], keys: Sequence[int] = ()
 
 
 def build_critic(config: Config, folder: str) -> Critic:
-    model, is_checkpointed = config.model, config.train.gradient_checkpointing
-    policy = load_policy(folder, model.dtype, is_checkpointed, model.trust_remote_code)
+    policy = load_policy(folder, config.model.dtype, config.train.gradient_checkpointing)
     return Critic(policy.model.base_model, policy.dtype).train()
 
 
 def load_policy(
-    folder: str,
-    dtype_str: str = "float32",
-    gradient_checkpointing: bool = False,
-    trust_remote_code: bool = False,
+    folder: str, dtype_str: str = "float32", gradient_checkpointing: bool = False
 ) -> Policy:
     """From a Hugging Face folder or hub name. Weights are float32 whatever the file holds;
     `dtype_str` is what the forward computes in on CUDA."""
@@ -244,7 +240,6 @@ def load_policy(
         folder,
         dtype=torch.float32,
         attn_implementation=attention.NAME,
-        trust_remote_code=trust_remote_code,
         use_safetensors=True,
         ignore_mismatched_sizes=True,  # check_loaded reports it: transformers' error is a page long
         output_loading_info=True,

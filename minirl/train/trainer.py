@@ -67,8 +67,7 @@ class Trainer:
             checkpoint.load(Path(setup.folder), self.replicas)
         reference = None  # the model that the run began with, frozen
         if train.kl_coef:
-            source, is_trusted = setup.tokenizer_folder, model.trust_remote_code
-            reference = load_policy(source, model.dtype, trust_remote_code=is_trusted)
+            reference = load_policy(setup.tokenizer_folder, model.dtype)
             placed(reference.requires_grad_(False), setup)
         critic_module = self.critic.module if self.critic else None
         self.preparer = Preparer(setup, self.policy, reference, critic_module, self.heartbeat)

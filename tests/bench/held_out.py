@@ -27,7 +27,7 @@ class HeldOut:
 
         self.config = load(recipe).config
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.tokenizer = load_tokenizer(Path(folder), trust_remote_code=False)
+        self.tokenizer = load_tokenizer(Path(folder))
         self.task = make_task(self.config)
         self.examples = list(self.task.heldout(num_problems))
 
