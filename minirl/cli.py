@@ -27,6 +27,7 @@ REMOVED = {
     "trace": "--set log.trace=true, and open the run's trace.json in ui.perfetto.dev",
     "plan --check": "python -m tests.docs.plan, in a source tree",
     "plan --num": "--gpus N",
+    "plan --gpu-json": "gpu.json in the working folder",
     "plan --run": "--mean N, with the mean of that run's answers",
 }
 UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)  # typer has no public name
@@ -263,7 +264,6 @@ def plan(
     recipe: Recipe,
     overrides: Overrides = None,
     gpu: Annotated[str, Option(help="H100, 4090, …; default: gpu.json, if here.")] = "",
-    gpu_json: Annotated[Path | None, Option(help="By doctor --gpu on another box.")] = None,
     gpus: Annotated[int, Option(help="Of them. Default: the recipe's rollout + train.")] = 0,
     price: Annotated[float, Option(min=0, help="Of one GPU for one hour.")] = 0.0,
     mean: Annotated[float, Option(min=0, help="Tokens of an answer; 0: 0.4 of the limit.")] = 0.0,
@@ -279,7 +279,7 @@ def plan(
 
     config = load(recipe, overrides or []).config
     total = gpus or config.num_devices
-    planned = Plan(config, gpu_for(gpu, gpu_json), usual_lengths(config, mean or None))
+    planned = Plan(config, gpu_for(gpu), usual_lengths(config, mean or None))
     fits, shown = tables(planned, total, price)
     for table in shown:
         _show(table)
@@ -328,7 +328,7 @@ def doctor(
     ] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Check this machine: packages, devices, memory, disk. Each is ok or comes with its remedy.
+    """Check this machine: packages, devices, sandbox. Each is ok or comes with its remedy.
     --gpu measures speeds and memory too, and writes gpu.json, which minirl plan then uses.
 
     minirl doctor --gpu recipes/gsm8k.toml

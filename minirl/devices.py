@@ -37,6 +37,7 @@ PACKAGES = ("minirl", "torch", "transformers", "tokenizers", "safetensors", "num
 class Gpu(NamedTuple):
     name: str  # as its driver calls it
     memory_bytes: int
+    capability: tuple[int, int]  # what it can compute, as CUDA counts
 
     def __str__(self) -> str:
         return f"{self.name}, {self.memory_bytes / 2**30:.0f} GiB"
@@ -67,27 +68,23 @@ def gpus() -> list[Gpu]:
     found = []
     with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
-        every = range(pynvml.nvmlDeviceGetCount())
-        uuids = [pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in every]
-        for gpu in _visible(len(uuids)):
+        for gpu in _visible(pynvml.nvmlDeviceGetCount()):
             if gpu.isdigit():
                 handle = pynvml.nvmlDeviceGetHandleByIndex(int(gpu))
-            else:  # of a GPU, as short as it is clear, or of a MIG slice
-                whole = next((uuid for uuid in uuids if uuid.startswith(gpu)), gpu)
-                handle = pynvml.nvmlDeviceGetHandleByUUID(whole)
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            found.append(Gpu(pynvml.nvmlDeviceGetName(handle), memory.total))
+            else:  # the whole UUID of a GPU or of a MIG slice
+                handle = pynvml.nvmlDeviceGetHandleByUUID(gpu)
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+            capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+            found.append(Gpu(pynvml.nvmlDeviceGetName(handle), memory, capability))
     return found
 
 
-def driver() -> tuple[str, tuple[int, int]]:
-    """Its version, and the least compute capability of its GPUs; "" where there is none."""
+def driver() -> str:
+    """Its version; empty where there is none."""
     with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
-        every = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        capabilities = map(pynvml.nvmlDeviceGetCudaComputeCapability, every)
-        return pynvml.nvmlSystemGetDriverVersion(), min(capabilities, default=(0, 0))
-    return "", (0, 0)
+        return pynvml.nvmlSystemGetDriverVersion()
+    return ""
 
 
 def _visible(available: int) -> list[str]:

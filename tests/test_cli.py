@@ -145,7 +145,7 @@ minirl.cli.main()
 def test_doctor_names_a_remedy_for_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     done = minirl("doctor")
     assert done.returncode in (0, 1) and done.stderr == ""
-    assert all(name in done.stdout for name in ("torch", "vllm", "/dev/shm", "disk here"))
+    assert all(name in done.stdout for name in ("torch", "vllm", "/dev/shm", "sandbox"))
     assert ("NOT OK" in done.stdout) == (done.returncode == 1)
     assert done.stdout.count("remedy: ") == done.stdout.count("NOT OK")
     monkeypatch.setattr(doctor, "TORCH_PROBE", "import no_such_torch")

@@ -88,7 +88,7 @@ def fake_nvml(num_gpus: int) -> SimpleNamespace:
         nvmlDeviceGetCount=lambda: num_gpus,
         nvmlDeviceGetHandleByIndex=handle,
         nvmlDeviceGetHandleByUUID=handle,
-        nvmlDeviceGetUUID=lambda gpu: f"GPU-{gpu}",
+        nvmlDeviceGetCudaComputeCapability=lambda gpu: (9, 0),
         nvmlDeviceGetName=lambda gpu: f"NVIDIA {gpu}",
         nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(total=24 * 2**30),
     )
@@ -104,7 +104,6 @@ def test_gpus_are_found_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.describe("cuda")["gpus"] == ["NVIDIA 0, 24 GiB", "NVIDIA 1, 24 GiB"]
     cases = {
         "GPU-1": ["NVIDIA GPU-1"],
-        "GPU": ["NVIDIA GPU-0"],  # CUDA takes as much of a UUID as it needs
         " 1, 0": ["NVIDIA 1", "NVIDIA 0"],
         "1,9": ["NVIDIA 1"],
         "1,-1,0": ["NVIDIA 1"],
@@ -159,7 +158,7 @@ def test_a_broken_torchvision_does_not_stop_us(tmp_path: Path) -> None:
 # `minirl doctor --gpu`: what is measured, and what the plan makes of it ---------------------------
 
 
-H100 = Gpu("NVIDIA H100 80GB HBM3", int(79.6 * 2**30))
+H100 = Gpu("NVIDIA H100 80GB HBM3", int(79.6 * 2**30), (9, 0))
 RECIPE = Path(__file__).parents[1] / "recipes/gsm8k.toml"
 GOOD = {
     **{"attention error": 0.006, "memory": 79.1, "matmul": 650.0, "device copy": 2900.0},
@@ -179,7 +178,7 @@ def test_measured_figures_are_the_plans(tmp_path: Path, monkeypatch: pytest.Monk
     assert all(found[name].ok for name in exact) and "expected 0 to 0.03" in findings[0].detail
     written = json.loads((tmp_path / "gpu.json").read_text())
     assert written["measured"].keys() == found.keys() and written["gpu"].startswith("CPU")
-    own = plan.gpu_for("", None)
+    own = plan.gpu_for("")
     assert own.memory_gib == written["measured"]["memory"]
     config = load(None, ["train.max_tokens=512", "devices.train=2"]).config
     planned = plan.Plan(config, own, plan.usual_lengths(config)).train_tokens_per_s
@@ -192,7 +191,7 @@ def test_a_measurement_may_fail_or_hang(tmp_path: Path, monkeypatch: pytest.Monk
     findings = measure.examine("cpu", None, [])
     assert [found.name for found in findings] == [*measure.MEASURES]
     assert all(found.detail.endswith("no answer in 0.01 s") for found in findings)
-    assert plan.gpu_for("", None).train_speed == 1.0
+    assert plan.gpu_for("").train_speed == 1.0
     monkeypatch.setattr(devices, "gpus", lambda: [])
     assert [found.detail for found in measure.examine("cuda", None, [])] == ["there is none here"]
 
@@ -213,7 +212,9 @@ def test_each_figure_is_held_to_the_plan(name: str, value: float) -> None:
     assert (own.host_gb_s, own.bf16_tflops) == (50.0, plan.GPUS["H100"].bf16_tflops)
     findings, _ = measure.judge(config, H100, {**GOOD, name: value})
     assert [found.name for found in findings if not found.ok] == [name]
-    _, own = measure.judge(Config(), Gpu("NVIDIA X1", 2**30), GOOD)  # it is not in the table
+    _, own = measure.judge(
+        Config(), Gpu("NVIDIA X1", 2**30, (9, 0)), GOOD
+    )  # it is not in the table
     assert own.bf16_tflops == 650.0 / plan.MATMUL and own.bandwidth_gb_s == 2900.0
 
 
@@ -229,8 +230,9 @@ def test_drivers_and_compute_capabilities_are_named(monkeypatch: pytest.MonkeyPa
         nvml.nvmlDeviceGetCudaComputeCapability = {"0": (9, 0), "1": capability}.get
         nvml.nvmlSystemGetDriverVersion = lambda version=version: version
         monkeypatch.setattr(doctor, "torch_cuda", lambda cuda=cuda: cuda)
-        (found,) = doctor._driver()
-        assert found.ok == (not remedy) and f"{version}, compute capability" in found.detail
+        found = doctor._devices(num_seen=2)
+        assert found.ok == (not remedy) and f"driver {version}, at least" in found.detail
         assert not remedy or found.remedy == remedy
+    assert not doctor._devices(num_seen=1).ok
     monkeypatch.setattr(doctor, "torch_cuda", lambda: None)
-    assert doctor._driver() == []
+    assert doctor._devices(num_seen=0).detail.endswith("no CUDA device")

@@ -56,10 +56,12 @@ def test_shapes_are_the_published_ones_and_those_of_a_folder(tmp_path: Path) -> 
         shape_of(config(str(tmp_path)))
 
 
-def test_gpus_by_name_as_drivers_call_them_and_as_measured(tmp_path: Path) -> None:
-    assert tool.gpu_for("h100", None) is GPUS["H100"]
+def test_gpus_by_name_as_drivers_call_them_and_as_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tool.gpu_for("h100") is GPUS["H100"]
     with pytest.raises(RecipeError, match="is not in the table"):
-        tool.gpu_for("H1", None)
+        tool.gpu_for("H1")
     for called, gib, name in (
         ("NVIDIA A100-SXM4-40GB", 39.5, "A100-40"),
         ("NVIDIA L4", 22.5, "L4"),
@@ -69,14 +71,15 @@ def test_gpus_by_name_as_drivers_call_them_and_as_measured(tmp_path: Path) -> No
     ):
         assert tool.recognise(called, gib * GIB) is GPUS.get(name)
     file, kind = tmp_path / "gpu.json", GPUS["4090"]._replace(memory_gib=20.0, train_speed=0.5)
+    monkeypatch.chdir(tmp_path)
     file.write_text(json.dumps({"plan": kind._asdict()}))
-    assert tool.gpu_for("", file) == kind and tool.gpu_for("H200", file) == GPUS["H200"]
+    assert tool.gpu_for("") == kind and tool.gpu_for("H200") == GPUS["H200"]
     slow, fast = (Plan(config(), gpu, tool.usual_lengths(config())) for gpu in (kind, GPUS["4090"]))
     assert slow.train_tokens_per_s == pytest.approx(fast.train_tokens_per_s / 2)
     for broken in ("{}", "[]", "no", '{"plan": {"memory_gib": 1}}'):
         file.write_text(broken)
         with pytest.raises(RecipeError, match="holds no measured GPU"):
-            tool.gpu_for("", file)
+            tool.gpu_for("")
 
 
 def test_a_rollout_gpu_has_what_is_left_for_kv() -> None:
@@ -88,8 +91,9 @@ def test_a_rollout_gpu_has_what_is_left_for_kv() -> None:
     taken = (bill.items["weights"] + bill.items["engine"]) / own.config.rollout.memory_fraction
     assert not plan(own.config, gib=taken / GIB + 0.01).rollout_bill.fits, "one answer's KV"
     too_big = plan(config("Qwen2.5-7B", split=(2, 2)), gib=15)
-    assert not too_big.rollout_bill.fits and too_big.mended.rollout_bill.fits
-    assert too_big.mended.config.devices.tensor_parallel == 2
+    assert not too_big.rollout_bill.fits
+    (mended,) = tool.fitting([too_big])
+    assert mended.config.devices.tensor_parallel == 2
 
 
 def test_a_training_gpu_holds_what_the_algorithm_needs() -> None:
@@ -140,11 +144,11 @@ def test_the_bill_is_what_fake_tensors_count(recipe: str, is_checkpointed: bool)
 def test_one_set_of_changes_fits_with_no_more_of_them_than_it_takes() -> None:
     def changes(gpu: str = "4090", gib: float = 0, **given: Any) -> list[str]:
         own = plan(config(**given), gpu, gib)
-        return own.mended.changes_from(own.config) if own.mended.fits else ["nothing fits"]
+        found = tool.fitting([own])
+        return found[0].changes_from(own.config) if found else ["nothing fits"]
 
-    (lower,) = changes(max_tokens=16384)
-    tokens = int(lower.removeprefix("train.max_tokens="))
-    assert not changes(max_tokens=tokens) and changes(max_tokens=tokens + 1024)
+    assert changes(max_tokens=16384) == ["train.max_tokens=4096"]
+    assert not changes(max_tokens=4096) and changes(max_tokens=8192)
     two = changes(gib=13, split=(1, 2), max_tokens=16384)
     assert two[1:] == [
         "train.gradient_checkpointing=true",
@@ -183,13 +187,13 @@ def test_the_page_has_the_table_of_models() -> None:
     assert paper.memory_table() in page.read_text()
 
 
-def test_splits_cover_the_box_and_the_recommended_is_the_fastest_or_as_good() -> None:
+def test_splits_cover_the_box_and_the_recommended_is_the_fastest() -> None:
     own = plan(config(batch_size=4), mean=100)
     found = splits(own, 3)
     best = recommended(found)
-    assert best.outcome.tokens_per_s >= 0.98 * max(s.outcome.tokens_per_s for s in found)
+    assert best.outcome.tokens_per_s == max(s.outcome.tokens_per_s for s in found)
     is_fitting, (memory, rows) = tool.tables(own, 3, price=2.0)
-    names = ["model", "rollout GPU", "training GPU", "at once", "time"]
+    names = ["model", "rollout GPU", "training GPU", "time"]
     assert is_fitting and [row[0] for row in memory] == names
     low, high = (share * best.hours for share in tool.TRUST)
     assert f"about {best.hours:.2g} hours ({low:.2g} to {high:.2g})" in memory[-1][1]
@@ -236,13 +240,12 @@ def test_auto_takes_the_planned_split() -> None:
 
 
 def test_the_plan_agrees_with_the_papers_table_7_and_figure_5c_and_with_prime_rl() -> None:
-    rows = paper.table_7((0, 1, 2, 4, 8, 16))
-    assert all(abs(row.error) <= 0.10 for row in rows if row.eta in paper.PAPER)
-    rates = [row.simulated for row in rows]
-    assert all(later >= 0.99 * rate for rate, later in pairwise(rates))
-    assert rates[1] / rates[0] > 1.5 and rates[-1] / rates[1] < 1.15
-    assert all(rates[-1] / paper.PAPER[eta] > tool.TRUST[0] for eta in paper.PAPER)
-    errors = {row.case: row.error for row in paper.prime_rl()}
+    rates = {eta: paper.tokens_per_s(eta) for eta in (0, 1, 2, 4, 8, 16)}
+    assert all(abs(error) <= 0.10 for error in paper.ratio_errors(rates).values())
+    assert all(later >= 0.99 * rate for rate, later in pairwise(rates.values()))
+    assert rates[1] / rates[0] > 1.5 and rates[16] / rates[1] < 1.15
+    assert all(rates[16] / paper.PAPER[eta] > tool.TRUST[0] for eta in paper.PAPER)
+    errors = paper.prime_rl()
     assert all(-0.15 < error < tool.TRUST[1] - 0.98 for error in errors.values()), errors
     long = [error for case, error in errors.items() if case[-1] == 65_536]
     assert max(map(abs, long)) < 0.15
@@ -298,7 +301,6 @@ def test_synchronous_is_the_sum_and_asynchronous_the_slower_of_the_two() -> None
     assert outcome.tokens_per_s == pytest.approx(one_batch / 150)
     assert outcome.trainer_idle == pytest.approx(100 / 150, abs=0.01)
     assert outcome.engines_idle == pytest.approx(50 / 150, abs=0.01)
-    assert outcome.staleness == 0
     for train_s, slower_s in ((50, 100), (300, 300)):
         rate = simulated(train_s, eta=2).tokens_per_s
         assert rate == pytest.approx(one_batch / slower_s, rel=0.01)

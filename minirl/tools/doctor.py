@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from minirl import devices, model, recipe
@@ -39,7 +38,7 @@ class Finding:
 
 
 def diagnose() -> list[Finding]:
-    return [*_torch(), *_driver(), _vllm(), _transformers(), *_space(), _sandbox()]
+    return [*_torch(), _vllm(), _transformers(), _shm(), _sandbox()]
 
 
 def run_child(code: str, deadline_s: float = 0.0) -> tuple[str, str]:
@@ -68,24 +67,17 @@ def _torch() -> list[Finding]:
 
 def _devices(num_seen: int) -> Finding:
     """`num_seen`: the GPUs that torch can use."""
-    gpus = devices.gpus() if torch_cuda() else []
+    gpus, cores = devices.gpus() if torch_cuda() else [], f"{num_cores()} CPU cores"
     if not gpus:
-        return Finding("devices", True, f"{num_cores()} CPU cores, no CUDA device")
+        return Finding("devices", True, f"{cores}, no CUDA device")
+    needed, version = 525 if str(torch_cuda()).startswith("12.") else 580, devices.driver()
+    major, minor = min(gpu.capability for gpu in gpus)
+    is_new = int(version.partition(".")[0]) >= needed and num_seen == len(gpus)
     detail = f"{len(gpus)} CUDA, of which torch can use {num_seen}: {'; '.join(map(str, gpus))}"
-    remedy = f"update the NVIDIA driver to one for CUDA {torch_cuda()}"
-    return Finding("devices", num_seen == len(gpus), f"{detail}; {num_cores()} CPU cores", remedy)
-
-
-def _driver() -> list[Finding]:
-    """Where there is one, beside a torch that would use it."""
-    version, (major, minor) = devices.driver()
-    if not version or not torch_cuda():
-        return []
-    needed = 525 if str(torch_cuda()).startswith("12.") else 580
-    is_new = int(version.partition(".")[0]) >= needed
-    detail = f"{version}, compute capability {major}.{minor}; at least {needed} and 8.0 needed"
+    detail += f"; driver {version}, at least {needed} needed"
+    detail += f"; compute capability {major}.{minor}, at least 8.0 needed; {cores}"
     remedy = "a GPU of the kind of A100, 3090 or newer" if is_new else "update the NVIDIA driver"
-    return [Finding("driver", is_new and major >= 8, detail, remedy)]
+    return Finding("devices", is_new and major >= 8, detail, remedy)
 
 
 def _vllm() -> Finding:
@@ -106,16 +98,12 @@ def _transformers() -> Finding:
     return Finding("transformers", version.startswith(TRANSFORMERS), version, INSTALL)
 
 
-def _space() -> Iterator[Finding]:
-    # NCCL and vLLM use /dev/shm. minirl itself uses memfd, which RAM limits.
-    shm = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0
-    for name, free, needed, remedy in (
-        ("/dev/shm", shm, 1 if devices.gpus() else 0, "docker run --shm-size=8g, or --ipc=host"),
-        ("memory", free_memory_bytes(), 4, "close something"),
-        ("disk here", shutil.disk_usage(".").free, 5, "free some, or work in another folder"),
-    ):
-        detail = f"{free / GIB:.1f} GiB free, at least {needed} needed"
-        yield Finding(name, free >= needed * GIB, detail, remedy)
+def _shm() -> Finding:
+    """NCCL and vLLM use it on GPUs. minirl itself uses memfd, which RAM limits."""
+    size = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0
+    detail, is_enough = f"{size / GIB:.1f} GiB, 1 needed on GPUs", size >= GIB
+    remedy = "docker run --shm-size=8g, or --ipc=host"
+    return Finding("/dev/shm", is_enough or not devices.gpus(), detail, remedy)
 
 
 def _sandbox() -> Finding:
@@ -129,13 +117,9 @@ def _sandbox() -> Finding:
 def plan_rows(config: Config) -> list[tuple[str, str]]:
     recipe.check_task(config, "train.estimator", "train.objective")
     recipe.check_packages(config)
-    own, size = config.devices, f"{config.train.batch_size} × {config.rollout.group_size}"
     return [
         ("model", f"{_model(config)}, {config.model.dtype}"),
-        ("task", f"{config.tasks.kind} {config.tasks.data}"),
-        ("devices", f"{own.kind}: {own.rollout} rollout + {own.train} train"),
         ("slots", f"{config.num_slots} groups, staleness at most {config.buffer.max_staleness}"),
-        ("steps", f"{config.train.steps} of {size} trajectories"),
         ("trajectory ring", f"{config.ring_bytes / 2**20:,.1f} MiB of shared memory"),
         ("checkpoints", _checkpoints(config)),
     ]

@@ -2,8 +2,8 @@
 
 Takes a recipe; gives one finding per figure, with what was expected of it, and gpu.json, from which
 `minirl plan` then takes this GPU instead of its table. Each function of MEASURES runs in a child
-process with a deadline. With the kind "cpu" they measure a CPU: so they are tested. What needs a
-model takes the recipe's, and is left out where that is not on this machine.
+process with a deadline. With the kind "cpu" they measure a CPU: so they are tested. Those of
+NEED_MODEL take the recipe's, and are left out where that is not on this machine.
 """
 
 import json
@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 
 from minirl import devices, model, recipe
 from minirl.config import Config
@@ -28,12 +27,11 @@ from minirl.metrics import MAX_LOGPROB_GAP
 from minirl.rollout.engine import LIMIT, Engine, Sampling
 from minirl.shm.board import Board, BoardWriter
 from minirl.shm.ring import TrajectoryRing
-from minirl.shm.weights import CANARY_TEXT, WeightStore, canary_tokens
+from minirl.shm.weights import CANARY_TOKENS, WeightStore
 from minirl.tools import plan as planning
 from minirl.tools.doctor import GIB, Finding, run_child
 from minirl.train import attention as packed
-from minirl.train.optimizer import build_optimizer, join_ranks, over_ranks
-from minirl.train.policy import build_policy
+from minirl.train.optimizer import join_ranks, over_ranks
 from minirl.train.trainer import Trainer
 from minirl.workers import Workers
 
@@ -89,22 +87,29 @@ def rates(kind: str, config: Config) -> Figures:
 
 
 def training(kind: str, config: Config) -> Figures:
-    """A whole micro-batch of the recipe's model, if that is here, with an update."""
-    if (folder := recipe.find_model(config)) is None:
-        return {}
-    policy = build_policy(config, str(folder)).to(kind)
-    optimizer = build_optimizer(policy, 1e-9, 0.0, config.train.optimizer)
+    """A whole micro-batch of the recipe's model, with an update."""
+    trainer = make_trainer(kind, config)
     length = round(planning.usual_lengths(config).mean_tokens)
     lengths = [length] * (config.train.max_tokens // length)
     tokens_T = torch.randint(0, 100, (sum(lengths),), device=kind)
 
     def step() -> None:
-        policy(tokens_T, *packed.boundaries(lengths, kind))[0].sum().backward()
-        optimizer.step()
+        trainer.policy(tokens_T, *packed.boundaries(lengths, kind))[0].sum().backward()
+        trainer.learner.optimizer.step()
 
     speed = len(tokens_T) / seconds(kind, step)
     peak = {"training memory": torch.cuda.max_memory_allocated() / GIB} if kind == "cuda" else {}
     return {"training": speed, **peak}
+
+
+def make_trainer(kind: str, config: Config) -> Trainer:
+    """Alone, without batches."""
+    folder = str(recipe.find_model(config))
+    store = WeightStore(model.weight_table(Path(folder)), config.model.dtype)
+    paths: dict[str, Any] = {"folder": folder, "tokenizer_folder": folder}
+    shared: dict[str, Any] = {"ring": TrajectoryRing(1, 1), "store": store, "version": 0}
+    setup = TrainerSetup(config=config, placement=Placement(kind), **paths, **shared)
+    return Trainer(setup, Board(1).writer(0))
 
 
 def links(kind: str, config: Config) -> Figures:
@@ -139,18 +144,12 @@ def sum_over_ranks(setup: RankSetup, board: BoardWriter, pipe: Connection) -> No
 def generation(kind: str, config: Config) -> Figures:
     """An engine that loads what a trainer published: its reload, its speed, and how far its
     logprobs are from the trainer's."""
-    if (folder := recipe.find_model(config)) is None:
-        return {}
-    store = WeightStore(model.weight_table(folder), config.model.dtype)
-    paths: dict[str, Any] = {"folder": str(folder), "tokenizer_folder": str(folder)}
-    shared: dict[str, Any] = {"ring": TrajectoryRing(1, 1), "store": store, "version": 0}
-    setup = TrainerSetup(config=config, placement=Placement(kind), **paths, **shared)
-    trainer = Trainer(setup, Board(1).writer(0))
+    trainer = make_trainer(kind, config)
     trainer.publish(0)
     trainer.policy.to("cpu")  # the engine wants its share of the memory free
-    engine = Engine(config, str(folder), kind, store, seed=0)
+    engine = Engine(config, trainer.setup.folder, kind, trainer.setup.store, seed=0)
     reload_s = engine.reload()
-    greedy = answers(engine, trainer.canary_tokens, 1, 0.0)
+    reloaded = greedy_logprob(engine)
     began = time.perf_counter()
     drawn = answers(engine, trainer.canary_tokens, config.rollout.max_num_seqs, 1.0)
     took, trainer.policy = time.perf_counter() - began, trainer.policy.to(kind)
@@ -159,18 +158,19 @@ def generation(kind: str, config: Config) -> Figures:
         "decoding": sum(len(tokens) for tokens, _ in drawn) / took,
         "canary gap": engine.canary.gap,
         "logprob gap": max(gap(trainer, answer) for answer in drawn[:64]),
-        "reloaded": sum(greedy[0][1]),
+        "reloaded": reloaded,
     }
 
 
 def fresh(kind: str, config: Config) -> Figures:
     """The same greedy answer by an engine that read the model's files: no reload was in between."""
-    if (folder := recipe.find_model(config)) is None:
-        return {}
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    text = tokenizer.encode(CANARY_TEXT, add_special_tokens=False).ids
-    engine = Engine(config, str(folder), kind, None, seed=0)
-    return {"fresh": sum(answers(engine, canary_tokens(1, text), 1, 0.0)[0][1])}
+    engine = Engine(config, str(recipe.find_model(config)), kind, None, seed=0)
+    return {"fresh": greedy_logprob(engine)}
+
+
+def greedy_logprob(engine: Engine) -> float:
+    """Of one answer to tokens that every model has."""
+    return sum(answers(engine, [*range(CANARY_TOKENS)], 1, 0.0)[0][1])
 
 
 def answers(engine: Engine, prompt: list[int], num: int, temperature: float) -> list[AnswerOf]:
@@ -194,22 +194,22 @@ def gap(trainer: Trainer, answer: AnswerOf) -> float:
     return (own - torch.tensor(answer[1])).abs().mean().item()
 
 
-MEASURES = {
-    function.__name__: function
-    for function in (attention, rates, links, training, generation, fresh)
-}
+NEED_MODEL = (training, generation, fresh)
+MEASURES = {each.__name__: each for each in (attention, rates, links, *NEED_MODEL)}
 
 
 def main(name: str, kind: str, file: str, overrides: list[str]) -> None:
     """In the child process; `file` is the recipe."""
     os.environ.update(devices.vllm_environment(kind))
     config = recipe.load(Path(file) if file else None, overrides).config
-    print(json.dumps(MEASURES[name](kind, config)))
+    measure = MEASURES[name]
+    is_possible = measure not in NEED_MODEL or recipe.find_model(config) is not None
+    print(json.dumps(measure(kind, config) if is_possible else {}))
 
 
 def examine(kind: str, file: Path | None, overrides: list[str]) -> list[Finding]:
     """Measures, and writes gpu.json."""
-    gpus = devices.gpus() if kind == "cuda" else [devices.Gpu("CPU", 1)]
+    gpus = devices.gpus() if kind == "cuda" else [devices.Gpu("CPU", 1, (0, 0))]
     if not gpus:
         return [Finding("GPU", False, "there is none here", "run this on the GPU box")]
     figures: Figures = {}

@@ -10,10 +10,11 @@ torch, and in the hours the start, evaluations and checkpoints.
 import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import compress, product
-from math import ceil, floor
+from itertools import product
+from math import ceil
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from minirl.balance import sentence
 from minirl.config import KEYS, Config, get
 from minirl.devices import ENGINE_WORK_BYTES, LIBRARY_BYTES
 from minirl.errors import RecipeError, toml_value
-from minirl.recipe import find_model, read_model_config
+from minirl.recipe import find_model, read_model_config, validate
 from minirl.shm.weights import ITEM_BYTES
 from minirl.tools.simulate import Costs, Lengths, Simulation, Throughput, long_tailed
 
@@ -39,15 +40,6 @@ DECODE = 0.75  # of the memory bandwidth
 STEP_S = 0.007  # launches, scheduling and sampling of an engine step
 STEP_PER_SEQ_S = 10e-6  # bookkeeping of one sequence in a step
 TRUST = (0.6, 1.8)  # a run takes so many times the planned hours: the spread of those tables
-REMEDIES: tuple[tuple[str, Any], ...] = (  # what makes room: the first costs most
-    ("train.lora_rank", 32),
-    ("buffer.max_staleness", 0),  # on a shared GPU the pools then take turns
-    ("train.optimizer", "adamw8bit"),
-    *(("train.shard", what) for what in ("full", "optimizer")),
-    ("train.gradient_checkpointing", True),
-    *(("devices.tensor_parallel", width) for width in (8, 4, 2)),
-    ("rollout.memory_fraction", 0.92),
-)
 MEASURED = Path("gpu.json")  # by `minirl doctor --gpu`
 Table = list[tuple[str, ...]]
 
@@ -277,35 +269,25 @@ class Plan:
             (held, kept + layer + 8.0 * hidden + 2.0 * size * mlp),  # the last layer's backward
         ]
 
-    @cached_property
-    def mended(self) -> "Plan":
-        """With no more changes than it takes to fit, the cheapest first; it may still not fit."""
-        own, heads = self.config.devices, self.shape.heads
-        only = {"train.shard": own.train > 1, "buffer.max_staleness": own.share}
-        widths = {n for n in (1, 2, 4, 8) if own.rollout % n == heads % n == 0}
-        useful = [(k, v) for k, v in REMEDIES if only.get(k, "parallel" not in k or v in widths)]
-        for chosen in product((False, True), repeat=len(useful)):  # counts up in binary
-            tried = self.changed(dict(reversed([*compress(useful, chosen)]))).sized
-            if tried.fits:
-                break
-        return tried
-
     @property
-    def sized(self) -> "Plan":
-        """With train.max_tokens, and on a shared GPU the KV cache, no larger than fit."""
-        longest, own, tried = self.config.max_tokens_per_trajectory, self.config.rollout, self
-        if self.config.devices.share and not self.fits:
-            bill = self.changed({"train.max_tokens": longest}).rollout_bill
-            room = bill.available - bill.items["weights"] - bill.items["engine"]
-            room *= 1.0 if self.config.takes_turns else 0.5  # the rest is for the micro-batch
-            least = ceil(10 * self.engine_bytes[1] * longest * own.group_size / GIB) / 10
-            kv = min(own.kv_cache_gib, floor(10 * room / GIB) / 10)
-            tried = self.changed({"rollout.kv_cache_gib": max(kv, least)})
-        bill = tried.train_bill
-        free = bill.available - sum(bill.items.values()) + bill.items["micro-batch"]
-        fit = int(min((free - fixed) / each for fixed, each in self.peaks)) // 256 * 256
-        num = min(max(longest, fit), self.config.train.max_tokens)
-        return tried.changed({"train.max_tokens": num})
+    def remedies(self) -> dict[str, list[Any]]:
+        """Keys that make room, and their values, the recipe's own first. To change the last key
+        costs least."""
+        longest, own = self.config.max_tokens_per_trajectory, self.config.rollout
+        half, kv = self.config.train.max_tokens // 2, self.engine_bytes[1] * longest / GIB
+        kv_sizes = own.kv_cache_gib / 2, ceil(10 * kv * own.group_size) / 10
+        is_shared = self.config.devices.share  # then there is one rank; turns and KV count
+        others = {
+            "train.lora_rank": (32,),
+            "buffer.max_staleness": (0,) if is_shared else (),
+            "train.optimizer": ("adamw8bit",),
+            "train.shard": () if is_shared else ("optimizer", "full"),
+            "train.gradient_checkpointing": (True,),
+            "devices.tensor_parallel": () if is_shared else (2, 4, 8),
+            "rollout.kv_cache_gib": kv_sizes if is_shared else (),
+            "train.max_tokens": (half, half // 2, longest),
+        }
+        return {k: [*dict.fromkeys((get(self.config, k), *others[k]))] for k in others}
 
     def changes_from(self, other: Config, keys: Iterable[str] = KEYS) -> list[str]:
         """As --set takes them."""
@@ -362,15 +344,23 @@ class Plan:
         return written / self.outcome.tokens_per_s / 3600
 
     @property
+    def is_valid(self) -> bool:
+        """A recipe may say so."""
+        with suppress(RecipeError):
+            validate(self.config)
+            return self.shape.heads % self.config.devices.tensor_parallel == 0
+        return False
+
+    @property
     def fits(self) -> bool:
-        return self.train_bill.fits and self.rollout_bill.fits
+        return self.is_valid and self.train_bill.fits and self.rollout_bill.fits
 
     @property
     def row(self) -> tuple[str, ...]:
         """Of the table of splits."""
         devices, o, verdict = self.config.devices, self.outcome, "" if self.fits else "too big"
         rates = f"{o.tokens_per_s:,.0f}", f"{o.engines_idle:.0%}", f"{o.trainer_idle:.0%}"
-        return f"{devices.rollout} + {devices.train}", *rates, f"{o.staleness:.2f}", verdict
+        return f"{devices.rollout} + {devices.train}", *rates, verdict
 
 
 def on_one_gpu(plan: Plan) -> Plan:
@@ -381,73 +371,75 @@ def on_one_gpu(plan: Plan) -> Plan:
     return own.changed({"rollout.kv_cache_gib": max(0.1, round(kv, 1))})
 
 
+def fitting(found: Sequence[Plan]) -> list[Plan]:
+    """Those that fit, all with the cheapest set of changes with which one does."""
+    remedies = found[0].remedies
+    for values in product(*remedies.values()):  # the last key varies fastest
+        tried = [plan.changed(dict(zip(remedies, values, strict=True))) for plan in found]
+        if fit := [plan for plan in tried if plan.fits]:
+            return fit
+    return []
+
+
 def cards(plan: Plan) -> Table:
     """The largest model that fits both pools on one card, trained whole and by LoRA."""
     rows: Table = [("one card", "method", "largest model", "max_tokens", "KV GiB", "with")]
+    paths = sorted(SHAPES, key=lambda name: SHAPES[name].num_parameters, reverse=True)
+    shown = ("buffer.max_staleness", "train.optimizer", "train.gradient_checkpointing")
     for (size, gib), lora_rank in product(CARDS.items(), (0, 32)):
-        gpu = plan.gpu._replace(memory_gib=gib)
-        values = [{"model.path": name, "train.lora_rank": lora_rank} for name in SHAPES]
-        tried = [replace(on_one_gpu(plan.changed(given)), gpu=gpu).mended for given in values]
-        fit = [own for own in tried if own.fits and own.config.train.lora_rank == lora_rank]
-        best = max(fit, key=lambda own: own.shape.num_parameters)  # "tiny" fits any
-        own = best.config
+        card = replace(plan, gpu=plan.gpu._replace(memory_gib=gib))
+        tried = [{"model.path": path, "train.lora_rank": lora_rank} for path in paths]
+        fit = (own for given in tried for own in fitting([on_one_gpu(card.changed(given))]))
+        best = next(own for own in fit if own.config.train.lora_rank == lora_rank)
+        own, changes = best.config, " ".join(best.changes_from(plan.config, shown))
         sizes = own.model.path, f"{own.train.max_tokens:,}", f"{own.rollout.kv_cache_gib:g}"
-        changes = best.changes_from(plan.config, dict(REMEDIES[1:]))
-        rows.append((f"{size} GB", "LoRA" if lora_rank else "full", *sizes, " ".join(changes)))
+        rows.append((f"{size} GB", "LoRA" if lora_rank else "full", *sizes, changes))
     return rows
 
 
 def splits(plan: Plan, num_gpus: int) -> list[Plan]:
-    """The same recipe, with each split of the GPUs; one GPU is shared."""
+    """The same recipe, with each split of the GPUs that it may have; one GPU is shared."""
     if num_gpus == 1:
         return [plan if plan.config.devices.share else on_one_gpu(plan)]
-    config, width = plan.config, plan.config.devices.tensor_parallel
-    share = config.train.batch_size // config.train.num_minibatches * config.rollout.group_size
-    pairs = [(n, num_gpus - n) for n in range(width, num_gpus, width) if num_gpus - n <= share]
-    if not pairs:
-        rule = f"{num_gpus} cannot be split into engines of {width} and at least one to train"
-        raise RecipeError("--gpus", num_gpus, rule, f"take {width + 1} or more")
-    return [plan.changed({"devices.rollout": n, "devices.train": m}) for n, m in pairs]
+    pairs = [(n, num_gpus - n) for n in range(1, num_gpus)]
+    tried = [plan.changed({"devices.rollout": n, "devices.train": m}) for n, m in pairs]
+    if not (found := [own for own in tried if own.is_valid]):
+        rule = "no split of them keeps to devices.tensor_parallel and train.shard"
+        raise RecipeError("--gpus", num_gpus, rule, "take more, or change these keys")
+    return found
 
 
 def recommended(found: Sequence[Plan]) -> Plan:
-    """The freshest within 2 % of the fastest, of those that fit; of all, where none does."""
+    """The fastest of those that fit; of all, where none does."""
     usable = [split for split in found if split.fits] or found
-    best = max(split.outcome.tokens_per_s for split in usable)
-    good = [split for split in usable if split.outcome.tokens_per_s >= 0.98 * best]
-    return min(good, key=lambda split: (split.outcome.staleness, split.config.devices.train))
+    return max(usable, key=lambda split: split.outcome.tokens_per_s)
 
 
 def tables(plan: Plan, num_gpus: int, price: float = 0.0) -> tuple[bool, list[Table]]:
     """Whether the recipe fits; the memory of the recommended split with what to change where it
     does not, its hours and cost, and all splits. `price`: of one GPU for one hour."""
     found = splits(plan, num_gpus)
-    usable = [split for split in found if split.fits]
-    fitting = usable or [split.mended for split in found if split.mended.fits]
-    prices = [[get(s.config, key) == value for key, value in REMEDIES] for s in fitting]
-    few = [split for split, price in zip(fitting, prices, strict=True) if price == min(prices)]
-    best = recommended(few or found)
+    best = recommended(fitting(found) or found)
     own = next(s for s in found if s.config.devices.train == best.config.devices.train)
-    path, num, tokens = best.config.model.path, best.shape.num_parameters, best.lengths.mean_tokens
+    path, num = best.config.model.path, best.shape.num_parameters
     memory: Table = [
         ("model", f"{path}: {num / 1e9:.2f} B parameters", ""),
         ("rollout GPU", *own.rollout_bill.row),
         ("training GPU", *own.train_bill.row),
     ]
     more = [cards(plan)] if num_gpus == 1 else []
-    if not few:
+    if not best.fits:
         rule = "no set of changes fits: take a smaller model, shorter answers or more memory"
         return False, [[*memory, ("to change", rule, "")], *more]
-    if not usable or best.config.devices.share != plan.config.devices.share:
+    if not own.fits or best.config.devices.share != plan.config.devices.share:
         changes = " ".join(f"--set {change}" for change in best.changes_from(plan.config))
         memory.append(("to change", changes, "then it fits"))
-    answers = f"KV of {best.max_running:,} answers of the usual {tokens:,.0f} tokens at once"
-    memory += [("at once", answers, ""), ("time", _time(best, num_gpus, price), "")]
+    memory.append(("time", _time(best, num_gpus, price), ""))
     idle = sentence(best.config, (best.outcome.engines_idle, best.outcome.trainer_idle))
-    advice = f"<- take this{'' if usable else ', with these changes'}; {idle}"
-    head = ("split", "tokens/s", "engines idle", "trainers idle", "staleness", "")
+    advice = f"<- take this{'' if own.fits else ', with these changes'}; {idle}"
+    head = ("split", "tokens/s", "engines idle", "trainers idle", "")
     rows = [(*best.row[:-1], advice) if s is own else s.row for s in found]
-    return bool(usable), [memory, [head, *rows], *more]
+    return own.fits, [memory, [head, *rows], *more]
 
 
 def _time(plan: Plan, num_gpus: int, price: float) -> str:
@@ -461,19 +453,18 @@ def _time(plan: Plan, num_gpus: int, price: float) -> str:
     return text
 
 
-def gpu_for(name: str, file: Path | None) -> GpuKind:
+def gpu_for(name: str) -> GpuKind:
     """By its name in the table; else as `minirl doctor --gpu` measured it; else an H100."""
-    path = file or MEASURED
-    if name or (file is None and not path.exists()):
+    if name or not MEASURED.exists():
         if (gpu := GPUS.get((name or "H100").upper())) is None:
             raise RecipeError("--gpu", name, "is not in the table", f"one of {', '.join(GPUS)}")
         return gpu
     try:
-        found = json.loads(path.read_text())["plan"]
+        found = json.loads(MEASURED.read_text())["plan"]
         return GpuKind(**{key: float(value) for key, value in found.items()})
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         remedy = "write it again by minirl doctor --gpu, or name a kind by --gpu"
-        raise RecipeError("--gpu-json", str(path), "holds no measured GPU", remedy) from None
+        raise RecipeError("gpu.json", str(MEASURED), "holds no measured GPU", remedy) from None
 
 
 def checkpoint_bytes(config: Config) -> float:

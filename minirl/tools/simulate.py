@@ -1,7 +1,7 @@
 """A run in simulated time: the real buffer, admission control and dispatcher; all else only costs
 time. No processes, no model, no clock.
 
-Takes a recipe, costs and the lengths of answers, gives throughput, idle shares and staleness.
+Takes a recipe, costs and the lengths of answers, gives throughput and idle shares.
 Costs are linear. An engine step gives each running sequence one token and reads all weights and
 the KV of every running sequence, whose context is taken for its mean.
 
@@ -139,7 +139,6 @@ class Throughput:
     tokens_per_s: float
     trainer_idle: float
     engines_idle: float
-    staleness: float  # mean, of tokens
 
 
 class Simulation:
@@ -163,8 +162,7 @@ class Simulation:
         self.count_from_now()
 
     def count_from_now(self) -> None:
-        self.began_s, self.trainer_idle_s = self.now, 0.0
-        self.num_tokens, self.staleness = 0, 0.0
+        self.began_s, self.trainer_idle_s, self.num_tokens = self.now, 0.0, 0
         for engine in self.engines:
             engine.idle_s = 0.0
 
@@ -180,7 +178,6 @@ class Simulation:
             tokens_per_s=self.num_tokens / seconds,
             trainer_idle=self.trainer_idle_s / seconds,
             engines_idle=fmean(engine.idle_s for engine in self.engines) / seconds,
-            staleness=self.staleness / self.num_tokens,
         )
 
     def feed(self, needed: int) -> None:
@@ -204,16 +201,11 @@ class Simulation:
             self.trained_s = self.now + self.train(batch)
 
     def train(self, batch: Batch) -> float:
-        """The seconds that it takes. A token's version is taken for the mean of its answer's."""
-        trained = [t for group in batch.groups for t in group.trajectories]
-        num = sum([t.num_written for t in trained])
-        twice = sum([t.num_written * (t.head_version + t.tail_version) for t in trained])
-        # What is older than η is masked out, so it does not count.
-        mean = min(batch.version - twice / 2 / num, self.buffer.max_staleness)
-        self.num_tokens += num
-        self.staleness += mean * num
-        num_prompt = self.lengths.prompt * len(trained)
-        return self.costs.train + self.costs.train_per_token * (num + num_prompt)
+        """The seconds that it takes."""
+        written = [t.num_written for group in batch.groups for t in group.trajectories]
+        self.num_tokens += sum(written)
+        num_prompt = self.lengths.prompt * len(written)
+        return self.costs.train + self.costs.train_per_token * (sum(written) + num_prompt)
 
     def next_event(self) -> None:
         engine = min(self.engines, key=attrgetter("next_end_s"))

@@ -12,9 +12,7 @@ plan.MATMUL and plan.ELEMENTWISE lie between the two trainers, and plan.STEP_S w
 paper's first two rows: the paper's trainer is faster than planned, prime-rl's slower.
 """
 
-from collections.abc import Sequence
-from math import nan
-from typing import NamedTuple
+from dataclasses import replace
 
 from minirl.recipe import build
 from minirl.tools.plan import CARDS, GIB, GPUS, Plan, usual_lengths
@@ -56,14 +54,10 @@ def memory_cell(model: str, method: dict[str, object]) -> str:
     plan = Plan(config, GPUS["H100"], usual_lengths(config))
     needed = sum(plan.train_items.values()) / GIB
     cards = [size for size, gib in CARDS.items() if gib >= needed]
-    both = []
-    if config.devices.train == 1:
-        plan = plan.changed({"devices.share": True, "buffer.max_staleness": 0})
-        sized = {
-            n: Plan(plan.config, plan.gpu._replace(memory_gib=g), plan.lengths).sized
-            for n, g in CARDS.items()
-        }
-        both = [size for size, own in sized.items() if own.fits]
+    shared = plan.changed({"devices.share": True, "buffer.max_staleness": 0})
+    shared = shared.changed({"rollout.kv_cache_gib": shared.remedies["rollout.kv_cache_gib"][-1]})
+    by_card = {n: replace(shared, gpu=plan.gpu._replace(memory_gib=g)) for n, g in CARDS.items()}
+    both = [size for size, own in by_card.items() if own.fits]
     return f"{needed:.0f}→{(cards or ['–'])[0]}/{(both or ['–'])[0]}"
 
 
@@ -79,34 +73,14 @@ def tokens_per_s(eta: int) -> float:
     return Plan(config, GPUS["H800"], long_tailed(4000, limit, 200)).outcome.tokens_per_s
 
 
-class Row(NamedTuple):
-    eta: int
-    paper: float  # tokens/s
-    simulated: float
-    error: float  # of the ratio to η = 0
+def ratio_errors(rates: dict[int, float]) -> dict[int, float]:
+    """Of the paper's ratios to η = 0, by η."""
+    return {eta: rates[eta] / rates[0] * PAPER[0] / PAPER[eta] - 1 for eta in PAPER}
 
 
-def table_7(etas: Sequence[int] = tuple(PAPER)) -> list[Row]:
-    found = {eta: tokens_per_s(eta) for eta in etas}
-    rows = []
-    for eta, simulated in found.items():
-        paper = PAPER.get(eta, nan)
-        rows.append(Row(eta, paper, simulated, simulated / found[0] * PAPER[0] / paper - 1))
-    return rows
-
-
-class TrainerRow(NamedTuple):
-    case: tuple[str, str, int, int]
-    published: float  # tokens/s
-    planned: float
-
-    @property
-    def error(self) -> float:
-        return self.planned / self.published - 1
-
-
-def prime_rl() -> list[TrainerRow]:
-    rows = []
+def prime_rl() -> dict[tuple[str, str, int, int], float]:
+    """The planned rate over the published one, less one, by case."""
+    errors = {}
     for case, published in PRIME_RL.items():
         model, gpu, num_gpus, num_tokens = case
         values = {"model.path": model, "model.dtype": "bfloat16", "devices.train": num_gpus}
@@ -114,16 +88,15 @@ def prime_rl() -> list[TrainerRow]:
         costs = Plan(config, GPUS[gpu], Lengths((num_tokens - 1,), 1)).costs
         total = 2 * num_tokens * num_gpus
         seconds = costs.train + total * costs.train_per_token
-        rows.append(TrainerRow(case, published, total / seconds))
-    return rows
+        errors[case] = total / seconds / published - 1
+    return errors
 
 
 if __name__ == "__main__":
     print(memory_table())
-    for row in table_7():
-        rates = f"paper {row.paper:,.0f}, planned {row.simulated:,.0f} tokens/s"
-        off = row.simulated / row.paper - 1
-        print(f"η = {row.eta:<2} {rates} ({off:+.0%}); ratio to η = 0 {row.error:+.1%}")
-    for own in prime_rl():
-        rates = f"published {own.published:,.0f}, planned {own.planned:,.0f}"
-        print(*own.case, f"{rates} ({own.error:+.0%})")
+    rates = {eta: tokens_per_s(eta) for eta in PAPER}
+    for eta, error in ratio_errors(rates).items():
+        off = rates[eta] / PAPER[eta] - 1
+        print(f"η = {eta:<2} paper {PAPER[eta]:,}, off {off:+.0%}; ratio to η = 0 {error:+.1%}")
+    for case, error in prime_rl().items():
+        print(*case, f"published {PRIME_RL[case]:,}, planned {error:+.0%}")
