@@ -86,7 +86,7 @@ def test_damaged_runs_are_shown_as_far_as_they_go(
     text = report.write([RunDir(empty)], empty)[0].read_text()
     assert "No step was trained yet." in text and f"minirl train {empty}/recipe.toml" in text
     foreign = {
-        "metrics": '{"step": 1, "reward/mean": 0.5, "seconds": "?"}',
+        "metrics": '{"step": 1, "reward/mean": 0.5, "seconds": "?", "buffer/dropped_stale": 7}',
         "evals": '{"step": 1, "version": 1, "answers": []}',
         "batches": '{"step": 1}\n{"step": 2, "groups": [{"id": 3}]}',
         "samples": '{"step": 1, "tokens": ["a"]}',
@@ -95,6 +95,7 @@ def test_damaged_runs_are_shown_as_far_as_they_go(
         (empty / f"{name}.jsonl").write_text(text)
     done = CliRunner().invoke(app, ["report", str(empty)])
     assert done.stdout.splitlines()[0] == str(empty / "report" / "report.html")
+    assert "7 stale" in (empty / "report" / "report.html").read_text()  # of a run that failed
 
 
 def ran(*words: object) -> list[str]:

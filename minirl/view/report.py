@@ -22,7 +22,7 @@ from typing import Any
 from minirl.config import KEYS, Config, get
 from minirl.errors import MinirlError, RecipeError
 from minirl.run_dir import Line, RunDir
-from minirl.view.runs import formatted, prompt_text, short_names, summary_rows
+from minirl.view.runs import formatted, prompt_text, short_names, so_far, summary_rows
 
 Families = dict[str, list[RunDir]]  # by the name of the first run
 Point = tuple[float, float, float, float]  # x, y, lowest, highest
@@ -74,7 +74,6 @@ CHARTS = (
     Chart("clip", "Clipped", "share of trained tokens", "train/clip_frac", True),
     Chart("capped", "Above behav_cap", "share of trained tokens", "train/capped_frac", True),
     Chart("gap", "Logprob gap", "engine to trainer: should stay flat", "train/logprob_gap"),
-    Chart("spliced", "Spliced gap", "after tokens of an older version", "train/spliced_gap"),
     Chart("grad_norm", "Gradient norm", "before clipping", "train/grad_norm"),
     Chart("sampled", "Sampling speed", "tokens per second", "rollout/tokens_per_s"),
     Chart("trained", "Training speed", "tokens per second", "train/tokens_per_s"),
@@ -178,7 +177,7 @@ def page(found: Families, figures: Sequence[Any], flat: Sequence[str]) -> str:
     return environment.from_string(template).render(
         runs=runs,
         names=short_names(runs),
-        results=table([summary_rows(run.summary) for run in runs]),
+        results=table([summary_rows(run.summary or so_far(run)) for run in runs]),
         figures=figures,
         flat=flat,
         answers=[answers_by_prompt(run) for run in runs],
