@@ -83,6 +83,8 @@ class DevicesConfig:
     """Both pools on one GPU (always where there is but one) or on all cores; at η = 0 in turns."""
     tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
     """Rollout devices per vLLM engine, for a model too large for one GPU."""
+    nodes: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = 1
+    """Boxes of a Ray cluster, each with devices.rollout; "auto" is all (docs/several-boxes.md)."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -254,6 +256,11 @@ class Config:
     @property
     def num_devices(self) -> int:
         return self.devices.rollout + self.devices.train - self.devices.share
+
+    @property
+    def num_nodes(self) -> int:
+        """Boxes, where "auto" has been resolved."""
+        return 1 if self.devices.nodes == "auto" else self.devices.nodes
 
     @property
     def num_slots(self) -> int:
