@@ -109,6 +109,8 @@ def _wrong(section: str, given: Mapping[str, Any], error: Mapping[str, Any]) -> 
     elif error["type"] == "literal_error":
         choices = re.findall(r"'(.+?)'", error["ctx"]["expected"])
         remedy = _near(str(error["input"]), choices, remedy)
+    elif key == "devices.nodes":
+        rule = 'must be a number from 1 to 1024, or "auto"'
     elif len(error["loc"]) > 1:
         rule = f"each item {rule}"
     return RecipeError(key, given[name], rule, remedy)

@@ -5,6 +5,7 @@ run on the head; nothing of it is left afterwards.
 
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
@@ -77,10 +78,12 @@ class Boxes:
             where = [f"--address={self.env['RAY_ADDRESS']}"]
         command = [RAY, "start", *where, "--block", "--num-cpus=2", "--disable-usage-stats"]
         command += [f"--node-ip-address={self.ip(box)}", f"--object-store-memory={STORE_BYTES}"]
-        temp = [f"--temp-dir={self.folder}/{box}"] if self.has_namespaces or not box else []
+        command += [f"--temp-dir={self.folder}/{box}"] if self.has_namespaces or not box else []
+        # On a busy machine Ray's agents may start too slowly for its raylet, which then ends.
+        command = ["bash", "-c", f"until {shlex.join(command)}; do sleep 1; done"]
         with (self.folder / f"box-{box}.log").open("wb") as log:
             self.nodes[box] = subprocess.Popen(
-                self.inside(box, command + temp),
+                self.inside(box, command),
                 env=self.env,
                 stdout=log,
                 stderr=log,
