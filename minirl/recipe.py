@@ -290,6 +290,17 @@ def check_optimizer(config: Config) -> None:
         raise RecipeError("train.optimizer", "adamw8bit", "bitsandbytes is not installed", remedy)
 
 
+def check_boxes(config: Config) -> None:
+    """What several boxes need, before Ray is asked. Imports nothing."""
+    nodes = config.devices.nodes
+    if find_spec("ray") is None:
+        remedy = 'pip install "minirl[ray]", or 1'
+        raise RecipeError("devices.nodes", nodes, "Ray is not installed", remedy)
+    if config.takes_turns:
+        rule, remedy = "devices.share at η = 0 is for one box", "raise buffer.max_staleness, or 1"
+        raise RecipeError("devices.nodes", nodes, rule, remedy)
+
+
 def is_path(name: str) -> bool:
     """A name that may be one of the hub, but can only be a path here."""
     return name[:1] in "./~" or ("/" in name and os.path.isdir(os.path.dirname(name)))

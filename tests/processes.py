@@ -55,7 +55,10 @@ class Run:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**(boxes.env if boxes else os.environ), "PYTHONPATH": os.pathsep.join(map(str, path))},
+            env={
+                **(boxes.env if boxes else os.environ),
+                "PYTHONPATH": os.pathsep.join(map(str, path)),
+            },
         )
 
     def workers(self) -> dict[str, int]:

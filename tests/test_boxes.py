@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 
 FIRST_BOX_TRACK = 1001  # of rollout-1 in trace.json
 LONG = 600.0
+UP = ("generating", "waiting for prompts")
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_boxes_engines_and_the_link_die_and_others_join(two: Boxes, tmp_path: Pa
     run = Run(tmp_path / "run", boxes=two, devices__nodes=2, train__steps=10_000)
 
     def is_there() -> bool:
-        return lane(run, "rollout-1").startswith("generating")
+        return lane(run, "rollout-1").startswith(UP)
 
     def goes_on() -> None:
         run.wait_for_step(len(run.metrics()) + 3)
@@ -94,10 +95,8 @@ def test_over_a_slow_link_staleness_rises_and_no_engine_waits(two: Boxes, tmp_pa
     if not two.has_namespaces:
         pytest.skip("the link is slowed by tc, in namespaces")
     two.slow(1, "4mbit")  # a version takes 3 s, as 30 GB do at 100 Gbit/s
-    run = Run(
-        tmp_path / "run", boxes=two, devices__nodes=2, train__steps=10_000, log__trace="true"
-    )
-    run.wait_until(lambda: lane(run, "rollout-1").startswith("generating"), LONG)
+    run = Run(tmp_path / "run", boxes=two, devices__nodes=2, train__steps=10_000, log__trace="true")
+    run.wait_until(lambda: lane(run, "rollout-1").startswith(UP), LONG)
     run.wait_for_step(len(run.metrics()) + 30)
     finish(run)
     trained = read_lines(run.dir / "batches.jsonl")
