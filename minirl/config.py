@@ -77,6 +77,8 @@ class DevicesConfig:
     """Both pools on one GPU (always where there is but one) or on all cores; at η = 0 in turns."""
     tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
     """Rollout devices per vLLM engine, for a model too large for one GPU."""
+    nodes: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = 1
+    """Boxes of a Ray cluster, each with devices.rollout; "auto" is all (docs/several-boxes.md)."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -244,6 +246,16 @@ class Config:
     @property
     def num_devices(self) -> int:
         return self.devices.rollout + self.devices.train - self.devices.share
+
+    @property
+    def num_nodes(self) -> int:
+        """Boxes, where "auto" has been resolved."""
+        return 1 if self.devices.nodes == "auto" else self.devices.nodes
+
+    def engines_of(self, box: int) -> range:
+        """Their ranks: as many in each box."""
+        number = self.devices.rollout // self.devices.tensor_parallel
+        return range(box * number, (box + 1) * number)
 
     @property
     def num_slots(self) -> int:

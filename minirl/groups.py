@@ -122,19 +122,24 @@ class Groups:
 
     # -- to the engines
 
-    def begin(self, num_needed: int, served: Sequence[int], step: int, now: float) -> Sends:
+    def begin(self, num_needed: int, served: Sequence[int | None], step: int, now: float) -> Sends:
         """Starts as many groups as the buffer admits, of the `num_needed` that the rest of the run
-        takes. `served`: under which version each engine would begin a group."""
+        takes. `served`: under which version each engine would begin a group; None: it cannot. One
+        whose box is more than η behind gets none either: no token of it could be trained."""
         assert self.stream is not None
         begun, size = [], self.config.rollout.group_size
-        for _ in range(self.buffer.num_to_admit(num_needed, min(served))):
+        oldest = self.buffer.version - self.buffer.max_staleness
+        heads = {e: v for e, v in enumerate(served) if v is not None and v >= oldest}
+        if not heads:
+            return self._outgoing()
+        for _ in range(self.buffer.num_to_admit(num_needed, min(heads.values()))):
             prompt, limit = self.stream.next(), self.config.tasks.max_prompt_tokens
             if len(prompt.tokens) > limit:
                 ticket = self.buffer.admit(prompt.index, self.buffer.version)
                 self._settle(self.buffer.drop(ticket.group_id, Drop.TOO_LONG), Drop.TOO_LONG)
                 continue
-            assignment = self.dispatcher.assign(size)
-            ticket = self.buffer.admit(prompt.index, served[assignment.engine], now)
+            assignment = self.dispatcher.assign(size, heads)
+            ticket = self.buffer.admit(prompt.index, heads[assignment.engine], now)
             cells = tuple(range(ticket.slot * size, (ticket.slot + 1) * size))
             begun.append(GroupState(ticket.group_id, prompt, cells, assignment, size))
         return self._submit(begun, f"{self.config.seed}/{step}" if self._is_repeatable else "")

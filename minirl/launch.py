@@ -22,7 +22,7 @@ from minirl.devices import Placement, with_own_temp
 from minirl.errors import MinirlError, RecipeError
 from minirl.loop import Loop
 from minirl.messages import RankSetup, Role, Stop, TrainerSetup
-from minirl.recipe import Loaded, check_devices, check_memory, check_model, to_toml
+from minirl.recipe import Loaded, check_boxes, check_devices, check_memory, check_model, to_toml
 from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
 from minirl.rollout.worker import RolloutSetup
 from minirl.run_dir import RunDir, hold, holds_run, write_text
@@ -79,6 +79,12 @@ def train(loaded: Loaded, recipe: Path, run_dir: Path, resume: bool, is_plain: b
 def _make_job(config: Config, recipe: Path, run_dir: Path) -> Job:
     kind, available = devices.find_devices(config.devices.kind)
     config, gpu = check_devices(config, kind, available), None
+    if config.devices.nodes != 1:
+        check_boxes(config)
+        with signals():  # Ray takes SIGTERM over when it is imported
+            from minirl import outpost  # one box never imports it
+
+        config = outpost.with_boxes(config)
     if kind == "cuda":
         from minirl.tools import plan  # the only tool that the train path uses, and only here
 
@@ -129,7 +135,8 @@ def _prepare(job: Job, resume: bool, is_plain: bool) -> int:
 
 def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
     config, run_dir, task, state = job.config, job.run_dir, job.task, start.state
-    num_workers = len(job.engines) + len(job.ranks) + config.tasks.verifiers
+    num_engines = len(job.engines) * config.num_nodes
+    num_workers = num_engines + len(job.ranks) + config.tasks.verifiers + (config.num_nodes > 1)
     trace = run_dir / "trace.json" if config.log.trace else None
     workers = Workers(run_dir / "logs", num_workers, trace)
     load = partial(model.tokenizer_of, config, source)
@@ -218,6 +225,10 @@ def _spawn(
     engine = RolloutSetup(config, str(source), job.kind, seed, ring, store, dialogue)
     (run_dir / "tmp").mkdir()
     spawn_engines(workers, engine, job.engines, run_dir / "tmp")
+    if config.num_nodes > 1:
+        from minirl import outpost
+
+        outpost.spawn_boxes(workers, engine, job.engines[0])
     spawn_verifiers(workers, VerifierSetup(config, str(source), ring, dialogue))
     return ring, store
 

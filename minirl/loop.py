@@ -84,7 +84,9 @@ class Loop:
 
     @property
     def is_ready(self) -> bool:
-        return all(worker.is_ready for worker in self.engines + self.ranks)
+        """A box that was lost in the meantime joins later."""
+        workers = self.engines + self.ranks
+        return all(worker.is_ready or (worker.box and worker.num_starts > 1) for worker in workers)
 
     @property
     def ranks_are_ready(self) -> bool:
@@ -116,23 +118,31 @@ class Loop:
     # -- feed
 
     def feed(self) -> None:
-        is_held = self.config.is_synchronous and (self.groups.evaluation or self.is_saving)
-        if is_held or not self.ranks_are_ready:
+        served = self.served()
+        is_behind = any(version is not None and version < self.buffer.version for version in served)
+        is_held = self.groups.evaluation or self.is_saving or is_behind
+        if (is_held and self.config.is_synchronous) or not self.ranks_are_ready:
             return  # after a rollback engines still serve weights that are superseded
         needed = (self.config.train.steps - self.step) * self.buffer.batch_size
         try:
-            sends = self.groups.begin(needed, self.served(), self.step, time.monotonic())
+            sends = self.groups.begin(needed, served, self.step, time.monotonic())
         except RecipeError as error:  # of the task's own code
             self.abandon(str(error))
         self.workers.deliver(sends)
 
-    def served(self) -> list[int]:
-        """Each engine begins groups under the newest weights, unless an evaluation pins older."""
+    def served(self) -> list[int | None]:
+        """Each engine begins groups under the newest weights, unless an evaluation pins older, or
+        they have not reached its box yet. None: it is in another box, and not up."""
+        return [self._served(engine) for engine in self.engines]
+
+    def _served(self, engine: Worker) -> int | None:
         newest = self.buffer.version
-        if self.groups.evaluation is None:
-            return [newest] * len(self.engines)
-        versions = [self.workers.board.row(engine.row).version for engine in self.engines]
-        return [newest if version < 0 else min(version, newest) for version in versions]
+        if not engine.box and self.groups.evaluation is None:
+            return newest
+        version = self.workers.board.row(engine.row).version
+        if engine.box and (version < 0 or not engine.is_ready):
+            return None
+        return newest if version < 0 else min(version, newest)
 
     # -- collect
 
@@ -243,14 +253,15 @@ class Loop:
     # -- evaluation
 
     def start_evaluation(self) -> None:
-        """Of the newest version, by the engines that are up (evaluation.py)."""
+        """Of the newest version, by the engines that are up and can have it (evaluation.py)."""
         assert self.batch is None, "a version may be published at any moment"
-        self.is_evaluation_due = False
+        self.is_evaluation_due, version = False, self.buffer.version
         first_cell = self.buffer.num_slots * self.config.rollout.group_size
         cells = range(first_cell, first_cell + len(self.heldout))
-        up = [engine.rank for engine in self.engines if engine.is_ready]
-        evaluation = Evaluation(self.heldout, cells, self.step, self.buffer.version)
-        self.workers.deliver(self.groups.evaluate(evaluation, among=up))
+        able = [e for e, v in zip(self.engines, self.served(), strict=True) if v == version]
+        among = [engine.rank for engine in able if engine.is_ready] or [e.rank for e in able]
+        evaluation = Evaluation(self.heldout, cells, self.step, version)
+        self.workers.deliver(self.groups.evaluate(evaluation, among))
 
     def on_evaluated(self, ended: Evaluation) -> None:
         if ended.is_cancelled:

@@ -7,6 +7,7 @@ they are in shared memory (shm/), and messages name cells and versions.
     engine    Submit, Abort, Continue          Pinned, Finished, TurnEnded, Gone
     verifier  Grade, Ask                       Graded, Replied (of a self-check: Checked)
     rank      Train, Score, Save               Trained, Saved (of `minirl sft`: Learned, Saved)
+    link      ToBox                            FromBox (outpost.py)
 """
 
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ class Role(StrEnum):
     VERIFY = "verify"
     SFT = "sft"  # a rank of `minirl sft`
     BENCH = "bench"  # a part of a benchmark
+    LINK = "link"  # the head's process that talks with the other boxes
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Died:
 
     how: str
     is_final: bool  # a MinirlError: a new worker would fail the same way
+    is_box_lost: bool = False  # with its box: no fault of the worker's own
 
 
 # Engines ------------------------------------------------------------------------------------------

@@ -114,6 +114,8 @@ def _wrong(section: str, given: Mapping[str, Any], error: Mapping[str, Any]) -> 
     elif error["type"] == "literal_error":
         choices = re.findall(r"'(.+?)'", error["ctx"]["expected"])
         remedy = _near(str(error["input"]), choices, remedy)
+    elif key == "devices.nodes":
+        rule = 'must be a number from 1 to 1024, or "auto"'
     elif len(error["loc"]) > 1:
         rule = f"each item {rule}"
     return RecipeError(key, given[name], rule, remedy)
@@ -284,6 +286,17 @@ def check_packages(config: Config) -> None:
         if find_spec(package) is None:
             remedy = f'pip install "minirl[{extra}]", or take it out'
             raise RecipeError(key, get(config, key), f"{package} is not installed", remedy)
+
+
+def check_boxes(config: Config) -> None:
+    """What several boxes need, before Ray is asked. Imports nothing."""
+    nodes = config.devices.nodes
+    if find_spec("ray") is None:
+        remedy = 'pip install "minirl[ray]", or 1'
+        raise RecipeError("devices.nodes", nodes, "Ray is not installed", remedy)
+    if config.takes_turns:
+        rule, remedy = "devices.share at η = 0 is for one box", "raise buffer.max_staleness, or 1"
+        raise RecipeError("devices.nodes", nodes, rule, remedy)
 
 
 def is_path(name: str) -> bool:

@@ -133,7 +133,7 @@ class RunLog:
                 **_batch_values(batch),
                 **{f"buffer/groups_{name}": n for name, n in asdict(buffer.ledger).items()},
                 **{DROPPED[reason]: count or None for reason, count in buffer.drops.items()},
-                "rollout/devices": self.config.devices.rollout,
+                "rollout/devices": self.config.devices.rollout * self.config.num_nodes,
                 "train/devices": self.config.devices.train,
                 "faults/workers_replaced": self.workers_replaced or None,
                 "faults/steps_redone": self.steps_redone or None,

@@ -113,6 +113,9 @@ class Supervisor:
         if death.is_final:
             kept = self.controller.keep_batch(worker, death.how)
             raise MinirlError(f"{worker.name}: {death.how}{kept}")
+        if worker.role is Role.LINK:  # frozen; of one that ended the engines' deaths are reported
+            worker.process.kill()
+            return []
         row = self.workers.board.row(worker.row)
         if row.state is State.GRADING:
             self.deaths.pop(worker.name, None)  # a reward took it down: that is a fault of the task
@@ -129,7 +132,7 @@ class Supervisor:
     def _restart_delay(self, worker: Worker, death: Died) -> float:
         """Raises where the worker is not restarted."""
         name = RANKS if worker.role is Role.TRAIN else worker.name
-        self.deaths[name] += 1
+        self.deaths[name] += not death.is_box_lost
         num_before, self._num_oom_kills = self._num_oom_kills, num_oom_kills()
         words = f"{death.how}\n{self.workers.log_tail(worker)}"
         if "SIGKILL" in death.how and self._num_oom_kills > num_before:
@@ -187,7 +190,7 @@ class Supervisor:
                 sends += self.on_death(worker, death)
             except WorkerDied as error:
                 raise Stalled(str(error)) from None
-        board, alive = self.workers.board, [w for w in self.workers.all if w.process is not None]
+        board, alive = self.workers.board, [w for w in self.workers.all if w.is_started]
         tokens = (board.total(w.row, Total.TOKENS) for w in self.workers.of(Role.ROLLOUT))
         pulse = (self._heard, *tokens)
         is_working = any(board.row(w.row).state not in WAITING_STATES for w in alive)
@@ -214,7 +217,7 @@ class Supervisor:
         """A verifier that grades has a limit of its own, tasks.timeout_s."""
         for worker in self.workers.all:
             row = self.workers.board.row(worker.row)
-            if worker.process is None or row.beat_s <= self.config.log.stall_s:
+            if not worker.is_started or row.beat_s <= self.config.log.stall_s:
                 continue
             is_slow = row.state in SLOW_STATES and row.beat_s <= SLOW_LIMIT_S
             if (is_slow and not self.workers.is_stopped(worker)) or row.state is State.GRADING:

@@ -62,10 +62,26 @@ class Worker:
         self.failure: Died | None = None
         self.is_ready = False  # it has said so
         self.outbox = bytearray()
+        self.box = 0  # where it runs: 0 is this one, the others are outpost.py's
+
+    @property
+    def is_started(self) -> bool:
+        return self.process is not None
 
     def __reduce__(self) -> tuple[Any, ...]:  # for its own process
         names = ("role", "rank", "row", "body", "setup", "placement")
         return Worker, tuple(getattr(self, name) for name in names)
+
+    def start_there(self, delay_s: float) -> None:
+        """In another box, for a worker of one."""
+
+    def relayed(self, message: object) -> "Iterator[tuple[Worker, object]]":
+        """Whose message it is: the link's are those of workers in other boxes."""
+        yield self, message
+
+    def ask_stacks(self) -> None:
+        if self.process and self.process.is_alive():
+            os.kill(self.pid, signal.SIGUSR1)
 
     def send(self, message: object) -> None:
         """Never waits: what the worker does not take now goes out at a later `receive`, which also
@@ -106,16 +122,21 @@ class Workers:
             next(worker for worker in self.all if worker.name == name).send(message)
 
     def spawn(self, role: Role, rank: int, body: str, setup: Any, place: Placement) -> Worker:
-        worker = Worker(role, rank, len(self.all), body, setup, place)
+        return self.add(Worker(role, rank, len(self.all), body, setup, place))
+
+    def add(self, worker: Worker) -> Worker:
         self.all.append(worker)
         self._start(worker)
         return worker
 
     def _start(self, worker: Worker, delay_s: float = 0.0) -> None:
-        worker.pipe, theirs = self._context.Pipe()
         worker.failure, worker.outbox, worker.is_ready = None, bytearray(), False
         worker.num_starts += 1
         self.board.reset(worker.row)
+        if worker.box:
+            worker.start_there(delay_s)
+            return
+        worker.pipe, theirs = self._context.Pipe()
         process = self._context.Process(
             target=_child,
             args=(worker, self.board, theirs, self._log(worker), delay_s),
@@ -137,7 +158,8 @@ class Workers:
                 by_handle[worker.pipe] = by_handle[worker.process.sentinel] = worker
         ready = dict.fromkeys(by_handle[handle] for handle in wait(list(by_handle), timeout_s))
         for worker in ready:
-            yield from ((worker, message) for message in self._drain(worker))
+            for message in self._drain(worker):
+                yield from worker.relayed(message)
 
     def _drain(self, worker: Worker) -> Iterator[object]:
         is_dead = not worker.process.is_alive()  # asked first: what it sent is in the pipe by now
@@ -189,14 +211,16 @@ class Workers:
     def is_stopped(self, worker: Worker) -> bool:
         """By SIGSTOP or a debugger: then its heartbeat cannot come."""
         stopped = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        if worker.process is None:
+            return False
         return worker.process.is_alive() and psutil.Process(worker.pid).status() in stopped
 
     def stacks(self, of: Sequence[Worker] = ()) -> str:
         """Python stacks of these workers, or of all, through their logs."""
         start = {worker: len(_read(self._log(worker))) for worker in of or self.all}
         asked = [worker for worker in start if worker.process and worker.process.is_alive()]
-        for worker in asked:
-            os.kill(worker.pid, signal.SIGUSR1)
+        for worker in start:
+            worker.ask_stacks()
         written: dict[Worker, bytes] = {}
         deadline = time.monotonic() + STACKS_WAIT_S
         while time.monotonic() < deadline:

@@ -30,9 +30,17 @@ SMALL = {
 
 
 class Run:
-    """`minirl train` on the smoke recipe, made small, in a process of its own."""
+    """`minirl train` on the smoke recipe, made small, in a process of its own; `boxes`: on the head
+    of these (boxes.py)."""
 
-    def __init__(self, run_dir: Path, *extra: str, small: bool = True, **changes: object):
+    def __init__(
+        self,
+        run_dir: Path,
+        *extra: str,
+        small: bool = True,
+        boxes: Any = None,
+        **changes: object,
+    ):
         dotted = {key.replace("__", "."): value for key, value in changes.items()}
         settings = {**SMALL, **dotted} if small else dotted
         overrides = [f"--set={key}={value}" for key, value in settings.items()]
@@ -40,13 +48,17 @@ class Run:
         path = (here, here.parent, os.environ.get("PYTHONPATH", ""))
         self.before = set(os.listdir("/dev/shm"))
         train = [sys.executable, "-m", "minirl.cli", "train", str(RECIPES / "smoke.toml")]
+        train += ["--run-dir", str(run_dir), *overrides, *extra]
         self.process = subprocess.Popen(
-            [*train, "--run-dir", str(run_dir), *overrides, *extra],
+            boxes.inside(0, ["nice", *train]) if boxes else train,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
+            env={
+                **(boxes.env if boxes else os.environ),
+                "PYTHONPATH": os.pathsep.join(map(str, path)),
+            },
         )
 
     def workers(self) -> dict[str, int]:

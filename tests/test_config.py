@@ -133,6 +133,7 @@ OWN = {
     "tasks.template": table,
     "rollout.stop": st.lists(texts.filter(bool), max_size=3).map(tuple),
     "rollout.stop_tokens": st.lists(st.integers(0, 10**6), max_size=3).map(tuple),
+    "devices.nodes": st.integers(1, 1024) | st.just("auto"),
     "log.to": st.sampled_from([(), ("wandb",), ("wandb", "tensorboard")]),
     **{key: st.sampled_from(names) for key, names in recipe.BUILT_IN.items()},
 }

@@ -18,7 +18,7 @@ LEVELS = (
     "records config recipe errors devices statistics",
     "metrics drops shm buffer balance messages tasks workers model run_dir",
     "rollout train",
-    "evaluation groups run_log resume supervisor loop",
+    "evaluation groups run_log resume supervisor loop outpost",
     "view",
     "launch",
     "tools",
@@ -36,6 +36,7 @@ FOREIGN = {  # rooms, or single modules
     "psutil": "workers devices",
     "pydantic": "config recipe train.bad_batch train.checkpoint view.dashboard",
     "datasets pyarrow math_verify": "tasks",
+    "ray": "outpost",
 }
 VIEWS, TOOLS = {"minirl.view.console", "minirl.view.loggers"}, {"minirl.tools.plan"}  # of launch
 LIGHT = "cli config buffer tasks.verifier tools.data tasks.math model workers tools.plan run_dir"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from minirl.shm.segment import Segment, Shared
 from minirl.shm.tracer import Tracer, open_trace
@@ -31,6 +32,7 @@ class State(IntEnum):
     WAITING_FOR_ANSWERS = 8
     GRADING = 9
     SLEEPING = 10
+    WAITING_FOR_BOX = 11
 
     @property
     def words(self) -> str:
@@ -52,6 +54,7 @@ class Total(IntEnum):
 
 STATE, SINCE, BEAT, VERSION, RUNNING, TOTALS = range(6)
 NUM_COLUMNS = TOTALS + len(Total)
+TIMES = [SINCE, BEAT]
 
 
 class Row(NamedTuple):
@@ -91,6 +94,19 @@ class Board(Shared):
         is_waiting = column is Total.IDLE_S and row[STATE] in IDLE_STATES
         return float(row[TOTALS + column]) + (time.monotonic() - row[BEAT] if is_waiting else 0.0)
 
+    def ages(self) -> NDArray[np.float64]:
+        """All rows, with ages instead of times: clocks of boxes differ."""
+        rows = self._rows.copy()
+        rows[:, TIMES] = time.monotonic() - rows[:, TIMES]
+        return rows
+
+    def take(self, worker: int, ages: NDArray[np.float64], before: NDArray[np.float64]) -> None:
+        """A row of another box's `ages`; its totals have grown since `before`."""
+        row = ages.copy()  # a reader must never see an age for a time
+        row[TIMES] = time.monotonic() - ages[TIMES]
+        row[TOTALS:] += self._rows[worker, TOTALS:] - before[TOTALS:]
+        self._rows[worker] = row
+
     def writer(self, worker: int, name: str = "") -> "BoardWriter":
         return BoardWriter(self, worker, name)
 
@@ -99,8 +115,8 @@ class BoardWriter:
     """One worker's pen. Time in a waiting state adds to its idle total by itself."""
 
     def __init__(self, board: Board, worker: int, name: str):
-        self.board, self._row = board, board._rows[worker]
-        self.tracer = Tracer(board.trace, name) if board.trace else None  # where log.trace is on
+        self.board, self.index, self._row = board, worker, board._rows[worker]
+        self.tracer = Tracer(board.trace, name) if board.trace and name else None
 
     def enter(self, state: State, anew: bool = False, **facts: object) -> None:
         """Also a beat. Called again in the same state it keeps `since`, unless it begins anew.

@@ -31,7 +31,8 @@ CANARY_TEXT = """Tom has 3 boxes with 12 pens in each. He gives 5 pens to Anna, 
 pens are left? At first there are 3 * 12 = 36 pens. He gives away 5 + 7 = 12, so 36 - 12 = 24."""
 CANARY = np.dtype([("tokens", np.int32), ("logprobs", np.float32)])
 CANARIES = ("canaries", CANARY, (NUM_SLOTS, CANARY_TOKENS))
-HEADER = np.dtype([("latest", np.int64), ("sequence", np.int64, NUM_SLOTS), CANARIES])
+NUMBERS = [("latest", np.int64), ("versions", np.int64, NUM_SLOTS)]
+HEADER = np.dtype([*NUMBERS, ("sequence", np.int64, NUM_SLOTS), CANARIES])
 HEADER_BYTES = aligned(HEADER.itemsize)
 
 
@@ -85,7 +86,7 @@ class WeightStore(Shared):
         self._segment = Segment(HEADER_BYTES + NUM_SLOTS * self.slot_bytes, path)
         self._map()
         if not path:
-            self._latest[0] = -1
+            self._latest[0] = self._versions[:] = -1
 
     @property
     def path(self) -> str:
@@ -104,7 +105,7 @@ class WeightStore(Shared):
 
     def _map(self) -> None:
         header = self._segment.array(HEADER, (1,))
-        self._latest = header["latest"]
+        self._latest, self._versions = header["latest"], header["versions"][0]
         self._sequence, self._canaries = header["sequence"][0], header["canaries"][0]
 
     @cached_property
@@ -134,12 +135,31 @@ class WeightStore(Shared):
     @contextmanager
     def publishing(self, version: int) -> Iterator["OpenSlot"]:
         """The slot to write `version` into; whole, and the newest, when the block ends well."""
-        slot = version % NUM_SLOTS
+        with self._writing(version) as slot:
+            yield OpenSlot([tensor for _, tensor in self._slots[slot]], self._canaries[slot])
+
+    @contextmanager
+    def _writing(self, version: int) -> Iterator[int]:
+        """The slot without the newest version: a box may skip versions."""
+        slot = int(self._versions[0] == self.latest)
         # Odd: being written. It is odd already where an earlier writer died in this slot.
         self._sequence[slot] += 2 if self._sequence[slot] % 2 else 1
-        yield OpenSlot([tensor for _, tensor in self._slots[slot]], self._canaries[slot])
+        yield slot
+        self._versions[slot] = version
         self._sequence[slot] += 1
         self._latest[0] = version
+
+    def content(self, slot: int) -> NDArray[np.uint8]:
+        """The bytes of a slot, in place, without torch."""
+        start = HEADER_BYTES + slot * self.slot_bytes
+        return self._segment.array(np.uint8, (self.slot_bytes,), start)
+
+    def publish_content(
+        self, version: int, content: NDArray[np.uint8], canary: NDArray[np.void]
+    ) -> None:
+        """What another store has of `version`."""
+        with self._writing(version) as slot:
+            self.content(slot)[:], self._canaries[slot][:] = content, canary
 
     def views(self, slot: int) -> "Iterator[tuple[str, torch.Tensor]]":
         """The named tensors of a slot, in place. Only `read` knows whether they are whole."""
@@ -165,11 +185,11 @@ class WeightStore(Shared):
         self, version: int, load: Callable[[int], Any], is_newest: bool = False
     ) -> Published | None:
         """That version, or None where it is no longer there, or torn."""
-        slot = version % NUM_SLOTS
+        slot = int(self._versions[1] == version)
         before = self.stamp(slot)
-        oldest = self.latest if is_newest else self.latest - 1
-        # Odd, or too old: the writer is or was in this slot, two versions ahead.
-        if before % 2 or not max(0, oldest) <= version <= self.latest:
+        is_there = version >= 0 and self._versions[slot] == version
+        # Odd, or another version: the writer is or was in this slot.
+        if before % 2 or not is_there or (is_newest and version != self.latest):
             return None
         found = Published(version, load(slot), self._canaries[slot].copy())
         return found if self.stamp(slot) == before else None

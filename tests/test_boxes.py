@@ -1,0 +1,122 @@
+"""Several boxes: `make ray`. Real Ray, each box a node in its own network namespace."""
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from boxes import Boxes, boxes
+from processes import Run, assert_accounted
+
+from minirl.run_dir import read_lines
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm]
+
+FIRST_BOX_TRACK = 1001  # of rollout-1 in trace.json
+LONG = 600.0
+UP = ("generating", "waiting for prompts")
+
+
+@pytest.fixture
+def two() -> Iterator[Boxes]:
+    with boxes(2) as made:
+        yield made
+
+
+def lane(run: Run, name: str) -> str:
+    """What a worker does now, as the dashboard shows it."""
+    try:
+        lanes = json.loads((run.dir / "status.json").read_text())["lanes"]
+    except (OSError, ValueError):
+        return ""
+    return next((one["state"] for one in lanes if one["name"] == name), "")
+
+
+def slices(run: Run, track: int) -> list[dict[str, Any]]:
+    lines = (run.dir / "trace.json").read_text().splitlines()[1:]
+    return [e for e in (json.loads(line.rstrip(",")) for line in lines) if e["pid"] == track]
+
+
+def finish(run: Run) -> None:
+    run.process.send_signal(signal.SIGINT)
+    ended = run.end(LONG)
+    assert ended.code == 130, ended
+    assert_accounted(run.metrics(), max_staleness=2)
+
+
+def test_smoke_learns_to_its_goal_over_two_boxes(two: Boxes, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", small=False, boxes=two, devices__nodes='"auto"', log__trace="true")
+    ended = run.end(LONG)
+    assert ended.code == 0, ended
+    summary = run.summary()
+    assert summary["accuracy_after"] >= 0.85, ended
+    assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.40
+    assert summary["logprob_gap_max"] < 1e-3
+    assert_accounted(run.metrics(), max_staleness=2)
+    assert {line["rollout/devices"] for line in run.metrics()} == {2}
+    assert not any("faults/workers_replaced" in line for line in run.metrics())
+    there = [e for e in slices(run, FIRST_BOX_TRACK) if e["name"].startswith("group")]
+    assert len(there) > 300 and any(e["args"]["evaluation"] for e in there)
+
+
+def test_boxes_engines_and_the_link_die_and_others_join(two: Boxes, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", boxes=two, devices__nodes=2, train__steps=10_000)
+
+    def is_there() -> bool:
+        return lane(run, "rollout-1").startswith(UP)
+
+    def goes_on() -> None:
+        run.wait_for_step(len(run.metrics()) + 3)
+
+    run.wait_until(is_there, LONG)
+    two.kill(1)
+    run.wait_until(lambda: lane(run, "rollout-1").startswith("waiting for box"), LONG)
+    goes_on()
+    box = two.start()
+    run.wait_until(is_there, LONG)
+    goes_on()
+    num_replaced = run.metrics()[-1]["faults/workers_replaced"]
+    engine = next(p for p in two.pids(box) if p.name() == "rl-rollout-1")
+    engine.kill()
+    run.wait_until(lambda: run.metrics()[-1]["faults/workers_replaced"] > num_replaced, LONG)
+    run.wait_until(is_there, LONG)
+    run.kill("link-0")
+    run.wait_until(lambda: lane(run, "rollout-1").startswith("waiting for box"), LONG)
+    run.wait_until(is_there, LONG)
+    goes_on()
+    finish(run)
+    left = [process.name() for process in two.pids(box)]
+    assert not [name for name in left if name.startswith("rl-")]
+
+
+def test_over_a_slow_link_staleness_rises_and_no_engine_waits(two: Boxes, tmp_path: Path) -> None:
+    if not two.has_namespaces:
+        pytest.skip("the link is slowed by tc, in namespaces")
+    two.slow(1, "4mbit")  # a version takes 3 s, as 30 GB do at 100 Gbit/s
+    run = Run(tmp_path / "run", boxes=two, devices__nodes=2, train__steps=10_000, log__trace="true")
+    run.wait_until(lambda: lane(run, "rollout-1").startswith(UP), LONG)
+    run.wait_for_step(len(run.metrics()) + 30)
+    finish(run)
+    trained = read_lines(run.dir / "batches.jsonl")
+    behind = [
+        line["version"] - head
+        for line in trained
+        for group in line["groups"]
+        for head, _ in group["versions"]
+    ]
+    assert max(behind) >= 2
+    reloads = [e["dur"] for e in slices(run, FIRST_BOX_TRACK) if e["name"] == "reloading"]
+    assert len(reloads) > 1 and sorted(reloads)[len(reloads) // 2] < 1e6
+
+
+def test_without_enough_boxes_one_line_says_what_to_do(tmp_path: Path) -> None:
+    with boxes(1) as made:
+        few = Run(tmp_path / "few", boxes=made, devices__nodes=2).end()
+        made.env = {**made.env, "RAY_ADDRESS": f"{made.ip(0)}:1"}
+        none = Run(tmp_path / "none", boxes=made, devices__nodes=2).end()
+    for ended, rule in ((few, "the Ray cluster has 1"), (none, "no Ray cluster answers here")):
+        assert ended.code == 2 and ended.err.count("\n") == 1, ended
+        assert "devices.nodes = 2" in ended.err and rule in ended.err
+        assert "docs/several-boxes.md" in ended.err
