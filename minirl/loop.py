@@ -85,8 +85,7 @@ class Loop:
     @property
     def is_ready(self) -> bool:
         """A box that was lost in the meantime joins later."""
-        workers = self.engines + self.ranks
-        return all(worker.is_ready or (worker.box and worker.num_starts > 1) for worker in workers)
+        return all(w.is_ready or (w.box and w.num_starts > 1) for w in self.engines + self.ranks)
 
     @property
     def ranks_are_ready(self) -> bool:
@@ -133,16 +132,11 @@ class Loop:
     def served(self) -> list[int | None]:
         """Each engine begins groups under the newest weights, unless an evaluation pins older, or
         they have not reached its box yet. None: it is in another box, and not up."""
-        return [self._served(engine) for engine in self.engines]
-
-    def _served(self, engine: Worker) -> int | None:
-        newest = self.buffer.version
-        if not engine.box and self.groups.evaluation is None:
-            return newest
-        version = self.workers.board.row(engine.row).version
-        if engine.box and (version < 0 or not engine.is_ready):
-            return None
-        return newest if version < 0 else min(version, newest)
+        newest, is_pinned = self.buffer.version, self.groups.evaluation is not None
+        return [
+            self.workers.served(engine, newest) if engine.box or is_pinned else newest
+            for engine in self.engines
+        ]
 
     # -- collect
 

@@ -208,6 +208,13 @@ class Workers:
         found = [(w, m) for w in dead for m in self._drain(w) if isinstance(m, Died)]
         return sorted(found, key=lambda pair: (not pair[1].is_final, pair[0].failure is not None))
 
+    def served(self, engine: Worker, newest: int) -> int | None:
+        """The version that it serves, or will; None: it is in another box, and not up."""
+        version = self.board.row(engine.row).version
+        if engine.box and (version < 0 or not engine.is_ready):
+            return None
+        return newest if version < 0 else min(version, newest)
+
     def is_stopped(self, worker: Worker) -> bool:
         """By SIGSTOP or a debugger: then its heartbeat cannot come."""
         stopped = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)

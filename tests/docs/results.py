@@ -110,20 +110,7 @@ def varied(data: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
     return {k: v for k, v in row["settings"].items() if len({other[k] for other in rows}) > 1}
 
 
-def answers(data: dict[str, Any], _: Sequence[str]) -> str:
-    shares = [[100 * share for share in side] for side in data["accuracies"]]
-    before, after = (f"{mean:.1f} % ({low:.1f} to {high:.1f})" for mean, low, high in shares)
-    lines = [
-        f"{before} before, {after} after, of {data['problems']} problems: {len(data['gained'])} "
-        f"gained, {len(data['lost'])} lost; {data['test']}, p = {data['p']:.2g}."
-    ]
-    for pair in (data["shown"][0], data["shown"][-1]):  # one gained, one lost
-        lines += ["", "```", pair["question"].strip(), f"(right: {pair['reference']})"]
-        lines += [f"before: {pair['a'].strip()}", f"after:  {pair['b'].strip()}", "```"]
-    return "\n".join(lines) + "\n"
-
-
-KINDS = {"async": async_table, "bench": bench, "sweep": sweep, "answers": answers}
+KINDS = {"async": async_table, "bench": bench, "sweep": sweep}
 
 
 def curves(data: dict[str, Any]) -> dict[str, Curves]:
