@@ -100,7 +100,8 @@ def break_copies(engine: Engine, fault: str) -> None:
         def copy(weights: dict[str, Any]) -> None:
             kept = {n: w for n, w in weights.items() if fault not in ("all", n)}
             if fault == "torn":
-                other = dict(worker._store.views(1 - worker._store.latest % 2))
+                store = worker._store
+                other = dict(store.views(int(store._versions[0] == store.latest)))
                 kept = {n: other[n] if i % 2 else w for i, (n, w) in enumerate(weights.items())}
             type(worker).copy(worker, kept)
 

@@ -57,8 +57,8 @@ def test_smoke_learns_to_its_goal_over_two_boxes(two: Boxes, tmp_path: Path) -> 
     assert_accounted(run.metrics(), max_staleness=2)
     assert {line["rollout/devices"] for line in run.metrics()} == {2}
     assert not any("faults/workers_replaced" in line for line in run.metrics())
-    there = [e for e in slices(run, FIRST_BOX_TRACK) if e["name"].startswith("group")]
-    assert len(there) > 300 and any(e["args"]["evaluation"] for e in there)
+    there = [e["dur"] for e in slices(run, FIRST_BOX_TRACK) if e["name"] == "generating"]
+    assert sum(there) > 1e6  # a second, of the engine in the other box
 
 
 def test_boxes_engines_and_the_link_die_and_others_join(two: Boxes, tmp_path: Path) -> None:
