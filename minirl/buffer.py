@@ -54,8 +54,7 @@ class Ticket(NamedTuple):
     admitted_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Ledger:
+class Ledger(NamedTuple):
     submitted: int
     trained: int
     dropped: int
@@ -213,14 +212,6 @@ class Buffer:
     @property
     def num_free(self) -> int:
         return len(self._free)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_ready(self) -> int:
-        return len(self._ready)
 
     @property
     def num_in_flight(self) -> int:

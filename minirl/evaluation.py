@@ -20,13 +20,13 @@ Leaves out: sending, grading and deaths (groups.py).
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from minirl.records import Prompt, StopReason, Trajectory
 from minirl.statistics import interval_of
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """What came of one prompt."""
 
     group_id: int
@@ -48,7 +48,6 @@ class Evaluation:
     is_void: bool = False  # its answers are not all of that version
     pinning: set[int] = field(default_factory=set)  # engines that have not pinned the version yet
     ended: dict[int, Ended] = field(default_factory=dict)  # by place
-    num_lost: int = 0
 
     def __post_init__(self) -> None:
         self._to_ask = deque(range(len(self.prompts)))
@@ -63,10 +62,6 @@ class Evaluation:
             self._cell_of[place] = self._free.popleft()
             yield place, self._cell_of[place]
 
-    def pinned(self, engine: int, version: int) -> None:
-        self.pinning.discard(engine)
-        self.saw(version)
-
     def saw(self, version: int) -> None:
         self.is_void |= self.version not in (None, version)
 
@@ -80,8 +75,8 @@ class Evaluation:
             self._free.append(self._cell_of.pop(place))
             self._to_ask.append(place)
         else:
-            self.num_lost += 1
             self.is_void = True
+            self.end(place, Ended(0, None, None))
 
     def take_ended(self) -> Iterator[tuple[int, Ended]]:
         """Those that ended since the last call; their cells are free afterwards."""
@@ -92,7 +87,7 @@ class Evaluation:
 
     @property
     def is_done(self) -> bool:
-        return len(self.ended) + self.num_lost == len(self.prompts)
+        return len(self.ended) == len(self.prompts)
 
     @property
     def result(self) -> dict[str, float | None]:

@@ -4,8 +4,8 @@ A key of the recipe may change where it cannot change what is learned (number of
 how often something is saved or shown); any other change is refused.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from minirl.buffer import History
 from minirl.config import KEYS, Config, get
@@ -26,8 +26,7 @@ MAY_CHANGE = (
 NOTHING = CheckpointState(step=0, history=History(), consumed_below=0, evaluating=0)
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     folder: Path | None = None  # the checkpoint; None: the run begins with the recipe's model
     state: CheckpointState = NOTHING
     notes: tuple[str, ...] = ()  # what a person should be told

@@ -296,8 +296,7 @@ class World:
 
     def check(self) -> None:
         buffer, in_flight = self.buffer, len(self.groups) + len(self.training)
-        assert buffer.num_running == len(self.running())
-        assert buffer.num_ready == len(self.groups) - len(self.running())
+        assert len(buffer._running) == len(self.running())
         expected = Ledger(self.num_submitted, self.num_trained, self.drops.total(), in_flight)
         assert buffer.ledger == expected
         assert expected.submitted == expected.trained + expected.dropped + expected.in_flight

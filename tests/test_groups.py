@@ -104,7 +104,7 @@ def test_turns_are_graded_before_groups_and_those_of_a_lost_engine_not_at_all() 
     assert desk.turn(1, 0) == desk.turn(1, 1) == []
     graded = messages.Graded(0, (1.0, 0.0), ("a", "b"))
     ((_, asked),) = desk.groups.handle(0, graded, 0.0)
-    assert isinstance(asked, messages.Ask) and desk.groups.buffer.num_ready == 1
+    assert isinstance(asked, messages.Ask) and desk.groups.slots["ready"] == 1
     desk.groups.engine_lost(1)
     assert desk.reply(1, 0, 7) == [] and not desk.groups.at_verifier and not desk.groups._turns
     assert desk.groups.buffer.drops == {Drop.WORKER_DIED: 1} and desk.groups.stream is not None

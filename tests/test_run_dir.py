@@ -95,13 +95,13 @@ def test_a_limit_that_is_broken_warns_or_ends_the_run_in_one_line(tmp_path: Path
     log, batch = log_of(tmp_path, CONFIG), Batch(7, 6, ())
     for _ in range(2):
         log.check(batch, Trained(7, {"train/entropy": 0.0}))
-    log.check(batch, Trained(7, problem="the loss was not finite"))
+    log.check(batch, Trained(7, {}, problem="the loss was not finite"))
     warning, unchanged = log.view
     assert warning.startswith("warning: step 7: train/entropy below 0.001: 0: ")
     assert unchanged == "step 7: the loss was not finite: the weights stay as they were"
     log.metrics += [{"train/skipped_updates": 1.0}] * 3
     with pytest.raises(MinirlError, match=r"step 7: no update .*; there is no checkpoint yet"):
-        log.check(batch, Trained(7))
+        log.check(batch, Trained(7, {}))
 
 
 def test_a_directory_takes_one_run_at_a_time_and_every_state_differs(tmp_path: Path) -> None:
