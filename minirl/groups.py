@@ -33,10 +33,9 @@ from enum import StrEnum
 from minirl import messages
 from minirl.buffer import Buffer, Ticket
 from minirl.config import Config
-from minirl.drops import DropWatch
 from minirl.evaluation import Ended, Evaluation
 from minirl.messages import Ask, Grade, Role
-from minirl.metrics import RateLimit
+from minirl.metrics import DropWatch, RateLimit
 from minirl.records import Batch, Drop, Group, Prompt, StopReason, Trajectory
 from minirl.rollout.dispatch import Assignment, Dispatcher
 from minirl.tasks.prompts import PromptStream

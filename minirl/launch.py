@@ -194,9 +194,9 @@ def _finish(job: Job, loop: Loop, log: RunLog, view: ConsoleView) -> int:
 
 
 def make_buffer(config: Config, history: History | None = None) -> Buffer:
-    size, eta = config.train.batch_size, config.buffer.max_staleness
-    target = None if config.is_synchronous else config.buffer.target_staleness
-    return Buffer(size, eta, OnStale(config.buffer.on_stale), history, target)
+    size, own = config.train.batch_size, config.buffer
+    rule, target = OnStale(own.on_stale), own.target_staleness
+    return Buffer(size, own.max_staleness, rule, history, target)
 
 
 def _spawn(

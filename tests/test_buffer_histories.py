@@ -4,6 +4,7 @@
 deaths, rollbacks of the trainer, and resumes in the middle. It has neither a process nor a clock.
 """
 
+import math
 import random
 from collections import Counter
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class World:
     def __init__(self, batch_size: int, max_staleness: int, on_stale: OnStale, seed: int):
         self.shape = (batch_size, max_staleness, on_stale)
         self.random, self.now = random.Random(seed), 0.0
-        self.target = self.random.choice([None, AUTO, AUTO, 0.0, 0.5, float(max_staleness)])
+        self.target = self.random.choice([math.inf, AUTO, AUTO, 0.0, 0.5, float(max_staleness)])
         self.filtered_share = self.random.choice([0.0, 0.0, 0.3, 0.8])
         self.group_size = self.random.randint(1, 3)
         self.buffer = self.new_buffer(History())

@@ -5,8 +5,16 @@ import re
 
 import pytest
 
-from minirl.drops import FILTERS, MIN_FAULTS, DropWatch
-from minirl.metrics import MAX_IDLE_STEPS, RateLimit, broken_limits, idle_fault, metrics_line
+from minirl.metrics import (
+    FILTERS,
+    MAX_IDLE_STEPS,
+    MIN_FAULTS,
+    DropWatch,
+    RateLimit,
+    broken_limits,
+    idle_fault,
+    metrics_line,
+)
 from minirl.recipe import build
 from minirl.records import Drop
 
