@@ -33,7 +33,7 @@ class Ended(NamedTuple):
     trajectory: Trajectory | None  # None: the engine refused the prompt, or gave it up
     reward: float | None  # None: it failed, as `error` says. No verdict is not a 0
     error: str = ""
-    text: str = ""
+    text: str | None = None  # where it was graded
 
 
 @dataclass
@@ -62,8 +62,8 @@ class Evaluation:
             self._cell_of[place] = self._free.popleft()
             yield place, self._cell_of[place]
 
-    def saw(self, version: int) -> None:
-        self.is_void |= self.version not in (None, version)
+    def saw(self, *versions: int) -> None:
+        self.is_void |= self.version is not None and {self.version} != {*versions}
 
     def end(self, place: int, ended: Ended) -> None:
         self.ended[place] = ended
@@ -89,31 +89,28 @@ class Evaluation:
     def is_done(self) -> bool:
         return len(self.ended) == len(self.prompts)
 
-    @property
-    def result(self) -> dict[str, float | None]:
-        """As evals.jsonl has it. Accuracy is None where no answer was graded."""
+    def line(self, num_shown: int) -> dict[str, object]:
+        """For evals.jsonl. Accuracy is None where no answer was graded; the answers that are shown
+        are to the same first prompts every time."""
         rewards = [e.reward for e in self.ended.values() if e.reward is not None]
         written = [e.trajectory for e in self.ended.values() if e.trajectory is not None]
-        found, num = interval_of([(reward,) for reward in rewards]), len(written)
-        num_cut = sum(trajectory.stop is StopReason.LENGTH for trajectory in written)
+        interval = interval_of([(reward,) for reward in rewards]) or (None, None, None)
+        num, num_cut = len(written), sum(t.stop is StopReason.LENGTH for t in written)
         return {
-            "accuracy": found.mean if found else None,
-            "low": found.low if found else None,
-            "high": found.high if found else None,
+            "step": self.step,
+            "version": self.version,
+            **dict(zip(("accuracy", "low", "high"), interval, strict=True)),
             "count": len(rewards),
             "failures": len(self.ended) - len(rewards),
             "length_mean": sum(t.num_written for t in written) / num if num else None,
             "truncated_frac": num_cut / num if num else None,
+            "answers": [
+                {
+                    "prompt": prompt.example.prompt,
+                    "reference": prompt.example.reference,
+                    "answer": self.ended[place].text,
+                    "reward": self.ended[place].reward,
+                }
+                for place, prompt in enumerate(self.prompts[:num_shown])
+            ],
         }
-
-    def answers(self, count: int) -> list[dict[str, object]]:
-        """To the same first prompts every time."""
-        return [
-            {
-                "prompt": prompt.example.prompt,
-                "reference": prompt.example.reference,
-                "answer": None if self.ended[place].reward is None else self.ended[place].text,
-                "reward": self.ended[place].reward,
-            }
-            for place, prompt in enumerate(self.prompts[:count])
-        ]

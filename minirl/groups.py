@@ -65,9 +65,8 @@ class GroupState:
     done: dict[int, Trajectory] = field(default_factory=dict)  # by place in the group
     asked: dict[int, Ask] = field(default_factory=dict)  # turns that wait for a reply, by place
     texts: tuple[str, ...] = ()  # of a ready group
-    abort: Drop | None = None  # the engine was asked to abort it, and why
+    abort: Drop | None = None  # why the engine was asked to; WORKER_DIED: it is abandoned
     error: str = ""  # why, in words
-    is_abandoned: bool = False  # a rollback made it too old
     was_retried: bool = False  # its verifier was killed from outside
     evaluation: Evaluation | None = None
     eval_place: int = 0  # of its prompt among the evaluation's
@@ -206,8 +205,7 @@ class Groups:
         state.num_left -= 1
         state.done[place] = trajectory
         if state.evaluation is not None:
-            state.evaluation.saw(trajectory.head_version)
-            state.evaluation.saw(trajectory.tail_version)
+            state.evaluation.saw(trajectory.head_version, trajectory.tail_version)
         elif self._num_to_score and trajectory.tail_version == self.buffer.version:
             self._num_to_score -= 1
             score = messages.Score(trajectory.tail_version, ((trajectory.cell, state.id),))
@@ -219,7 +217,7 @@ class Groups:
             in_order = tuple(state.done[i] for i in range(len(state.done)))
             self._to_verifier(Grade(state.id, state.prompt.example, in_order))
         else:
-            self._evaluated(state, None, "", "")
+            self._evaluated(state, messages.Graded(state.id))
 
     def _on_reply(self, verifier: int, replied: messages.Replied) -> None:
         request = self.at_verifier.pop(verifier)
@@ -272,11 +270,11 @@ class Groups:
         self.drops.graded()
         state = self.states[request.group_id]
         if state.evaluation is not None:
-            self._evaluated(state, graded.rewards[0], "", graded.texts[0])
+            self._evaluated(state, graded)
             return
         ticket = (state.id, state.prompt.index)
         group = filter_group(self.config, ticket, request.trajectories, graded.rewards)
-        if isinstance(group, Drop) or state.is_abandoned:
+        if isinstance(group, Drop) or state.abort:
             self._drop(state, group if isinstance(group, Drop) else Drop.WORKER_DIED)
         else:
             state.texts, state.phase = graded.texts, Phase.READY
@@ -327,18 +325,18 @@ class Groups:
         for ticket in lost + untrained:
             self._settle(ticket, Drop.WORKER_DIED)
         for state in [self.states[group_id] for group_id in too_old]:
-            state.is_abandoned = True
             if state.phase is Phase.READY:
                 self._drop(state, Drop.WORKER_DIED)
             else:  # its cells may still be written or read: the slot is free when that has ended
                 self._abort(state, Drop.WORKER_DIED)
+                state.abort = Drop.WORKER_DIED
         if self.evaluation is not None and self.evaluation.step > step:
             self.evaluation.is_cancelled = True
         return self._outgoing()
 
     @property
     def num_abandoned(self) -> int:
-        return sum(state.is_abandoned for state in self.states.values())
+        return sum(state.abort is Drop.WORKER_DIED for state in self.states.values())
 
     # -- batches
 
@@ -395,7 +393,7 @@ class Groups:
     # -- ends
 
     def _drop(self, state: GroupState, reason: Drop, why: str = "") -> None:
-        reason = Drop.WORKER_DIED if state.is_abandoned else reason
+        reason = Drop.WORKER_DIED if state.abort is Drop.WORKER_DIED else reason
         self._settle(self.buffer.drop(state.id, reason), reason, why)
 
     def _settle(self, ticket: Ticket, reason: Drop | None = None, why: str = "") -> None:
@@ -418,13 +416,14 @@ class Groups:
             self._seldom.note(reason, f"no reward for {what} ({reason}): {why}")
         if is_held_out:
             self.drops.dropped(reason, why)
-            self._evaluated(state, None, why, "")
+            self._evaluated(state, messages.Graded(state.id, error=why))
         else:
             self._drop(state, reason, why)
 
-    def _evaluated(self, state: GroupState, reward: float | None, error: str, text: str) -> None:
+    def _evaluated(self, state: GroupState, graded: messages.Graded) -> None:
         assert state.evaluation is not None
-        ended = Ended(state.id, state.done.get(0), reward, error, text)
+        reward, text = (*graded.rewards, None)[0], (*graded.texts, None)[0]
+        ended = Ended(state.id, state.done.get(0), reward, graded.error, text)
         state.evaluation.end(state.eval_place, ended)
         del self.states[state.id]
 

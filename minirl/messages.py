@@ -21,8 +21,6 @@ from minirl.records import Batch, Example, Trajectory
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
 
-# Any worker ---------------------------------------------------------------------------------------
-
 
 class Role(StrEnum):
     ROLLOUT = "rollout"
@@ -48,9 +46,6 @@ class Died(NamedTuple):
     how: str
     is_final: bool  # a MinirlError: a new worker would fail the same way
     is_box_lost: bool = False  # with its box: no fault of the worker's own
-
-
-# Engines ------------------------------------------------------------------------------------------
 
 
 class GroupRequest(NamedTuple):
@@ -96,9 +91,6 @@ class Gone(NamedTuple):
     why: str  # empty where the controller asked for it
 
 
-# Verifiers ----------------------------------------------------------------------------------------
-
-
 class Grade(NamedTuple):
     group_id: int
     example: Example
@@ -132,9 +124,6 @@ class Checked(NamedTuple):
     shown: str
     warning: str = ""  # held-out prompts that are trained on
     is_offline: bool = False  # the hub was asked, and nothing answered
-
-
-# Trainer ranks ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

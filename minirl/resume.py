@@ -23,12 +23,9 @@ MAY_CHANGE = (
 )
 
 
-NOTHING = CheckpointState(step=0, history=History(), consumed_below=0, evaluating=0)
-
-
 class Start(NamedTuple):
     folder: Path | None = None  # the checkpoint; None: the run begins with the recipe's model
-    state: CheckpointState = NOTHING
+    state: CheckpointState = CheckpointState(0, History(), consumed_below=0, evaluating=0)
     notes: tuple[str, ...] = ()  # what a person should be told
 
 

@@ -197,13 +197,8 @@ class RunLog:
         return any(line["step"] >= step for line in self.evals)
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        line: Line = {
-            "step": evaluation.step,
-            "version": -1 if evaluation.version is None else evaluation.version,
-            "seconds": round(self.seconds, 3),
-            **evaluation.result,
-            "answers": evaluation.answers(self.config.log.samples),
-        }
+        own: Line = evaluation.line(self.config.log.samples)
+        line = {**own, "seconds": round(self.seconds, 3)}
         self.evals.append(line)
         self._files["evals"].write(line)
         accuracy = "unknown" if line["accuracy"] is None else f"{line['accuracy']:.1%}"

@@ -165,12 +165,12 @@ def test_accuracy_is_the_mean_of_what_was_graded() -> None:
     assert not run.is_done
     run.end(3, ended(None))  # no verdict is not a 0
     assert run.is_done
-    result = run.result
+    result = run.line(0)
     assert result["low"] < result["accuracy"] == 2 / 3 < result["high"]
     assert (result["count"], result["failures"], result["truncated_frac"]) == (3, 1, 0.25)
     ungraded = evaluation(1)
     ungraded.end(0, Ended(0, None, None))
-    assert ungraded.is_done and ungraded.result["accuracy"] is None
+    assert ungraded.is_done and ungraded.line(0)["accuracy"] is None
 
 
 def test_where_there_is_one_version_lost_prompts_are_requeued_and_cells_reused() -> None:
