@@ -9,8 +9,6 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from minirl import messages
 from minirl.buffer import Buffer, OnStale, republished_as
@@ -247,9 +245,7 @@ class House:
     def deliver(self, sends: Sends) -> None:
         for name, message in sends:
             role, _, rank = name.partition("-")
-            if isinstance(message, messages.Score):
-                self.score(message)
-            elif role == "verify":
+            if role == "verify":
                 assert int(rank) not in self.asked, "one request at a time"
                 assert isinstance(message, messages.Grade | messages.Ask)
                 self.asked[int(rank)] = message
@@ -284,6 +280,8 @@ class House:
                         engine.answers[*at].is_parked = False
                     else:
                         engine.answers.pop(tuple(at), None)
+            case messages.Score():
+                self.score(message)
 
     def start(self, engine: Engine, group: messages.GroupRequest) -> None:
         if group.is_eval:
@@ -456,27 +454,16 @@ class House:
         assert self.buffer.num_free == self.buffer.num_slots and not self.groups.evaluation
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.integers(0, 2**32), st.integers(1, 300))
-def test_any_history(seed: int, num_events: int) -> None:
-    House(seed).run(num_events)
-
-
-@pytest.mark.slow
-def test_twenty_thousand_histories() -> None:
-    for seed in range(20_000):
+@pytest.mark.parametrize("count", [200, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_random_histories_hold_and_go_through_what_they_claim(count: int) -> None:
+    """By plain seeds: a failure names the one to run again."""
+    seen, drops = Counter[str](), Counter[Drop]()
+    for seed in range(count):
+        house = House(seed)
         try:
-            House(seed).run(random.Random(seed).randint(1, 300))
+            house.run(random.Random(seed).randint(1, 500))
         except (AssertionError, KeyError) as error:
             raise AssertionError(f"seed {seed}: {error!r}") from error
-
-
-def test_the_random_histories_go_through_what_they_claim() -> None:
-    seen: Counter[str] = Counter()
-    drops: Counter[Drop] = Counter()
-    for seed in range(60):
-        house = House(seed)
-        house.run(400)
         seen += house.seen
         drops += house.buffer.drops
     expected = {"turns", "engine lost", "verifier lost", "rollback", "void", "evaluated", "scored"}

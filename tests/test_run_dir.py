@@ -9,6 +9,7 @@ from run_dirs import Notes, evaluate, log_of, make_config, write_run
 from minirl.errors import MinirlError, RecipeError
 from minirl.messages import Trained
 from minirl.records import Batch
+from minirl.resume import Start
 from minirl.run_dir import JsonLines, RunDir, hold, open_run, read_lines, write_text
 
 CONFIG = make_config(steps=4)
@@ -89,6 +90,8 @@ def test_resume_and_rollback_cancel_what_came_after_the_checkpoint(tmp_path: Pat
     again = log_of(tmp_path, CONFIG, step=2, evaluating=2)  # it had ended after the checkpoint
     assert again.wants_evaluation and steps_of(tmp_path / "evals.jsonl") == [0]
     assert len(again.metrics) == 2 == len(RunDir(tmp_path).batches)
+    anew = log_of(tmp_path, CONFIG, 0, Start().state.evaluating)  # perhaps with another recipe
+    assert anew.wants_evaluation and not anew.evals and not RunDir(tmp_path).evals
 
 
 def test_a_limit_that_is_broken_warns_or_ends_the_run_in_one_line(tmp_path: Path) -> None:
