@@ -187,7 +187,7 @@ class Groups:
                     if (state := self.states[group_id]).abort is None:
                         ask = Ask(group_id, place, state.prompt.example, trajectory)
                         state.asked[place] = ask
-                        self._to_verifier(ask)
+                        self._turns.append(ask)
             case messages.Pinned():
                 if self.evaluation is not None:
                     self.evaluation.pinning.discard(rank)
@@ -215,7 +215,7 @@ class Groups:
         state.phase = Phase.GRADING
         if self.num_verifiers:
             in_order = tuple(state.done[i] for i in range(len(state.done)))
-            self._to_verifier(Grade(state.id, state.prompt.example, in_order))
+            self._grades.append(Grade(state.id, state.prompt.example, in_order))
         else:
             self._evaluated(state, messages.Graded(state.id))
 
@@ -308,7 +308,7 @@ class Groups:
             return self._outgoing()
         if is_outside and not state.was_retried:
             state.was_retried = True
-            self._to_verifier(request)
+            (self._turns if isinstance(request, Ask) else self._grades).append(request)
         else:
             self._failed(request, why, is_late)
         return self._outgoing()
@@ -440,9 +440,6 @@ class Groups:
 
     def _to_engine(self, engine: int, message: object) -> None:
         self._outbox.append((f"{Role.ROLLOUT}-{engine}", message))
-
-    def _to_verifier(self, request: Grade | Ask) -> None:
-        (self._turns if isinstance(request, Ask) else self._grades).append(request)
 
     def _outgoing(self) -> Sends:
         for engine in [engine for engine in self._replies if self._may_continue(engine)]:

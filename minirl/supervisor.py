@@ -57,12 +57,8 @@ class Controller(Protocol):
     """What the supervisor asks of the loop that it serves."""
 
     def stall_facts(self) -> dict[str, object]: ...
-
-    def keep_batch(self, worker: Worker, why: str) -> str:
-        """Saves the batch that a final failure concerns; gives the end of a sentence."""
-
-    def roll_back(self, step: int, version: int) -> Sends:
-        """The ranks restart from the checkpoint of `step`; its weights are `version` now."""
+    def keep_batch(self, worker: Worker, why: str) -> str: ...  # of a failure that is final
+    def roll_back(self, step: int, version: int) -> Sends: ...  # `version`: of its weights now
 
 
 class Supervisor:

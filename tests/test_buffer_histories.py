@@ -161,6 +161,8 @@ class World:
 
     def drop(self, ticket: Ticket, reason: Drop) -> None:
         assert self.buffer.drop(ticket.group_id, reason) == ticket
+        with pytest.raises(KeyError):  # it cannot end twice
+            self.buffer.drop(ticket.group_id, reason)
         self.dropped(ticket, reason)
 
     def dropped(self, ticket: Ticket, reason: Drop) -> None:

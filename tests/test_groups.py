@@ -14,7 +14,7 @@ from minirl import messages
 from minirl.buffer import Buffer, OnStale, republished_as
 from minirl.config import Config
 from minirl.evaluation import Ended, Evaluation
-from minirl.groups import MAX_SCORED, Groups, Phase, Sends
+from minirl.groups import FIRST_EVAL_ID, MAX_SCORED, Groups, Phase, Sends
 from minirl.recipe import build
 from minirl.records import Batch, Drop, Example, Prompt, StopReason, Trajectory
 from minirl.tasks.prompts import PromptStream
@@ -158,10 +158,9 @@ def test_accuracy_is_the_mean_of_what_was_graded() -> None:
     run = evaluation(4)
     assert list(run.next_to_ask()) == [(i, i) for i in range(4)]
     run.end(0, ended(0.0, StopReason.LENGTH))
-    run.end(1, ended(1.0))
-    run.end(2, ended(1.0))
-    assert not run.is_done
-    run.end(3, ended(None))  # no verdict is not a 0
+    for place, reward in ((1, 1.0), (2, 1.0), (3, None)):  # no verdict is not a 0
+        assert not run.is_done
+        run.end(place, ended(reward))
     assert run.is_done
     result = run.line(0)
     assert result["low"] < result["accuracy"] == 2 / 3 < result["high"]
@@ -198,7 +197,6 @@ class Answer:
 class Engine:
     version: int = 0
     answers: dict[tuple[int, int], Answer] = field(default_factory=dict)
-    is_eval: set[int] = field(default_factory=set)  # groups
     said: deque[object] = field(default_factory=deque)  # not received yet
 
     @property
@@ -207,7 +205,7 @@ class Engine:
 
     @property
     def is_pinned(self) -> bool:
-        return any(group_id in self.is_eval for group_id, _ in self.answers)
+        return any(group_id >= FIRST_EVAL_ID for group_id, _ in self.answers)
 
 
 class House:
@@ -218,9 +216,9 @@ class House:
         eta, batch, size = dice.randint(0, 3), dice.randint(1, 4), dice.randint(2, 3)
         self.config = config_of(eta, batch, size)
         self.engines = [Engine() for _ in range(dice.randint(1, 3))]
-        self.num_verifiers = dice.randint(1, 3)
         rule = dice.choice(list(OnStale))
-        self.groups = groups_of(self.config, len(self.engines), self.num_verifiers, rule)
+        self.groups = groups_of(self.config, len(self.engines), dice.randint(1, 3), rule)
+        self.buffer = self.groups.buffer
         self.asked: dict[int, messages.Grade | messages.Ask] = {}  # what each verifier has
         self.latest = self.base = 0
         self.step = self.saved_step = 0
@@ -228,10 +226,6 @@ class House:
         self.evaluation: Evaluation | None = None
         self.seen: Counter[str] = Counter()
         self.scored: Counter[int] = Counter()  # by version
-
-    @property
-    def buffer(self) -> Buffer:
-        return self.groups.buffer
 
     def run(self, num_events: int) -> None:
         often = [self.feed, self.write, self.receive, self.grade, self.learn, self.publish]
@@ -284,8 +278,6 @@ class House:
                 self.score(message)
 
     def start(self, engine: Engine, group: messages.GroupRequest) -> None:
-        if group.is_eval:
-            engine.is_eval.add(group.group_id)
         if self.dice.random() < 0.03:
             engine.said.append(messages.Gone(group.group_id, "too long for the engine"))
             return
@@ -333,16 +325,14 @@ class House:
     def grade(self) -> None:
         for rank in list(self.asked):
             request = self.asked.pop(rank)
+            error = "!" if self.dice.random() < 0.1 else ""
             if isinstance(request, messages.Ask):
-                error = "!" if self.dice.random() < 0.05 else ""
                 tokens = () if error or self.dice.random() < 0.4 else (7, 7)
                 message: object = messages.Replied(request.group_id, request.place, tokens, error)
             else:
-                count = len(request.trajectories)
-                rewards = tuple(self.dice.choice([0.0, 1.0]) for _ in range(count))
-                is_bad = self.dice.random() < 0.1
-                given = ((), (), "!") if is_bad else (rewards, ("text",) * count)
-                message = messages.Graded(request.group_id, *given)
+                texts = () if error else ("text",) * len(request.trajectories)
+                rewards = tuple(self.dice.choice([0.0, 1.0]) for _ in texts)
+                message = messages.Graded(request.group_id, rewards, texts, error)
             self.deliver(self.groups.handle(rank, message, 0.0))
 
     def learn(self) -> None:
