@@ -300,6 +300,7 @@ class World:
     def check(self) -> None:
         buffer, in_flight = self.buffer, len(self.groups) + len(self.training)
         assert len(buffer._running) == len(self.running())
+        assert len(buffer._ready) == len(self.groups) - len(self.running())
         expected = Ledger(self.num_submitted, self.num_trained, self.drops.total(), in_flight)
         assert buffer.ledger == expected
         assert expected.submitted == expected.trained + expected.dropped + expected.in_flight

@@ -283,52 +283,49 @@ def controller(folder: Path, **settings: Any) -> int:
         os._exit(code)
 
 
-def strike(pid: int) -> None:
-    """Kills a controller, and sees that nothing is left of it."""
+@contextmanager
+def killed(
+    folder: Path, is_so: Callable[[int], bool], config: Config | None = None, **scripts: Any
+) -> Iterator[None]:
+    """Kills a controller when it is so; the next one resumes. Nothing is left of either."""
+    pid = controller(folder, config=config, **scripts)
+    wait_until(lambda: is_so(pid))
     before = orphaned_memory()
     os.kill(pid, signal.SIGKILL)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
     wait_until(lambda: not living(pid) and not orphaned_memory() - before)
-
-
-def resume(folder: Path, **settings: Any) -> None:
-    before, pid = orphaned_memory(), controller(folder, **settings)
+    yield
+    before, pid = orphaned_memory(), controller(folder, config=config)
     assert os.waitpid(pid, 0)[1] == 0
     assert living(pid) == [] and list(folder.rglob("*.tmp")) == []
     wait_until(lambda: not orphaned_memory() - before)
 
 
 def test_a_controller_killed_while_workers_start(tmp_path: Path) -> None:
-    pid = controller(tmp_path, rollout={"start_s": LIMIT_S})
-    wait_until(lambda: len(living(pid)) == 4)  # none of them has begun, one never will
-    strike(pid)
-    assert read_lines(tmp_path / "metrics.jsonl") == []
-    resume(tmp_path)
+    one_never_will = {"start_s": LIMIT_S}
+    with killed(tmp_path, lambda pid: len(living(pid)) == 4, rollout=one_never_will):
+        assert read_lines(tmp_path / "metrics.jsonl") == []
 
 
 def test_a_controller_killed_while_a_checkpoint_is_written(tmp_path: Path) -> None:
-    pid = controller(tmp_path, train={"bad": {"long_save": 6}})
     half = tmp_path / "checkpoints" / ".step-000006.tmp"
-    wait_until(half.is_dir)
-    strike(pid)
-    assert half.is_dir() and not (half / "config.json").exists()
-    assert read_whole(tmp_path / "checkpoints" / "step-000003").step == 3
-    resume(tmp_path)
+    with killed(tmp_path, lambda _: half.is_dir(), train={"bad": {"long_save": 6}}):
+        assert half.is_dir() and not (half / "config.json").exists()
+        assert read_whole(tmp_path / "checkpoints" / "step-000003").step == 3
     assert not half.exists()
 
 
 def test_a_controller_killed_while_it_evaluates(tmp_path: Path) -> None:
     """evals.jsonl has no line of the evaluation that was under way: it is done again."""
+
+    def versions() -> list[int]:
+        return [line["version"] for line in read_lines(tmp_path / "evals.jsonl")]
+
     config = stage_config(eta=0, every=2)  # no step is trained meanwhile
-    pid = controller(tmp_path, config=config, rollout={"bad": {"long_evaluation": 2}})
-    saved = tmp_path / "checkpoints" / "step-000002"
-    wait_until(saved.is_dir)
-    strike(pid)
-    assert read_whole(saved).evaluating == 2
-    assert 2 not in [line["version"] for line in read_lines(tmp_path / "evals.jsonl")]
-    resume(tmp_path, config=config)
-    versions = [line["version"] for line in read_lines(tmp_path / "evals.jsonl")]
-    assert 2 in versions and versions == sorted(set(versions))
+    saved, slow = tmp_path / "checkpoints" / "step-000002", {"bad": {"long_evaluation": 2}}
+    with killed(tmp_path, lambda _: saved.is_dir(), config, rollout=slow):
+        assert read_whole(saved).evaluating == 2 and 2 not in versions()
+    assert 2 in versions() and versions() == sorted(set(versions()))
 
 
 # Ctrl-C and SIGTERM: once finishes the step and saves, twice ends now ----------------------------
