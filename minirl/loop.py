@@ -272,10 +272,8 @@ class Loop:
         """The ranks restart from the last checkpoint; generation continues."""
         sends = self.groups.roll_back(step, version)
         num_kept = self.buffer.num_in_flight - self.groups.num_abandoned
-        self.log.note(
-            f"rollback from step {self.step} to {step}: its weights are version {version} now; "
-            f"{num_kept} groups are kept"
-        )
+        what = f"its weights are version {version} now; {num_kept} groups are kept"
+        self.log.note(f"rollback from step {self.step} to {step}: {what}")
         self.log.steps_redone += self.step - step
         self.log.roll_back(step)
         self.step = self.saved_step = step

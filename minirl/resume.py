@@ -12,7 +12,6 @@ from minirl.config import KEYS, Config, get
 from minirl.errors import RecipeError
 from minirl.messages import CheckpointState
 from minirl.recipe import load
-from minirl.run_dir import RunDir
 from minirl.train import checkpoint
 
 MAY_CHANGE = (
@@ -37,11 +36,6 @@ def find_start(run_dir: Path) -> Start:
     if state is None:
         return Start(notes=(*notes, "no checkpoint yet: starting from the beginning"))
     return Start(found, state, (*notes, f"going on from {found}"))
-
-
-def is_finished(run_dir: Path, config: Config) -> bool:
-    summary = RunDir(run_dir).summary
-    return bool(summary.get("finished")) and summary.get("steps") == config.train.steps
 
 
 def check_changes(config: Config, run_dir: Path) -> list[str]:
