@@ -23,9 +23,7 @@ def sentence(config: Config, idle: Sequence[float], word: str = "GPU") -> str:
         return f"both on the same {word or 'GPU'}: {shares}"
     advice, gain = "", SPEEDUP / sum(busy) - 1
     if word == "cores" and config.num_devices == 2 and gain > 0.1 and config.model.path != TINY:
-        advice = (
-            f"; all cores in turn (devices.share, max_staleness 0) would give about {gain:+.0%}"
-        )
+        advice = f"; all cores in turn (devices.share, max_staleness 0) would give {gain:+.0%}"
     if config.is_synchronous:
         text = f"synchronous: {shares}; buffer.max_staleness = 1 or more would let both work"
         return text + advice

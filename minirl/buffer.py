@@ -54,8 +54,7 @@ class Ticket(NamedTuple):
     admitted_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Ledger:
+class Ledger(NamedTuple):
     submitted: int
     trained: int
     dropped: int
@@ -128,7 +127,7 @@ class Admission:
     and the limit is all slots: admission control never costs throughput.
     """
 
-    def __init__(self, batch_size: int, num_slots: int, target_staleness: float | None = AUTO):
+    def __init__(self, batch_size: int, num_slots: int, target_staleness: float = AUTO):
         self._batch_size, self._num_slots = batch_size, num_slots
         self._target = target_staleness
         self._turnaround_s = 0.0
@@ -139,13 +138,9 @@ class Admission:
     @property
     def limit(self) -> int:
         """Groups that may be running, ready or in training at once."""
-        if self._target is None:
-            return self._num_slots
-        if self._target != AUTO:
-            wanted = self._batch_size * (1 + self._target)
-        else:
-            wanted = self._needed + self._margin
-        return max(self._batch_size, min(self._num_slots, math.ceil(wanted)))
+        is_auto = self._target == AUTO
+        wanted = self._needed + self._margin if is_auto else self._batch_size * (1 + self._target)
+        return max(self._batch_size, math.ceil(min(self._num_slots, wanted)))
 
     @property
     def _needed(self) -> float:
@@ -180,7 +175,7 @@ class Admission:
 
 class Buffer:
     """`now` is any clock's seconds: only differences count, and only for admission control.
-    `target_staleness` None: every free slot may be taken."""
+    Without a `target_staleness` every free slot may be taken."""
 
     def __init__(
         self,
@@ -188,7 +183,7 @@ class Buffer:
         max_staleness: int,
         on_stale: OnStale = OnStale.MASK,
         history: History | None = None,
-        target_staleness: float | None = None,
+        target_staleness: float = math.inf,
     ):
         self.batch_size, self.max_staleness, self.on_stale = batch_size, max_staleness, on_stale
         history = history or History()
@@ -213,14 +208,6 @@ class Buffer:
     @property
     def num_free(self) -> int:
         return len(self._free)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_ready(self) -> int:
-        return len(self._ready)
 
     @property
     def num_in_flight(self) -> int:
@@ -305,10 +292,8 @@ class Buffer:
         return ready.older_than(self._oldest_trainable)
 
     def next_batch(self, step: int, now: float = 0.0) -> Batch | None:
-        """The B oldest ready groups, or None while there are too few or a straggler is due.
-
-        Groups that cannot be trained any more are passed over: `take_untrainable` drops them.
-        """
+        """The B oldest ready groups, or None while there are too few or a straggler is due. First
+        `take_untrainable` drops those that cannot be trained any more."""
         if self._training:
             return None
         if not (chosen := self._choose()):
@@ -327,12 +312,12 @@ class Buffer:
         """B of them, or none at all. Under `wait` those left behind must still be in time."""
         if len(self._ready) < self.batch_size:
             return []
-        dead = set(self._dead())
-        living = [i for i in self._ready_heads.older_than(math.inf) if i not in dead]
-        chosen, heads = living[: self.batch_size], self._ready_heads.counts()
+        assert not self._dead(), "take_untrainable comes first"
+        chosen = self._ready_heads.older_than(math.inf)[: self.batch_size]
+        heads = self._ready_heads.counts()
         heads.subtract(self._ready[group_id].head for group_id in chosen)
         may_leave = self.on_stale is not OnStale.WAIT or self._in_time(+heads, self.version + 1)
-        return chosen if len(chosen) == self.batch_size and may_leave else []
+        return chosen if may_leave else []
 
     def _in_time(self, heads: Counter[int], version: int) -> bool:
         """Can these groups and all running ones be trained by their deadlines, B a step, from a

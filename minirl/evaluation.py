@@ -20,20 +20,20 @@ Leaves out: sending, grading and deaths (groups.py).
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from minirl.records import Prompt, StopReason, Trajectory
 from minirl.statistics import interval_of
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """What came of one prompt."""
 
     group_id: int
     trajectory: Trajectory | None  # None: the engine refused the prompt, or gave it up
     reward: float | None  # None: it failed, as `error` says. No verdict is not a 0
     error: str = ""
-    text: str = ""
+    text: str | None = None  # where it was graded
 
 
 @dataclass
@@ -48,7 +48,6 @@ class Evaluation:
     is_void: bool = False  # its answers are not all of that version
     pinning: set[int] = field(default_factory=set)  # engines that have not pinned the version yet
     ended: dict[int, Ended] = field(default_factory=dict)  # by place
-    num_lost: int = 0
 
     def __post_init__(self) -> None:
         self._to_ask = deque(range(len(self.prompts)))
@@ -63,12 +62,8 @@ class Evaluation:
             self._cell_of[place] = self._free.popleft()
             yield place, self._cell_of[place]
 
-    def pinned(self, engine: int, version: int) -> None:
-        self.pinning.discard(engine)
-        self.saw(version)
-
-    def saw(self, version: int) -> None:
-        self.is_void |= self.version not in (None, version)
+    def saw(self, *versions: int) -> None:
+        self.is_void |= self.version is not None and {self.version} != {*versions}
 
     def end(self, place: int, ended: Ended) -> None:
         self.ended[place] = ended
@@ -80,8 +75,8 @@ class Evaluation:
             self._free.append(self._cell_of.pop(place))
             self._to_ask.append(place)
         else:
-            self.num_lost += 1
             self.is_void = True
+            self.end(place, Ended(0, None, None))
 
     def take_ended(self) -> Iterator[tuple[int, Ended]]:
         """Those that ended since the last call; their cells are free afterwards."""
@@ -92,33 +87,30 @@ class Evaluation:
 
     @property
     def is_done(self) -> bool:
-        return len(self.ended) + self.num_lost == len(self.prompts)
+        return len(self.ended) == len(self.prompts)
 
-    @property
-    def result(self) -> dict[str, float | None]:
-        """As evals.jsonl has it. Accuracy is None where no answer was graded."""
+    def line(self, num_shown: int) -> dict[str, object]:
+        """For evals.jsonl. Accuracy is None where no answer was graded; the answers that are shown
+        are to the same first prompts every time."""
         rewards = [e.reward for e in self.ended.values() if e.reward is not None]
         written = [e.trajectory for e in self.ended.values() if e.trajectory is not None]
-        found, num = interval_of([(reward,) for reward in rewards]), len(written)
-        num_cut = sum(trajectory.stop is StopReason.LENGTH for trajectory in written)
+        interval = interval_of([(reward,) for reward in rewards]) or (None, None, None)
+        num, num_cut = len(written), sum(t.stop is StopReason.LENGTH for t in written)
         return {
-            "accuracy": found.mean if found else None,
-            "low": found.low if found else None,
-            "high": found.high if found else None,
+            "step": self.step,
+            "version": self.version,
+            **dict(zip(("accuracy", "low", "high"), interval, strict=True)),
             "count": len(rewards),
             "failures": len(self.ended) - len(rewards),
             "length_mean": sum(t.num_written for t in written) / num if num else None,
             "truncated_frac": num_cut / num if num else None,
+            "answers": [
+                {
+                    "prompt": prompt.example.prompt,
+                    "reference": prompt.example.reference,
+                    "answer": self.ended[place].text,
+                    "reward": self.ended[place].reward,
+                }
+                for place, prompt in enumerate(self.prompts[:num_shown])
+            ],
         }
-
-    def answers(self, count: int) -> list[dict[str, object]]:
-        """To the same first prompts every time."""
-        return [
-            {
-                "prompt": prompt.example.prompt,
-                "reference": prompt.example.reference,
-                "answer": None if self.ended[place].reward is None else self.ended[place].text,
-                "reward": self.ended[place].reward,
-            }
-            for place, prompt in enumerate(self.prompts[:count])
-        ]

@@ -27,30 +27,15 @@ import itertools
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from minirl import messages
 from minirl.buffer import Buffer, Ticket
 from minirl.config import Config
-from minirl.drops import DropWatch
 from minirl.evaluation import Ended, Evaluation
-from minirl.messages import (
-    Abort,
-    Ask,
-    Continue,
-    Finished,
-    Gone,
-    Grade,
-    Graded,
-    GroupRequest,
-    Pinned,
-    Replied,
-    Role,
-    Score,
-    Submit,
-    TurnEnded,
-)
-from minirl.metrics import RateLimit
+from minirl.messages import Ask, Grade, Role
+from minirl.metrics import DropWatch, RateLimit
 from minirl.records import Batch, Drop, Group, Prompt, StopReason, Trajectory
 from minirl.rollout.dispatch import Assignment, Dispatcher
 from minirl.tasks.prompts import PromptStream
@@ -80,16 +65,11 @@ class GroupState:
     done: dict[int, Trajectory] = field(default_factory=dict)  # by place in the group
     asked: dict[int, Ask] = field(default_factory=dict)  # turns that wait for a reply, by place
     texts: tuple[str, ...] = ()  # of a ready group
-    abort: Drop | None = None  # the engine was asked to abort it, and why
+    abort: Drop | None = None  # why the engine was asked to; WORKER_DIED: it is abandoned
     error: str = ""  # why, in words
-    is_abandoned: bool = False  # a rollback made it too old
     was_retried: bool = False  # its verifier was killed from outside
     evaluation: Evaluation | None = None
     eval_place: int = 0  # of its prompt among the evaluation's
-
-    @property
-    def engine(self) -> int:
-        return self.assignment.engine
 
 
 class Groups:
@@ -153,7 +133,7 @@ class Groups:
             state = GroupState(next(self._eval_ids), prompt, (cell,), assignment, 1)
             state.evaluation, state.eval_place = evaluation, place
             begun.append(state)
-        evaluation.pinning |= {state.engine for state in begun}
+        evaluation.pinning |= {state.assignment.engine for state in begun}
         is_new, self.evaluation = self.evaluation is None, evaluation
         is_seeded = is_new and (self._is_repeatable or evaluation.version is None)
         seed = f"{self.config.seed}/{evaluation.step}/eval" if is_seeded else ""
@@ -165,13 +145,14 @@ class Groups:
         by_engine: dict[int, list[GroupState]] = defaultdict(list)
         for state in states:
             self.states[state.id] = state
-            by_engine[state.engine].append(state)
+            by_engine[state.assignment.engine].append(state)
         for engine, own in by_engine.items():
             groups = tuple(
-                GroupRequest(s.id, s.prompt.tokens, s.cells, s.evaluation is not None) for s in own
+                messages.GroupRequest(s.id, s.prompt.tokens, s.cells, s.evaluation is not None)
+                for s in own
             )
             dice = random.Random(f"{seed}/{own[0].prompt.index}/{engine}")
-            self._to_engine(engine, Submit(groups, dice.getrandbits(31) if seed else None))
+            self._to_engine(engine, messages.Submit(groups, dice.getrandbits(31) if seed else None))
         return self._outgoing()
 
     def take_evaluation(self) -> Evaluation | None:
@@ -191,30 +172,31 @@ class Groups:
         """No effect on a group that is being graded: it will be ready soon."""
         if state.phase is Phase.SAMPLING and state.abort is None:
             state.abort = reason
-            self._to_engine(state.engine, Abort(state.id))
+            self._to_engine(state.assignment.engine, messages.Abort(state.id))
 
     # -- from the engines and the verifiers
 
     def handle(self, rank: int, message: object, now: float) -> Sends:
         """`rank` is the sender's, among engines or among verifiers."""
         match message:
-            case Finished():
+            case messages.Finished():
                 for group_id, place, trajectory in message.trajectories:
                     self._on_trajectory(self.states[group_id], place, trajectory)
-            case TurnEnded():
+            case messages.TurnEnded():
                 for group_id, place, trajectory in message.trajectories:
                     if (state := self.states[group_id]).abort is None:
                         ask = Ask(group_id, place, state.prompt.example, trajectory)
                         state.asked[place] = ask
-                        self._to_verifier(ask)
-            case Pinned():
+                        self._turns.append(ask)
+            case messages.Pinned():
                 if self.evaluation is not None:
-                    self.evaluation.pinned(rank, message.version)
-            case Gone():
+                    self.evaluation.pinning.discard(rank)
+                    self.evaluation.saw(message.version)
+            case messages.Gone():
                 self._on_gone(message)
-            case Graded():
+            case messages.Graded():
                 self._on_graded(rank, message, now)
-            case Replied():
+            case messages.Replied():
                 self._on_reply(rank, message)
         return self._outgoing()
 
@@ -223,48 +205,54 @@ class Groups:
         state.num_left -= 1
         state.done[place] = trajectory
         if state.evaluation is not None:
-            state.evaluation.saw(trajectory.head_version)
-            state.evaluation.saw(trajectory.tail_version)
+            state.evaluation.saw(trajectory.head_version, trajectory.tail_version)
         elif self._num_to_score and trajectory.tail_version == self.buffer.version:
             self._num_to_score -= 1
-            score = Score(trajectory.tail_version, ((trajectory.cell, state.id),))
+            score = messages.Score(trajectory.tail_version, ((trajectory.cell, state.id),))
             self._outbox.append((f"{Role.TRAIN}-0", score))
         if state.num_left or state.abort is not None:
             return
         state.phase = Phase.GRADING
         if self.num_verifiers:
             in_order = tuple(state.done[i] for i in range(len(state.done)))
-            self._to_verifier(Grade(state.id, state.prompt.example, in_order))
+            self._grades.append(Grade(state.id, state.prompt.example, in_order))
         else:
-            self._evaluated(state, None, "", "")
+            self._evaluated(state, messages.Graded(state.id))
 
-    def _on_reply(self, verifier: int, replied: Replied) -> None:
+    def _on_reply(self, verifier: int, replied: messages.Replied) -> None:
         request = self.at_verifier.pop(verifier)
         assert isinstance(request, Ask) and request.group_id == replied.group_id
         state, place = self.states.get(request.group_id), request.place
+        if replied.error:
+            self._failed(request, replied.error)
+            return
         if state is None or state.asked.get(place) is not request:
             return  # its group is gone
-        if replied.error:
-            self._reply_failed(state, request, Drop.REPLY_ERROR, replied.error)
-            return
         del state.asked[place]
         done, rollout, tokens = request.trajectory, self.config.rollout, replied.tokens
         num_new = done.num_new + len(tokens)
         has_room = done.num_turns < rollout.max_turns and num_new < rollout.max_new_tokens
-        self._replies[state.engine][state.id, place] = tokens if has_room else ()
+        self._replies[state.assignment.engine][state.id, place] = tokens if has_room else ()
         if not tokens:
             self._on_trajectory(state, place, done)
         elif not has_room:
             self._on_trajectory(state, place, done._replace(stop=StopReason.LENGTH))
 
-    def _reply_failed(self, state: GroupState, request: Ask, reason: Drop, why: str) -> None:
-        """The group ends when the engine has let go of it (`_on_gone`)."""
-        state.error = why
-        state.done[request.place] = request.trajectory  # what there is of the answer
-        self._forget_turns(state)
-        self._abort(state, reason)
+    def _failed(self, request: Grade | Ask, why: str, is_late: bool = False) -> None:
+        """There is no reward, or no reply: then the group ends when the engine has let go of it
+        (`_on_gone`)."""
+        if (state := self.states.get(request.group_id)) is None:
+            return
+        if isinstance(request, Grade):
+            reason = Drop.REWARD_TIMEOUT if is_late else Drop.REWARD_ERROR
+            self._end_without_reward(state, reason, why)
+        elif state.asked.get(request.place) is request:
+            state.error = why
+            state.done[request.place] = request.trajectory  # what there is of the answer
+            self._forget_turns(state)
+            self._abort(state, Drop.REPLY_TIMEOUT if is_late else Drop.REPLY_ERROR)
 
-    def _on_gone(self, gone: Gone) -> None:
+    def _on_gone(self, gone: messages.Gone) -> None:
         """An engine gave a group up: it was asked to abort it, or refused it."""
         state = self.states.get(gone.group_id)
         if state is None:
@@ -273,23 +261,21 @@ class Groups:
         reason = Drop.REFUSED if gone.why else state.abort or Drop.STALE
         self._end_without_reward(state, reason, gone.why or state.error)
 
-    def _on_graded(self, verifier: int, graded: Graded, now: float) -> None:
+    def _on_graded(self, verifier: int, graded: messages.Graded, now: float) -> None:
         request = self.at_verifier.pop(verifier)
         assert isinstance(request, Grade) and request.group_id == graded.group_id
-        state = self.states[request.group_id]
         if graded.error:
-            self._end_without_reward(state, Drop.REWARD_ERROR, graded.error)
+            self._failed(request, graded.error)
             return
         self.drops.graded()
+        state = self.states[request.group_id]
         if state.evaluation is not None:
-            self._evaluated(state, graded.rewards[0], "", graded.texts[0])
+            self._evaluated(state, graded)
             return
         ticket = (state.id, state.prompt.index)
         group = filter_group(self.config, ticket, request.trajectories, graded.rewards)
-        if isinstance(group, Drop):
-            self._drop(state, group)
-        elif state.is_abandoned:
-            self._drop(state, Drop.WORKER_DIED)
+        if isinstance(group, Drop) or state.abort:
+            self._drop(state, group if isinstance(group, Drop) else Drop.WORKER_DIED)
         else:
             state.texts, state.phase = graded.texts, Phase.READY
             self.buffer.finish(group, now)
@@ -300,8 +286,7 @@ class Groups:
         self._replies.pop(engine, None)
         if self.evaluation is not None:
             self.evaluation.pinning.discard(engine)
-        lost = [state for state in self.states.values() if state.engine == engine]
-        for state in [state for state in lost if state.phase is Phase.SAMPLING]:
+        for state in [state for state in self._of(engine) if state.phase is Phase.SAMPLING]:
             self._leave_engine(state)
             if state.evaluation is not None:
                 state.evaluation.lost(state.eval_place)
@@ -319,19 +304,13 @@ class Groups:
         """A verifier that was killed from outside: retry its request once. Any other crash, and a
         time limit (`is_late`), is blamed on the reward or the reply, and the group is dropped."""
         request = self.at_verifier.pop(verifier, None)
-        state = self.states.get(request.group_id) if request else None
-        if request is None or state is None:
+        if request is None or (state := self.states.get(request.group_id)) is None:
             return self._outgoing()
         if is_outside and not state.was_retried:
             state.was_retried = True
-            self._to_verifier(request)
-        elif isinstance(request, Ask):
-            if state.asked.get(request.place) is request:
-                reason = Drop.REPLY_TIMEOUT if is_late else Drop.REPLY_ERROR
-                self._reply_failed(state, request, reason, why)
+            (self._turns if isinstance(request, Ask) else self._grades).append(request)
         else:
-            reason = Drop.REWARD_TIMEOUT if is_late else Drop.REWARD_ERROR
-            self._end_without_reward(state, reason, why)
+            self._failed(request, why, is_late)
         return self._outgoing()
 
     def roll_back(self, step: int, version: int) -> Sends:
@@ -346,18 +325,18 @@ class Groups:
         for ticket in lost + untrained:
             self._settle(ticket, Drop.WORKER_DIED)
         for state in [self.states[group_id] for group_id in too_old]:
-            state.is_abandoned = True
             if state.phase is Phase.READY:
                 self._drop(state, Drop.WORKER_DIED)
             else:  # its cells may still be written or read: the slot is free when that has ended
                 self._abort(state, Drop.WORKER_DIED)
+                state.abort = Drop.WORKER_DIED
         if self.evaluation is not None and self.evaluation.step > step:
             self.evaluation.is_cancelled = True
         return self._outgoing()
 
     @property
     def num_abandoned(self) -> int:
-        return sum(state.is_abandoned for state in self.states.values())
+        return sum(state.abort is Drop.WORKER_DIED for state in self.states.values())
 
     # -- batches
 
@@ -393,18 +372,20 @@ class Groups:
         return [state for state in list(self.states.values()) if state.evaluation is None]
 
     @property
+    def slots(self) -> dict[str, int]:
+        held = Counter(state.phase for state in self.own)
+        return {**{str(phase): held[phase] for phase in Phase}, "free": self.buffer.num_free}
+
+    @property
     def prompts_in_flight(self) -> list[int]:
         assert self.stream is not None
         return sorted([state.prompt.index for state in self.own] + self.stream.waiting)
 
     def stall_facts(self) -> dict[str, object]:
-        buffer, ledger = self.buffer, self.buffer.ledger
-        num_training = ledger.in_flight - buffer.num_running - buffer.num_ready
+        slots = {**self.slots, "abandoned": self.num_abandoned}
         return {
-            "slots": f"{buffer.num_running} running, {buffer.num_ready} ready, {num_training} in "
-            f"training, {buffer.num_free} free of {buffer.num_slots}; "
-            f"{self.num_abandoned} abandoned",
-            "ledger": ", ".join(f"{name} {count}" for name, count in asdict(ledger).items()),
+            "slots": ", ".join(f"{count} {name}" for name, count in slots.items()),
+            "ledger": ", ".join(f"{n} {name}" for name, n in self.buffer.ledger._asdict().items()),
             "verifiers": f"{len(self.at_verifier)} busy, {len(self._turns + self._grades)} wait",
             "evaluation": "under way" if self.evaluation else "none",
         }
@@ -412,7 +393,7 @@ class Groups:
     # -- ends
 
     def _drop(self, state: GroupState, reason: Drop, why: str = "") -> None:
-        reason = Drop.WORKER_DIED if state.is_abandoned else reason
+        reason = Drop.WORKER_DIED if state.abort is Drop.WORKER_DIED else reason
         self._settle(self.buffer.drop(state.id, reason), reason, why)
 
     def _settle(self, ticket: Ticket, reason: Drop | None = None, why: str = "") -> None:
@@ -435,13 +416,14 @@ class Groups:
             self._seldom.note(reason, f"no reward for {what} ({reason}): {why}")
         if is_held_out:
             self.drops.dropped(reason, why)
-            self._evaluated(state, None, why, "")
+            self._evaluated(state, messages.Graded(state.id, error=why))
         else:
             self._drop(state, reason, why)
 
-    def _evaluated(self, state: GroupState, reward: float | None, error: str, text: str) -> None:
+    def _evaluated(self, state: GroupState, graded: messages.Graded) -> None:
         assert state.evaluation is not None
-        ended = Ended(state.id, state.done.get(0), reward, error, text)
+        reward, text = (*graded.rewards, None)[0], (*graded.texts, None)[0]
+        ended = Ended(state.id, state.done.get(0), reward, graded.error, text)
         state.evaluation.end(state.eval_place, ended)
         del self.states[state.id]
 
@@ -459,13 +441,11 @@ class Groups:
     def _to_engine(self, engine: int, message: object) -> None:
         self._outbox.append((f"{Role.ROLLOUT}-{engine}", message))
 
-    def _to_verifier(self, request: Grade | Ask) -> None:
-        (self._turns if isinstance(request, Ask) else self._grades).append(request)
-
     def _outgoing(self) -> Sends:
         for engine in [engine for engine in self._replies if self._may_continue(engine)]:
             replies = self._replies.pop(engine)
-            self._to_engine(engine, Continue(tuple((*at, replies[at]) for at in sorted(replies))))
+            in_order = tuple((*at, replies[at]) for at in sorted(replies))
+            self._to_engine(engine, messages.Continue(in_order))
         for rank in range(self.num_verifiers):
             if rank not in self.at_verifier and (waiting := self._turns or self._grades):
                 self.at_verifier[rank] = waiting.popleft()
@@ -479,8 +459,10 @@ class Groups:
             return True
         replies = self._replies[engine].items()
         num_ready = sum(bool(tokens) and at[0] in self.states for at, tokens in replies)
-        own = [state for state in self.states.values() if state.engine == engine]
-        return num_ready >= sum(state.num_left for state in own)
+        return num_ready >= sum(state.num_left for state in self._of(engine))
+
+    def _of(self, engine: int) -> list[GroupState]:
+        return [state for state in self.states.values() if state.assignment.engine == engine]
 
 
 def filter_group(

@@ -23,7 +23,7 @@ from minirl.errors import MinirlError, RecipeError
 from minirl.loop import Loop
 from minirl.messages import RankSetup, Role, Stop, TrainerSetup
 from minirl.recipe import Loaded, check_boxes, check_devices, check_memory, check_model, to_toml
-from minirl.resume import Start, check_changes, check_steps, find_start, is_finished
+from minirl.resume import Start, check_changes, check_steps, find_start
 from minirl.rollout.worker import RolloutSetup
 from minirl.run_dir import RunDir, hold, holds_run, write_text
 from minirl.run_log import RunLog
@@ -107,7 +107,8 @@ def _prepare(job: Job, resume: bool, is_plain: bool) -> int:
     # Until a step is trained any recipe may take the directory over.
     resume = resume and bool(checkpoint.found(run_dir) or RunDir(run_dir).metrics)
     changes = check_changes(config, run_dir) if resume else []  # before the recipe is written
-    if resume and is_finished(run_dir, config):
+    done = RunDir(run_dir).summary
+    if resume and done.get("finished") and done.get("steps") == config.train.steps:
         print(f"all {config.train.steps} steps are done; raise train.steps to go on")
         return 0
     start = find_start(run_dir) if resume else Start()
@@ -194,9 +195,9 @@ def _finish(job: Job, loop: Loop, log: RunLog, view: ConsoleView) -> int:
 
 
 def make_buffer(config: Config, history: History | None = None) -> Buffer:
-    size, eta = config.train.batch_size, config.buffer.max_staleness
-    target = None if config.is_synchronous else config.buffer.target_staleness
-    return Buffer(size, eta, OnStale(config.buffer.on_stale), history, target)
+    size, own = config.train.batch_size, config.buffer
+    rule, target = OnStale(own.on_stale), own.target_staleness
+    return Buffer(size, own.max_staleness, rule, history, target)
 
 
 def _spawn(

@@ -171,13 +171,9 @@ class Loop:
             return  # the trainer needs the engine's memory
         self.batch = self.groups.next_batch(self.step + 1, time.monotonic())
         if self.batch is not None:
-            self.to_ranks(Train(self.batch))
+            self.workers.deliver((rank.name, Train(self.batch)) for rank in self.ranks)
         elif fault := self.groups.drops.fault:
             self.abandon(fault)
-
-    def to_ranks(self, message: Train | Save) -> None:
-        for rank in self.ranks:
-            rank.send(message)
 
     def on_trained(self, trained: Trained) -> None:
         """In this order: what reads cells of the batch comes before their slots are released."""
@@ -219,7 +215,8 @@ class Loop:
             recipe=to_toml(self.config),
         )
         folder = self.log.run_dir / "checkpoints" / f"step-{self.step:06d}"
-        self.to_ranks(Save(str(folder), state, tuple(self.log.accuracies)))
+        message = Save(str(folder), state, tuple(self.log.accuracies))
+        self.workers.deliver((rank.name, message) for rank in self.ranks)
 
     def save_last(self) -> None:
         if self.saved_step != self.step:
@@ -275,10 +272,8 @@ class Loop:
         """The ranks restart from the last checkpoint; generation continues."""
         sends = self.groups.roll_back(step, version)
         num_kept = self.buffer.num_in_flight - self.groups.num_abandoned
-        self.log.note(
-            f"rollback from step {self.step} to {step}: its weights are version {version} now; "
-            f"{num_kept} groups are kept"
-        )
+        what = f"its weights are version {version} now; {num_kept} groups are kept"
+        self.log.note(f"rollback from step {self.step} to {step}: {what}")
         self.log.steps_redone += self.step - step
         self.log.roll_back(step)
         self.step = self.saved_step = step

@@ -10,8 +10,9 @@ they are in shared memory (shm/), and messages name cells and versions.
     link      ToBox                            FromBox (outpost.py)
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from minirl.buffer import History
 from minirl.config import Config
@@ -19,8 +20,6 @@ from minirl.devices import Placement
 from minirl.records import Batch, Example, Trajectory
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
-
-# Any worker ---------------------------------------------------------------------------------------
 
 
 class Role(StrEnum):
@@ -32,19 +31,16 @@ class Role(StrEnum):
     LINK = "link"  # the head's process that talks with the other boxes
 
 
-@dataclass(frozen=True)
-class Started:
+class Started(NamedTuple):
     """It is up: an engine serves its first version; rank 0 has published one."""
 
     note: str = ""  # for the console
 
 
-@dataclass(frozen=True)
 class Stop: ...
 
 
-@dataclass(frozen=True)
-class Died:
+class Died(NamedTuple):
     """The worker is gone, and all that it sent was received. One that fails says so itself."""
 
     how: str
@@ -52,104 +48,82 @@ class Died:
     is_box_lost: bool = False  # with its box: no fault of the worker's own
 
 
-# Engines ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class GroupRequest:
+class GroupRequest(NamedTuple):
     group_id: int
     prompt: tuple[int, ...]
     cells: tuple[int, ...]  # of the ring, one for each trajectory
     is_eval: bool = False  # sampled as [eval] says, under one pinned version
 
 
-@dataclass(frozen=True)
-class Submit:
+class Submit(NamedTuple):
     groups: tuple[GroupRequest, ...]
     seed: int | None = None  # at η = 0, where runs are repeatable: the idle engine reseeds
 
 
-@dataclass(frozen=True)
-class Abort:
+class Abort(NamedTuple):
     group_id: int
 
 
-@dataclass(frozen=True)
-class Continue:
+class Continue(NamedTuple):
     """To TurnEnded: (group id, place, tokens of the reply); no tokens: that turn was the last."""
 
     replies: tuple[tuple[int, int, tuple[int, ...]], ...]
 
 
-@dataclass(frozen=True)
-class Pinned:
+class Pinned(NamedTuple):
     version: int  # that the evaluation groups of a Submit are sampled under
 
 
-@dataclass(frozen=True)
-class Finished:
+class Finished(NamedTuple):
     """Trajectories that are sealed in the ring: (group id, place in the group, descriptor)."""
 
     trajectories: tuple[tuple[int, int, Trajectory], ...]
 
 
-@dataclass(frozen=True)
-class TurnEnded:
+class TurnEnded(NamedTuple):
     """The same, of trajectories that continue if the task has a reply."""
 
     trajectories: tuple[tuple[int, int, Trajectory], ...]
 
 
-@dataclass(frozen=True)
-class Gone:
+class Gone(NamedTuple):
     group_id: int  # nothing will come of it, and its cells are no longer written to
     why: str  # empty where the controller asked for it
 
 
-# Verifiers ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Grade:
+class Grade(NamedTuple):
     group_id: int
     example: Example
     trajectories: tuple[Trajectory, ...]
 
 
-@dataclass(frozen=True)
-class Graded:
+class Graded(NamedTuple):
     group_id: int
     rewards: tuple[float, ...] = ()
     texts: tuple[str, ...] = ()
     error: str = ""  # else: one of the rewards failed, as this says
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(NamedTuple):
     group_id: int
     place: int
     example: Example
     trajectory: Trajectory
 
 
-@dataclass(frozen=True)
-class Replied:
+class Replied(NamedTuple):
     group_id: int
     place: int
     tokens: tuple[int, ...]  # none: the conversation is over
     error: str = ""  # else: there is no reply, as this says
 
 
-@dataclass(frozen=True)
-class Checked:
+class Checked(NamedTuple):
     """A task has passed its self-check (tasks/check.py)."""
 
     shown: str
     warning: str = ""  # held-out prompts that are trained on
     is_offline: bool = False  # the hub was asked, and nothing answered
-
-
-# Trainer ranks ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,13 +151,11 @@ class SftSetup(RankSetup):  # [train] of its config has the values of [sft]
     output: str  # the folder of the trained model
 
 
-@dataclass(frozen=True)
-class Train:
+class Train(NamedTuple):
     batch: Batch  # the whole: each rank works out its own part
 
 
-@dataclass(frozen=True)
-class Score:
+class Score(NamedTuple):
     """To rank 0, which trains from `version`: answers that ended under it, to compare the engine's
     logprobs with its own. It skips a cell that is reused by then (TornEntry) or comes too late."""
 
@@ -202,39 +174,34 @@ class CheckpointState:
     recipe: str = ""
 
 
-@dataclass(frozen=True)
-class Save:
+class Save(NamedTuple):
     folder: str  # rank 0 writes it
     state: CheckpointState
     accuracies: tuple[tuple[int, float], ...] = ()  # by version: the best checkpoint stays
 
 
-@dataclass(frozen=True)
-class AnswerTokens:  # of one readable answer, in samples.jsonl
+class AnswerTokens(NamedTuple):  # of one readable answer, in samples.jsonl
     tokens: list[str]
     token_versions: list[int]
     token_gaps: list[float | None]  # |engine's logprob - trainer's|; None: not known
 
 
-@dataclass(frozen=True)
-class Trained:
+class Trained(NamedTuple):
     """From rank 0: `version` is published. Values are named as in metrics.py."""
 
     version: int
-    values: dict[str, float | None] = field(default_factory=dict)
+    values: dict[str, float | None]
     staleness_counts: tuple[int, ...] = ()  # trained tokens of staleness 0, 1, …
     problem: str = ""  # why an update was left out: "the loss was not finite"
     samples: tuple[AnswerTokens, ...] = ()  # of the first log.samples groups
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(NamedTuple):
     folder: str
     error: str = ""  # why there is no checkpoint
 
 
-@dataclass(frozen=True)
-class Learned:
+class Learned(NamedTuple):
     """From rank 0 of `minirl sft`: once before the first step, then one per step."""
 
     step: int

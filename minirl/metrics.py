@@ -1,15 +1,19 @@
-"""Every metric, named and defined once, and the limits on them.
+"""Every metric, named and defined once, and the limits on metrics, drops and notes.
 
 Takes a step's numbers, gives its line of metrics.jsonl and the limits that it broke. A name that is
 not in the table is our own mistake and fails. A line has no entry for a value that its step does
 not have (no token at equal version, …). docs/metrics.md is printed from the table. `RateLimit` is
-for all notes that may come again and again.
+for all notes that may come again and again; `DropWatch` takes what becomes of each group, in order:
+faults in a row stop the run, a filter that keeps hardly anything warns and names the number to
+change. Leaves out: the counts of the run (buffer.py), and how a run ends (loop.py).
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from minirl.config import Config
+from minirl.errors import one_line
 from minirl.records import Drop
 
 Values = Mapping[str, float | None]
@@ -106,3 +110,55 @@ def broken_limits(values: Values) -> dict[str, str]:
         why = "the policy hardly explores any more; raise train.clip_high or lower train.lr"
         found[f"train/entropy below {MIN_ENTROPY}"] = f"{entropy:.4g}: {why}"
     return found
+
+
+# Drops --------------------------------------------------------------------------------------------
+
+FILTERS = {  # they drop on purpose; what changes that
+    Drop.EQUAL_REWARDS: "set buffer.drop_equal_rewards to false, raise rollout.temperature, or "
+    "take prompts that are less easy or less hard",
+    Drop.TRUNCATED: "raise rollout.max_new_tokens",
+    Drop.STALE: "raise buffer.max_staleness",
+    Drop.TOO_LONG: "raise tasks.max_prompt_tokens",
+}
+MIN_FAULTS = 24  # in a row; with small batches max_faults alone would stop a run for noise
+
+
+class DropWatch:
+    def __init__(self, config: Config, seldom: RateLimit):
+        self._max_faults, self._seldom = config.buffer.max_faults, seldom
+        self._limit = max(MIN_FAULTS, math.ceil(self._max_faults * config.train.batch_size))
+        self._examples: dict[Drop, str] = {}
+        self._faults: Counter[Drop] = Counter()  # since a group was last graded
+        self._filtered: Counter[Drop] = Counter()  # since the last step
+
+    @property
+    def fault(self) -> str:
+        """Why the run cannot train, or ""."""
+        if (num := self._faults.total()) < self._limit:
+            return ""
+        ((reason, count),) = self._faults.most_common(1)
+        return (
+            f"no reward for {num:,} groups in a row: {reason.words} {count:,} times, such as "
+            f"{one_line(self._examples[reason])}; mend that, or raise buffer.max_faults = "
+            f"{self._max_faults:g}"
+        )
+
+    def graded(self) -> None:
+        self._faults.clear()
+
+    def stepped(self) -> None:
+        """The next version is published."""
+        self._filtered.clear()
+
+    def dropped(self, reason: Drop, why: str) -> None:
+        """The death of a worker has a limit of its own (supervisor.py)."""
+        if reason in FILTERS:
+            self._filtered[reason] += 1
+            if (num := self._filtered.total()) % self._limit == 0:
+                ((most, count),) = self._filtered.most_common(1)
+                share = f"{num:,} groups dropped since the last step, {count / num:.0%} of them"
+                self._seldom.note(most, f"warning: {share} {most.words}: {FILTERS[most]}")
+        elif reason is not Drop.WORKER_DIED:
+            self._faults[reason] += 1
+            self._examples[reason] = why

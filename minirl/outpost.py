@@ -152,7 +152,7 @@ class Link(Worker):
             if not message.is_final:
                 self.workers.replace(self, min(MAX_DELAY_S, 2.0**self.num_ends))
             self.num_ends += 1
-            lost = replace(message, how=f"lost its box: the link {message.how}", is_box_lost=True)
+            lost = message._replace(how=f"lost its box: the link {message.how}", is_box_lost=True)
             yield from ((worker, lost) for worker in self.far.values())
             return
         assert isinstance(message, list)

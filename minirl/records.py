@@ -54,8 +54,7 @@ class Example:
     worked: str = ""  # an answer with its working, where the task has one: `minirl sft` teaches it
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """What a reward sees of one trajectory."""
 
     text: str  # what the model wrote, in its last turn; decoded, special tokens left out

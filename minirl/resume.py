@@ -4,15 +4,14 @@ A key of the recipe may change where it cannot change what is learned (number of
 how often something is saved or shown); any other change is refused.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from minirl.buffer import History
 from minirl.config import KEYS, Config, get
 from minirl.errors import RecipeError
 from minirl.messages import CheckpointState
 from minirl.recipe import load
-from minirl.run_dir import RunDir
 from minirl.train import checkpoint
 
 MAY_CHANGE = (
@@ -23,13 +22,9 @@ MAY_CHANGE = (
 )
 
 
-NOTHING = CheckpointState(step=0, history=History(), consumed_below=0, evaluating=0)
-
-
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     folder: Path | None = None  # the checkpoint; None: the run begins with the recipe's model
-    state: CheckpointState = NOTHING
+    state: CheckpointState = CheckpointState(0, History(), consumed_below=0, evaluating=0)
     notes: tuple[str, ...] = ()  # what a person should be told
 
 
@@ -41,11 +36,6 @@ def find_start(run_dir: Path) -> Start:
     if state is None:
         return Start(notes=(*notes, "no checkpoint yet: starting from the beginning"))
     return Start(found, state, (*notes, f"going on from {found}"))
-
-
-def is_finished(run_dir: Path, config: Config) -> bool:
-    summary = RunDir(run_dir).summary
-    return bool(summary.get("finished")) and summary.get("steps") == config.train.steps
 
 
 def check_changes(config: Config, run_dir: Path) -> list[str]:

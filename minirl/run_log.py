@@ -9,7 +9,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -131,7 +130,7 @@ class RunLog:
                 "version": batch.version + 1,
                 "seconds": round(self.seconds, 3),
                 **_batch_values(batch),
-                **{f"buffer/groups_{name}": n for name, n in asdict(buffer.ledger).items()},
+                **{f"buffer/groups_{name}": n for name, n in buffer.ledger._asdict().items()},
                 **{DROPPED[reason]: count or None for reason, count in buffer.drops.items()},
                 "rollout/devices": self.config.devices.rollout * self.config.num_nodes,
                 "train/devices": self.config.devices.train,
@@ -170,7 +169,7 @@ class RunLog:
                 "stop": first.stop.name.lower(),
             }
             self.recent_samples.append(sample)
-            self._files["samples"].write({**sample, **(asdict(shown) if shown else {})})
+            self._files["samples"].write({**sample, **(shown._asdict() if shown else {})})
 
     def check(self, batch: Batch, trained: Trained) -> None:
         """Saves a batch that went bad; warns of a limit that was broken; stops a run that no longer
@@ -198,13 +197,8 @@ class RunLog:
         return any(line["step"] >= step for line in self.evals)
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        line: Line = {
-            "step": evaluation.step,
-            "version": -1 if evaluation.version is None else evaluation.version,
-            "seconds": round(self.seconds, 3),
-            **evaluation.result,
-            "answers": evaluation.answers(self.config.log.samples),
-        }
+        own: Line = evaluation.line(self.config.log.samples)
+        line = {**own, "seconds": round(self.seconds, 3)}
         self.evals.append(line)
         self._files["evals"].write(line)
         accuracy = "unknown" if line["accuracy"] is None else f"{line['accuracy']:.1%}"

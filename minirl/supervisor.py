@@ -57,12 +57,8 @@ class Controller(Protocol):
     """What the supervisor asks of the loop that it serves."""
 
     def stall_facts(self) -> dict[str, object]: ...
-
-    def keep_batch(self, worker: Worker, why: str) -> str:
-        """Saves the batch that a final failure concerns; gives the end of a sentence."""
-
-    def roll_back(self, step: int, version: int) -> Sends:
-        """The ranks restart from the checkpoint of `step`; its weights are `version` now."""
+    def keep_batch(self, worker: Worker, why: str) -> str: ...  # of a failure that is final
+    def roll_back(self, step: int, version: int) -> Sends: ...  # `version`: of its weights now
 
 
 class Supervisor:
@@ -251,52 +247,35 @@ class Supervisor:
 NO_CACHE = "no available memory for the cache blocks|gib kv cache is needed"
 FULL = "out of memory|outofmemoryerror|cublas_status_alloc_failed|less than (?:desired|requested)"
 MACHINE = r"can(?:no|')t allocate memory|\bmemoryerror|std::bad_alloc|oom killer"
-SHARE_MORE = {"none": "optimizer", "optimizer": "full", "full": "full"}  # train.shard
 
 
 def memory_hint(role: str, words: str, config: Config, kind: str) -> str:
     """Which number of the recipe to change, and to what; "" where memory was not the reason. A pure
     function of `words`, all that the worker said at its end, so that what a GPU would say can be
     tested anywhere."""
-    said = words.lower()
+    said, rollout, train = words.lower(), config.rollout, config.train
     is_machine = re.search(MACHINE, said) is not None
     is_device = re.search(FULL, said) is not None or (is_machine and kind == "cpu")
-    why, changes = f"the {role} device is out of memory", dict[str, Any]()
-    if role == Role.ROLLOUT and re.search(NO_CACHE, said):
-        why, changes = "the KV cache is too small", engine_changes(config, kind, is_more=True)
-    elif role == Role.ROLLOUT and is_device:
-        changes = engine_changes(config, kind, is_more=False)
+    is_kv = role == Role.ROLLOUT and re.search(NO_CACHE, said) is not None
+    why = "the KV cache is too small" if is_kv else f"the {role} device is out of memory"
+    changes: dict[str, Any] = {}  # the cheapest first
+    if is_kv or (role == Role.ROLLOUT and is_device):
+        if kind == "cpu" or config.devices.share:
+            changes["rollout.kv_cache_gib"] = rollout.kv_cache_gib * (2 if is_kv else 0.5)
+        fraction = round(rollout.memory_fraction + (0.05 if is_kv else -0.1), 2)
+        changes["rollout.memory_fraction"] = min(0.95, max(0.05, fraction))
     elif role == Role.TRAIN and is_device:
-        changes = rank_changes(config)
+        changes["train.max_tokens"] = max(train.max_tokens // 2, config.max_tokens_per_trajectory)
+        changes["train.gradient_checkpointing"] = True
+        changes["train.shard"] = "full" if config.devices.train > 1 else train.shard
+        changes["rollout.max_new_tokens"] = max(1, rollout.max_new_tokens // 2)
     elif is_machine:
         why = "this machine is out of memory"
-        changes = {"train.batch_size": max(1, config.train.batch_size // 2)}
+        changes["train.batch_size"] = max(1, train.batch_size // 2)
     for key, new in changes.items():  # the first that changes anything
         if new != (old := get(config, key)):
             return f"{why}: change {key} from {str(old).lower()} to {str(new).lower()}"
     return ""
-
-
-def engine_changes(config: Config, kind: str, is_more: bool) -> dict[str, Any]:
-    """For more KV, or for less memory in all."""
-    if kind == "cpu" or config.devices.share:
-        return {"rollout.kv_cache_gib": config.rollout.kv_cache_gib * (2 if is_more else 0.5)}
-    fraction = round(config.rollout.memory_fraction + (0.05 if is_more else -0.1), 2)
-    changes: dict[str, Any] = {"rollout.memory_fraction": min(0.95, max(0.05, fraction))}
-    if is_more:
-        changes["devices.tensor_parallel"] = 2 * config.devices.tensor_parallel
-    return changes
-
-
-def rank_changes(config: Config) -> dict[str, Any]:
-    """The cheapest first: what costs no time, some, much."""
-    train = config.train
-    return {
-        "train.max_tokens": max(train.max_tokens // 2, config.max_tokens_per_trajectory),
-        "train.gradient_checkpointing": True,
-        "train.shard": SHARE_MORE[train.shard] if config.devices.train > 1 else train.shard,
-        "rollout.max_new_tokens": max(1, config.rollout.max_new_tokens // 2),
-    }
 
 
 def num_oom_kills() -> int:

@@ -82,7 +82,8 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
     if "dies" in script.bad:
         os.write(1, b"the last words of a rank\n")
         raise RuntimeError("CUDA out of memory" if script.bad["dies"] == 2 else "no luck")
-    updates = read_updates(Path(script.folder)) if script.is_resumed else 0
+    saved = Path(script.folder) / "model.safetensors"
+    updates = int(load_file(saved)["w"]) if script.is_resumed else 0
     publish(script.store, script.version, [torch.tensor([float(updates)])])
     pipe.send(messages.Started())
     died = Path(script.rendezvous).with_name("died")
@@ -115,8 +116,8 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
             stale = float(max(age for age in ages if age <= script.eta))  # older ones are masked
             values: dict[str, float | None] = {"train/tokens": 1.0, "train/loss": float(updates)}
             values |= {"buffer/staleness_max": stale, "buffer/staleness_mean": stale}
-            shown = [shown_tokens(group, version - script.eta) for group in request.batch.groups]
-            pipe.send(messages.Trained(version + 1, values, samples=tuple(shown)))
+            shown = tuple(shown_tokens(g, version - script.eta) for g in request.batch.groups)
+            pipe.send(messages.Trained(version + 1, values, samples=shown))
         elif isinstance(request, messages.Save):
             board.enter(State.SAVING)
             step = request.state.step
@@ -139,9 +140,8 @@ def shown_tokens(group: Group, oldest: int) -> messages.AnswerTokens:
     """The first and the last token of a group's first answer; what is older is not trained."""
     first = group.trajectories[0]
     versions = [first.head_version, first.tail_version]
-    return messages.AnswerTokens(
-        ["a", "b"], versions, [0.0 if v >= oldest else None for v in versions]
-    )
+    gaps = [0.0 if version >= oldest else None for version in versions]
+    return messages.AnswerTokens(["a", "b"], versions, gaps)
 
 
 def write_checkpoint(
@@ -155,7 +155,3 @@ def write_checkpoint(
     (aside / "config.json").write_text("{}")
     (aside / "trainer" / "state.json").write_text(json.dumps(asdict(state)))
     os.rename(aside, folder)
-
-
-def read_updates(folder: Path) -> int:
-    return int(load_file(folder / "model.safetensors")["w"])

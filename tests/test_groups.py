@@ -9,14 +9,12 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from minirl import messages
 from minirl.buffer import Buffer, OnStale, republished_as
 from minirl.config import Config
 from minirl.evaluation import Ended, Evaluation
-from minirl.groups import MAX_SCORED, Groups, Phase, Sends
+from minirl.groups import FIRST_EVAL_ID, MAX_SCORED, Groups, Phase, Sends
 from minirl.recipe import build
 from minirl.records import Batch, Drop, Example, Prompt, StopReason, Trajectory
 from minirl.tasks.prompts import PromptStream
@@ -104,7 +102,7 @@ def test_turns_are_graded_before_groups_and_those_of_a_lost_engine_not_at_all() 
     assert desk.turn(1, 0) == desk.turn(1, 1) == []
     graded = messages.Graded(0, (1.0, 0.0), ("a", "b"))
     ((_, asked),) = desk.groups.handle(0, graded, 0.0)
-    assert isinstance(asked, messages.Ask) and desk.groups.buffer.num_ready == 1
+    assert isinstance(asked, messages.Ask) and desk.groups.slots["ready"] == 1
     desk.groups.engine_lost(1)
     assert desk.reply(1, 0, 7) == [] and not desk.groups.at_verifier and not desk.groups._turns
     assert desk.groups.buffer.drops == {Drop.WORKER_DIED: 1} and desk.groups.stream is not None
@@ -160,17 +158,16 @@ def test_accuracy_is_the_mean_of_what_was_graded() -> None:
     run = evaluation(4)
     assert list(run.next_to_ask()) == [(i, i) for i in range(4)]
     run.end(0, ended(0.0, StopReason.LENGTH))
-    run.end(1, ended(1.0))
-    run.end(2, ended(1.0))
-    assert not run.is_done
-    run.end(3, ended(None))  # no verdict is not a 0
+    for place, reward in ((1, 1.0), (2, 1.0), (3, None)):  # no verdict is not a 0
+        assert not run.is_done
+        run.end(place, ended(reward))
     assert run.is_done
-    result = run.result
+    result = run.line(0)
     assert result["low"] < result["accuracy"] == 2 / 3 < result["high"]
     assert (result["count"], result["failures"], result["truncated_frac"]) == (3, 1, 0.25)
     ungraded = evaluation(1)
     ungraded.end(0, Ended(0, None, None))
-    assert ungraded.is_done and ungraded.result["accuracy"] is None
+    assert ungraded.is_done and ungraded.line(0)["accuracy"] is None
 
 
 def test_where_there_is_one_version_lost_prompts_are_requeued_and_cells_reused() -> None:
@@ -200,7 +197,6 @@ class Answer:
 class Engine:
     version: int = 0
     answers: dict[tuple[int, int], Answer] = field(default_factory=dict)
-    is_eval: set[int] = field(default_factory=set)  # groups
     said: deque[object] = field(default_factory=deque)  # not received yet
 
     @property
@@ -209,7 +205,7 @@ class Engine:
 
     @property
     def is_pinned(self) -> bool:
-        return any(group_id in self.is_eval for group_id, _ in self.answers)
+        return any(group_id >= FIRST_EVAL_ID for group_id, _ in self.answers)
 
 
 class House:
@@ -220,9 +216,9 @@ class House:
         eta, batch, size = dice.randint(0, 3), dice.randint(1, 4), dice.randint(2, 3)
         self.config = config_of(eta, batch, size)
         self.engines = [Engine() for _ in range(dice.randint(1, 3))]
-        self.num_verifiers = dice.randint(1, 3)
         rule = dice.choice(list(OnStale))
-        self.groups = groups_of(self.config, len(self.engines), self.num_verifiers, rule)
+        self.groups = groups_of(self.config, len(self.engines), dice.randint(1, 3), rule)
+        self.buffer = self.groups.buffer
         self.asked: dict[int, messages.Grade | messages.Ask] = {}  # what each verifier has
         self.latest = self.base = 0
         self.step = self.saved_step = 0
@@ -230,10 +226,6 @@ class House:
         self.evaluation: Evaluation | None = None
         self.seen: Counter[str] = Counter()
         self.scored: Counter[int] = Counter()  # by version
-
-    @property
-    def buffer(self) -> Buffer:
-        return self.groups.buffer
 
     def run(self, num_events: int) -> None:
         often = [self.feed, self.write, self.receive, self.grade, self.learn, self.publish]
@@ -247,9 +239,7 @@ class House:
     def deliver(self, sends: Sends) -> None:
         for name, message in sends:
             role, _, rank = name.partition("-")
-            if isinstance(message, messages.Score):
-                self.score(message)
-            elif role == "verify":
+            if role == "verify":
                 assert int(rank) not in self.asked, "one request at a time"
                 assert isinstance(message, messages.Grade | messages.Ask)
                 self.asked[int(rank)] = message
@@ -284,10 +274,10 @@ class House:
                         engine.answers[*at].is_parked = False
                     else:
                         engine.answers.pop(tuple(at), None)
+            case messages.Score():
+                self.score(message)
 
     def start(self, engine: Engine, group: messages.GroupRequest) -> None:
-        if group.is_eval:
-            engine.is_eval.add(group.group_id)
         if self.dice.random() < 0.03:
             engine.said.append(messages.Gone(group.group_id, "too long for the engine"))
             return
@@ -335,16 +325,14 @@ class House:
     def grade(self) -> None:
         for rank in list(self.asked):
             request = self.asked.pop(rank)
+            error = "!" if self.dice.random() < 0.1 else ""
             if isinstance(request, messages.Ask):
-                error = "!" if self.dice.random() < 0.05 else ""
                 tokens = () if error or self.dice.random() < 0.4 else (7, 7)
                 message: object = messages.Replied(request.group_id, request.place, tokens, error)
             else:
-                count = len(request.trajectories)
-                rewards = tuple(self.dice.choice([0.0, 1.0]) for _ in range(count))
-                is_bad = self.dice.random() < 0.1
-                given = ((), (), "!") if is_bad else (rewards, ("text",) * count)
-                message = messages.Graded(request.group_id, *given)
+                texts = () if error else ("text",) * len(request.trajectories)
+                rewards = tuple(self.dice.choice([0.0, 1.0]) for _ in texts)
+                message = messages.Graded(request.group_id, rewards, texts, error)
             self.deliver(self.groups.handle(rank, message, 0.0))
 
     def learn(self) -> None:
@@ -456,27 +444,16 @@ class House:
         assert self.buffer.num_free == self.buffer.num_slots and not self.groups.evaluation
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.integers(0, 2**32), st.integers(1, 300))
-def test_any_history(seed: int, num_events: int) -> None:
-    House(seed).run(num_events)
-
-
-@pytest.mark.slow
-def test_twenty_thousand_histories() -> None:
-    for seed in range(20_000):
+@pytest.mark.parametrize("count", [200, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_random_histories_hold_and_go_through_what_they_claim(count: int) -> None:
+    """By plain seeds: a failure names the one to run again."""
+    seen, drops = Counter[str](), Counter[Drop]()
+    for seed in range(count):
+        house = House(seed)
         try:
-            House(seed).run(random.Random(seed).randint(1, 300))
+            house.run(random.Random(seed).randint(1, 500))
         except (AssertionError, KeyError) as error:
             raise AssertionError(f"seed {seed}: {error!r}") from error
-
-
-def test_the_random_histories_go_through_what_they_claim() -> None:
-    seen: Counter[str] = Counter()
-    drops: Counter[Drop] = Counter()
-    for seed in range(60):
-        house = House(seed)
-        house.run(400)
         seen += house.seen
         drops += house.buffer.drops
     expected = {"turns", "engine lost", "verifier lost", "rollback", "void", "evaluated", "scored"}

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from minirl.drops import FILTERS, MIN_FAULTS, DropWatch
-from minirl.metrics import MAX_IDLE_STEPS, RateLimit, broken_limits, idle_fault, metrics_line
+from minirl import metrics
+from minirl.metrics import FILTERS, MAX_IDLE_STEPS, MIN_FAULTS, DropWatch, RateLimit
 from minirl.recipe import build
 from minirl.records import Drop
 
@@ -17,10 +17,10 @@ SKIPPED = {"train/skipped_updates": 1.0}
 
 def test_a_line_has_what_the_step_has_in_the_order_of_the_table() -> None:
     nothing = {"train/loss": float("nan"), "train/grad_norm": float("inf"), "train/kl": None}
-    line = metrics_line({**nothing, "reward/mean": 0.0, "step": 1})
+    line = metrics.metrics_line({**nothing, "reward/mean": 0.0, "step": 1})
     assert line == {"step": 1, "reward/mean": 0.0} and list(line) == ["step", "reward/mean"]
     with pytest.raises(AssertionError, match="reward/maen"):
-        metrics_line({"step": 1, "reward/maen": 0.5})
+        metrics.metrics_line({"step": 1, "reward/maen": 0.5})
 
 
 def test_notes_of_a_kind_are_shown_at_powers_of_ten_with_their_count() -> None:
@@ -34,8 +34,12 @@ def test_notes_of_a_kind_are_shown_at_powers_of_ten_with_their_count() -> None:
 
 
 def test_gap_and_entropy_warn_and_advise_what_helps() -> None:
-    assert broken_limits(GOOD) == broken_limits({**GOOD, "train/logprob_gap": None}) == {}
-    (gap, gap_text), (entropy, entropy_text) = broken_limits(BAD).items()
+    assert (
+        metrics.broken_limits(GOOD)
+        == metrics.broken_limits({**GOOD, "train/logprob_gap": None})
+        == {}
+    )
+    (gap, gap_text), (entropy, entropy_text) = metrics.broken_limits(BAD).items()
     assert "float32" not in gap_text  # on a GPU its products may be less exact than bfloat16's
     assert (gap, gap_text[:5]) == ("train/logprob_gap above 0.1", "nan: ")
     assert (entropy, entropy_text[:8]) == ("train/entropy below 0.001", "0.0001: ")
@@ -43,9 +47,9 @@ def test_gap_and_entropy_warn_and_advise_what_helps() -> None:
 
 def test_steps_in_a_row_without_an_update_stop_the_run() -> None:
     lines = [SKIPPED] * (MAX_IDLE_STEPS - 1) + [GOOD] + [SKIPPED] * MAX_IDLE_STEPS
-    *few, fault = (idle_fault(lines[:num], 1) for num in range(len(lines) + 1))
+    *few, fault = (metrics.idle_fault(lines[:num], 1) for num in range(len(lines) + 1))
     assert not any(few) and "no update in 3 steps in a row" in fault
-    assert idle_fault([SKIPPED] * 9, 2) == "", "each step had one update"
+    assert metrics.idle_fault([SKIPPED] * 9, 2) == "", "each step had one update"
 
 
 # Drops ---------------------------------------------------------------------------------------
@@ -55,17 +59,16 @@ LIMIT = 3 * B
 ERROR, EQUAL = Drop.REWARD_ERROR, Drop.EQUAL_REWARDS
 
 
-def watch_of(batch_size: int = B) -> tuple[DropWatch, list[str]]:
+def after(ends: list[Drop | str], batch_size: int = B) -> tuple[DropWatch, list[str]]:
+    """What watches, and its notes."""
     notes, config = list[str](), build({"train.batch_size": batch_size})
-    return DropWatch(config, RateLimit(notes.append)), notes
-
-
-def tell(watch: DropWatch, ends: list[Drop | str]) -> None:
+    watch = DropWatch(config, RateLimit(notes.append))
     for number, end in enumerate(ends):
         if isinstance(end, Drop):
             watch.dropped(end, f"error {number} (task.py, line 3, in reward)")
         else:
             getattr(watch, end)()
+    return watch, notes
 
 
 @pytest.mark.parametrize(
@@ -81,24 +84,17 @@ def tell(watch: DropWatch, ends: list[Drop | str]) -> None:
     ],
 )
 def test_so_many_faults_in_a_row_stop_the_run(ends: list[Drop | str], stops: bool) -> None:
-    watch, _ = watch_of()
-    tell(watch, ends)
-    assert bool(watch.fault) is stops
+    assert bool(after(ends)[0].fault) is stops
 
 
 def test_the_line_has_the_commonest_reason_its_count_and_an_example() -> None:
-    watch, _ = watch_of()
-    tell(watch, [*[Drop.REFUSED] * 9, *[ERROR] * 30])
-    assert watch.fault == (
+    assert after([*[Drop.REFUSED] * 9, *[ERROR] * 30])[0].fault == (
         "no reward for 39 groups in a row: reward error 30 times, such as error 38 (task.py, "
         "line 3, in reward); mend that, or raise buffer.max_faults = 3"
     )
-    for batch_size, limit in ((1, MIN_FAULTS), (8, MIN_FAULTS), (9, 27)):  # there is a floor
-        watch, _ = watch_of(batch_size)
-        tell(watch, [ERROR] * (limit - 1))
-        assert not watch.fault
-        tell(watch, [ERROR])
-        assert watch.fault
+    for size, limit in ((1, MIN_FAULTS), (8, MIN_FAULTS), (9, 27)):  # there is a floor
+        assert not after([ERROR] * (limit - 1), size)[0].fault
+        assert after([ERROR] * limit, size)[0].fault
 
 
 @pytest.mark.parametrize(
@@ -113,8 +109,7 @@ def test_the_line_has_the_commonest_reason_its_count_and_an_example() -> None:
     ],
 )
 def test_a_filter_that_keeps_hardly_anything_warns(ends: list[Drop | str], said: str) -> None:
-    watch, notes = watch_of()
-    tell(watch, ends)
+    watch, notes = after(ends)
     assert bool(notes) is bool(said) and not watch.fault
     assert not said or (notes[0].startswith("warning: ") and re.search(said, notes[-1])), notes
     assert len(notes) <= 2

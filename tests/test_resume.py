@@ -1,31 +1,23 @@
 """Resuming a run: what may change, which checkpoint is taken, and which are kept."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fault_bodies import write_checkpoint
-from run_dirs import evaluate, log_of, make_config
 
 from minirl import launch
 from minirl.buffer import History
 from minirl.config import Config
 from minirl.errors import Interrupted, MinirlError, RecipeError
 from minirl.messages import CheckpointState
-from minirl.recipe import load, to_toml
-from minirl.resume import Start, check_changes, check_steps
-from minirl.run_dir import RunDir, choose_run_dir, holds_run, open_run
+from minirl.recipe import build, load, to_toml
+from minirl.resume import check_changes, check_steps
+from minirl.run_dir import choose_run_dir, holds_run, open_run
 from minirl.train import checkpoint
 from minirl.train.checkpoint import read_whole
 
 SMOKE = Path(__file__).parent.parent / "recipes" / "smoke.toml"
-
-
-def begun(run_dir: Path, **train: Any) -> Config:
-    config = replace(Config(), train=replace(Config().train, **train))
-    (run_dir / "recipe.toml").write_text(to_toml(config))
-    return config
 
 
 def save(run_dir: Path, step: int) -> Path:
@@ -35,43 +27,32 @@ def save(run_dir: Path, step: int) -> Path:
 
 
 def test_changes_that_cannot_change_what_is_learned_are_accepted(tmp_path: Path) -> None:
-    config = begun(tmp_path)
-    assert check_changes(config, tmp_path) == []
-    devices = replace(config.devices, train=2, rollout=3)
-    train = replace(config.train, steps=80, shard="optimizer")
-    buffer = replace(config.buffer, max_faults=9.0)  # as the run that it stopped advises
-    assert check_changes(
-        replace(config, devices=devices, train=train, buffer=buffer), tmp_path
-    ) == [
+    def changes(values: dict[str, Any]) -> list[str]:
+        return check_changes(build(values), tmp_path)
+
+    (tmp_path / "recipe.toml").write_text(to_toml(Config()))
+    values = {"devices.train": 2, "devices.rollout": 3, "train.steps": 80}
+    values |= {"train.shard": "optimizer", "buffer.max_faults": 9.0}
+    assert changes({}) == [] and changes(values) == [
         "devices.rollout 1 → 3",
         "devices.train 1 → 2",
         "buffer.max_faults 3.0 → 9.0",
         "train.steps 40 → 80",
         "train.shard none → optimizer",
     ]
-    # All that are refused are named at once.
-    train = replace(config.train, objective="/a/my_loss.py:my_loss", steps=50)
-    with pytest.raises(RecipeError) as refused:
-        check_changes(replace(config, seed=3, train=train), tmp_path)
+    with pytest.raises(RecipeError) as refused:  # all are named at once
+        changes({"train.objective": "/a/my_loss.py:my_loss", "train.steps": 50, "seed": 3})
     assert str(refused.value) == (
         f'--resume = "{tmp_path}": the run was begun with another recipe: seed 0 → 3, '
         "train.objective decoupled → /a/my_loss.py:my_loss; set these back, or start a new run"
     )
-    check_steps(config, 40)
+    check_steps(Config(), 40)
     with pytest.raises(RecipeError, match=r"train\.steps = 40: the run is at step 41 already"):
-        check_steps(config, 41)
-    config = begun(tmp_path, schedule="cosine")  # which ends with the steps
+        check_steps(Config(), 41)
+    cosine = {"train.schedule": "cosine"}  # which ends with the steps
+    (tmp_path / "recipe.toml").write_text(to_toml(build(cosine)))
     with pytest.raises(RecipeError, match=r"another recipe: train\.steps 40 → 50"):
-        check_changes(replace(config, train=replace(config.train, steps=50)), tmp_path)
-
-
-def test_what_another_recipe_evaluated_before_the_first_step_is_forgotten(tmp_path: Path) -> None:
-    log = log_of(tmp_path, make_config())
-    evaluate(log, version=0, right=1)
-    log.close()
-    again = log_of(tmp_path, make_config(), 0, Start().state.evaluating)
-    assert again.wants_evaluation and not again.evals and not RunDir(tmp_path).evals
-    again.close()
+        changes({**cosine, "train.steps": 50})
 
 
 def test_a_refused_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,16 +96,17 @@ def test_what_a_killed_save_left_is_swept_and_a_replaced_one_comes_back(tmp_path
     assert read_whole(folder).step == 5
 
 
-def test_the_last_and_the_best_stay(tmp_path: Path) -> None:
-    for number, (accuracies, kept) in enumerate(
-        (
-            ([], [5, 6]),
-            ([(2, 0.5), (3, 0.5)], [3, 5, 6]),  # of equals the later
-            ([(99, 1.0), (1, 0.1)], [1, 5, 6]),  # 99 was evaluated but not saved
-        )
-    ):
-        for step in range(1, 7):
-            save(tmp_path / f"{number}", step)
-        checkpoint.prune(tmp_path / f"{number}", 2, accuracies)
-        names = [path.name for path in checkpoint.found(tmp_path / f"{number}")]
-        assert names == [f"step-{i:06d}" for i in kept]
+@pytest.mark.parametrize(
+    ("accuracies", "kept"),
+    [
+        ([], [5, 6]),
+        ([(2, 0.5), (3, 0.5)], [3, 5, 6]),  # of equals the later
+        ([(99, 1.0), (1, 0.1)], [1, 5, 6]),  # 99 was evaluated but not saved
+    ],
+)
+def test_the_last_and_the_best_stay(
+    accuracies: list[tuple[int, float]], kept: list[int], tmp_path: Path
+) -> None:
+    folders = [save(tmp_path, step) for step in range(1, 7)]
+    checkpoint.prune(tmp_path, 2, accuracies)
+    assert checkpoint.found(tmp_path) == [folders[step - 1] for step in kept]

@@ -9,6 +9,7 @@ from run_dirs import Notes, evaluate, log_of, make_config, write_run
 from minirl.errors import MinirlError, RecipeError
 from minirl.messages import Trained
 from minirl.records import Batch
+from minirl.resume import Start
 from minirl.run_dir import JsonLines, RunDir, hold, open_run, read_lines, write_text
 
 CONFIG = make_config(steps=4)
@@ -89,19 +90,21 @@ def test_resume_and_rollback_cancel_what_came_after_the_checkpoint(tmp_path: Pat
     again = log_of(tmp_path, CONFIG, step=2, evaluating=2)  # it had ended after the checkpoint
     assert again.wants_evaluation and steps_of(tmp_path / "evals.jsonl") == [0]
     assert len(again.metrics) == 2 == len(RunDir(tmp_path).batches)
+    anew = log_of(tmp_path, CONFIG, 0, Start().state.evaluating)  # perhaps with another recipe
+    assert anew.wants_evaluation and not anew.evals and not RunDir(tmp_path).evals
 
 
 def test_a_limit_that_is_broken_warns_or_ends_the_run_in_one_line(tmp_path: Path) -> None:
     log, batch = log_of(tmp_path, CONFIG), Batch(7, 6, ())
     for _ in range(2):
         log.check(batch, Trained(7, {"train/entropy": 0.0}))
-    log.check(batch, Trained(7, problem="the loss was not finite"))
+    log.check(batch, Trained(7, {}, problem="the loss was not finite"))
     warning, unchanged = log.view
     assert warning.startswith("warning: step 7: train/entropy below 0.001: 0: ")
     assert unchanged == "step 7: the loss was not finite: the weights stay as they were"
     log.metrics += [{"train/skipped_updates": 1.0}] * 3
     with pytest.raises(MinirlError, match=r"step 7: no update .*; there is no checkpoint yet"):
-        log.check(batch, Trained(7))
+        log.check(batch, Trained(7, {}))
 
 
 def test_a_directory_takes_one_run_at_a_time_and_every_state_differs(tmp_path: Path) -> None:

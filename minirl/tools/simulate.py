@@ -148,8 +148,8 @@ class Simulation:
         """`max_running`: sequences that one engine decodes at once."""
         self.costs, self.lengths, self.group_size = costs, lengths, config.rollout.group_size
         size, own = config.train.batch_size, config.buffer
-        target = None if config.is_synchronous else own.target_staleness
-        self.buffer = Buffer(size, own.max_staleness, OnStale(own.on_stale), None, target)
+        rule, target = OnStale(own.on_stale), own.target_staleness
+        self.buffer = Buffer(size, own.max_staleness, rule, None, target)
         num_engines = config.devices.rollout // config.devices.tensor_parallel
         self.dispatcher = Dispatcher(num_engines, max(lengths.answers))
         self.engines = [SimulatedEngine(costs, max_running) for _ in range(num_engines)]

@@ -12,7 +12,7 @@ import math
 import sys
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from functools import partial
 from itertools import zip_longest
@@ -23,7 +23,6 @@ from rich.text import Text
 
 from minirl import balance
 from minirl.errors import one_line
-from minirl.groups import Phase
 from minirl.run_dir import Line
 from minirl.shm.board import Row, State, Total
 from minirl.view import dashboard
@@ -170,7 +169,7 @@ class Reporter:
             seconds=log.seconds if loop.is_ready else 0.0,
             verdict=balance.measured(config, lines[-20:], word),
             lanes=[self._lane(worker) for worker in self._workers],
-            slots=self._slots(),
+            slots=loop.groups.slots,
             staleness=[sum(n) for n in zip_longest(*list(log.recent_staleness), fillvalue=0)],
             max_staleness=config.buffer.max_staleness,
             curves={n: [(line["step"], line[n]) for line in shown if n in line] for n in CURVES},
@@ -213,10 +212,6 @@ class Reporter:
             weights = min(1.0, weights_s / passed)
             seconds.append((round(max(0.0, 1 - weights - idle_s / passed), 2), round(weights, 2)))
         return Lane(worker.name, lane_state(row), list(seconds))
-
-    def _slots(self) -> dict[str, int]:
-        held = Counter(state.phase for state in self._loop.groups.own)
-        return {**{str(phase): held[phase] for phase in Phase}, "free": self._loop.buffer.num_free}
 
 
 class Bar:

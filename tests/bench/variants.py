@@ -80,7 +80,8 @@ def behind_loop() -> type["Loop"]:
     class Behind(Loop):
         def learn(self) -> None:
             self.feed()  # slots that came back are taken before anything is trained
-            if self.groups.evaluation is None and not self.buffer.num_running:
+            slots = self.groups.slots
+            if self.groups.evaluation is None and not slots["sampling"] + slots["grading"]:
                 super().learn()
 
     return Behind

@@ -18,7 +18,7 @@ MIDDLE = """
 `evals.jsonl` has one line per evaluation of the held-out prompts.
 
 """
-EVALS = {  # of a line of evals.jsonl: Evaluation.result, and what RunLog.evaluated adds
+EVALS = {  # of a line of evals.jsonl: Evaluation.line, and what RunLog.evaluated adds
     "step": "training steps done at its start",
     "version": "the version that answered, on every engine",
     "seconds": "wall time since training began, at its end",
