@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +158,7 @@ def test_programs_and_functions(problems: Path) -> None:
         assert task.reward(task.train(0), Answer(text, StopReason.STOP, 10)) == 0.0, text
     slow = task_of(problems, timeout_s=1.0)
     assert score(slow, 0, "import time\ntime.sleep(60)") == 0.0, "wrong, and no failure"
-    task.limits = replace(task.limits, memory_bytes=2**80)
+    task.limits = task.limits._replace(memory_bytes=2**80)
     with pytest.raises(SandboxFailed):  # a sandbox that fails is no reward
         score(task, 0, ADD["solution"])
 

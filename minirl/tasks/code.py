@@ -11,9 +11,8 @@ import math
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from minirl.config import TasksConfig
 from minirl.errors import RecipeError
@@ -26,8 +25,7 @@ BLOCK = re.compile(r"^[ \t]*```(?:python|py|Python|python3)[ \t]*\r?\n(.*?)^[ \t
 INSTRUCTION = "Write the solution in Python, in one ```python block."
 
 
-@dataclass(frozen=True)
-class Test:
+class Test(NamedTuple):
     stdin: str
     call: Call | None
     expected: Any  # the text of stdout, or the value that the call returns
@@ -64,7 +62,7 @@ class Code(Task):
         deadline = time.monotonic() + 0.8 * self.config.timeout_s
         for test in self.tests[repr(example)]:
             left_s = deadline - time.monotonic()
-            limits = replace(self.limits, wall_s=min(self.limits.wall_s, left_s))
+            limits = self.limits._replace(wall_s=min(self.limits.wall_s, left_s))
             if left_s <= 0 or not passes(test, run(blocks[-1], test.stdin, test.call, limits)):
                 return 0.0
         return 1.0
