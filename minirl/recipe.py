@@ -10,7 +10,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -111,20 +111,11 @@ def _wrong(section: str, given: Mapping[str, Any], error: Mapping[str, Any]) -> 
         rule = f"{error['loc'][1]!r} must be a name with text, a number, true, false or a list"
     elif error["type"] == "string_pattern_mismatch":
         rule = "must be one line of text"
-    elif error["type"] == "literal_error":
-        choices = re.findall(r"'(.+?)'", error["ctx"]["expected"])
-        remedy = _near(str(error["input"]), choices, remedy)
     elif key == "devices.nodes":
         rule = 'must be a number from 1 to 1024, or "auto"'
     elif len(error["loc"]) > 1:
         rule = f"each item {rule}"
     return RecipeError(key, given[name], rule, remedy)
-
-
-def _near(given: str, known: Iterable[str], otherwise: str) -> str:
-    """The remedy for a value that is near a known one."""
-    near = difflib.get_close_matches(given, known, n=1, cutoff=0.7)
-    return f'did you mean "{near[0]}"?' if near else otherwise
 
 
 def _anchored(key: str, value: Any, folder: Path) -> Any:
@@ -234,10 +225,10 @@ def validate(config: Config) -> None:
     for key in ("devices.rollout", "devices.train"):
         need(config, key, not devices.share or get(config, key) == 1, rule, remedy)
     for key, built_in in BUILT_IN.items():
-        value, is_own = get(config, key), re.compile(r".+:[^\W\d]\w*").fullmatch
+        value = get(config, key)
+        is_known = value in built_in or re.fullmatch(r".+:[^\W\d]\w*", value) is not None
         rule = f'must be one of {", ".join(built_in)}, or your own "FILE.py:NAME"'
-        remedy = _near(value, built_in, f"{built_in[0]} is usual")
-        need(config, key, value in built_in or bool(is_own(value)), rule, remedy)
+        need(config, key, is_known, rule, f"{built_in[0]} is usual")
 
 
 def check_task(config: Config, *others: str) -> None:

@@ -19,7 +19,7 @@ from minirl.errors import RecipeError
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Task
 from minirl.tasks.sandbox import Call, Limits, Outcome, run, why_not
-from minirl.tasks.sources import SourceRow, as_rows, bad_row
+from minirl.tasks.sources import SourceRow, as_rows
 
 BLOCK = re.compile(r"^[ \t]*```(?:python|py|Python|python3)[ \t]*\r?\n(.*?)^[ \t]*```", re.M | re.S)
 INSTRUCTION = "Write the solution in Python, in one ```python block."
@@ -107,7 +107,7 @@ def _tests(row: SourceRow) -> tuple[Test, ...]:
         return tests
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         rule = f"is no problem ({type(error).__name__}: {error})"
-        raise bad_row(row, rule, "see docs/sandbox.md for the form of a row") from None
+        raise row.error(rule, "see docs/sandbox.md for the form of a row") from None
 
 
 def _test(row: Mapping[str, Any]) -> Test:

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Task
-from minirl.tasks.sources import SourceRow, bad_row
+from minirl.tasks.sources import SourceRow
 
 INSTRUCTION = "Please reason step by step, and put your final answer after ####."
 HASHES = "####"
@@ -41,13 +41,12 @@ class Gsm8k(Task):
         number = final_number(asked.reference)
         if number is None:
             rule = f'no number in its column "{self.reference_column}"'
-            raise bad_row(row, rule, "end references with one, such as #### 12")
+            raise row.error(rule, "end references with one, such as #### 12")
         worked = re.sub(r"<<.*?>>", "", asked.reference)  # the data's calculator annotations
         return Example(instructed(asked, self.options["instruction"]), str(number), worked)
 
     def reward(self, example: Example, answer: Answer) -> float:
-        given = final_number(answer.text)
-        is_right = given is not None and given == final_number(example.reference)
+        is_right = final_number(answer.text) == final_number(example.reference)
         return float(is_right and answer.stop is StopReason.STOP)
 
     def solution(self, example: Example) -> str:
