@@ -112,14 +112,11 @@ def test_rewards_and_texts_come_in_order_and_a_failure_is_never_a_0(bench: Bench
     texts = ("right", "wrong", "right", "wrong right")  # no prompt, no special token
     request = bench.grade(4, "right<eos>", *texts[1:])
     assert bench.ask(request) == Graded(4, (1.0, 0.0, 1.0, 0.0), texts)
-    failures = {
-        "raise": "ValueError: no idea (moody.py, line 16, in reward)",
-        "nan": "ValueError: the reward is nan, not a finite number",
-        "inf": "ValueError: the reward is inf, not a finite number",
-        "text": "ValueError: the reward is 'not a number', not a finite number",
-    }
-    for group_id, (text, error) in enumerate(failures.items()):
-        assert bench.ask(bench.grade(group_id, "right", text)) == Graded(group_id, error=error)
+    numbers = {"nan": "nan", "inf": "inf", "text": "'not a number'"}
+    failures = {word: f"the reward is {n}, not a finite number" for word, n in numbers.items()}
+    failures["raise"] = "no idea (moody.py, line 16, in reward)"
+    for i, (text, error) in enumerate(failures.items()):
+        assert bench.ask(bench.grade(i, "right", text)) == Graded(i, error=f"ValueError: {error}")
 
 
 def test_a_reward_that_takes_too_much_memory_costs_its_verifier(bench: Bench) -> None:
