@@ -21,11 +21,11 @@ from minirl.tasks.verifier import VerifierSetup
 TOKENIZER = tokenizer(512)
 EXAMPLE = Example("q", "right")
 TASK = """
-import os, time
-from types import SimpleNamespace
+import os
 
 class Moody:
     num_train = 1
+    replies = {"wrong": "text right", "nan": "", "inf": 3}
 
     def __init__(self, config, seed):
         pass
@@ -36,10 +36,6 @@ class Moody:
                 return len(bytearray(2**30))
             case "raise":
                 raise ValueError("no idea")
-            case "hang":
-                time.sleep(600)
-            case "exit":
-                os._exit(5)
             case "nan" | "inf" as number:
                 return float(number)
             case "text":
@@ -48,15 +44,9 @@ class Moody:
 
     def reply(self, example, turns):
         assert turns[1::2] == ("text right",) * (len(turns) // 2), turns
-        match turns[-1]:
-            case "huge" | "raise" | "hang" | "exit" as word:
-                return self.reward(example, SimpleNamespace(text=word)) and None
-            case "nan":
-                return ""
-            case "inf":
-                return 3
-            case "wrong":
-                return "text right"
+        if turns[-1] == "exit":
+            os._exit(5)
+        return self.replies.get(turns[-1]) if turns[-1] != "raise" else {}["no idea"]
 """
 
 
@@ -149,7 +139,7 @@ def test_a_reply_is_given_as_its_own_tokens_and_none_ends_the_conversation(bench
 
 
 def test_a_reply_that_fails_says_why(bench: Bench) -> None:
-    failures = {"raise": "ValueError: no idea", "nan": "ValueError: the reply has no token"}
+    failures = {"raise": "KeyError: 'no idea'", "nan": "ValueError: the reply has no token"}
     for text, error in {**failures, "inf": "TypeError"}.items():  # 3 is no text
         replied = bench.ask(bench.turn(2, text))
         assert replied.tokens == () and replied.error.startswith(error)
