@@ -35,7 +35,6 @@ from minirl.tasks.verifier import limit_memory
 from minirl.workers import LISTEN_S, Workers, signals
 
 METHODS = ("load", "example", "reply", "train", "heldout", "reward", "solution")
-EXIT = os._exit
 MOST_LOOKED_AT = 10_000  # training examples
 KEPT = {"HF_TOKEN"}  # for data of one's own on the hub; what passes runs with all secrets anyway
 
@@ -48,8 +47,8 @@ def checking(config: Config, folder: Path | None) -> Iterator[Callable[[], Check
     if config.tasks.kind in registry.BUILT_IN:  # not a user's code: no process, a quicker start
         yield lambda: _check(config, folder)
         return
-    env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    place = Placement("cpu", env=env | {name: os.environ[name] for name in KEPT & {*os.environ}})
+    kept = {name: value for name, value in os.environ.items() if name in KEPT}
+    place = Placement("cpu", env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **kept})
     with TemporaryDirectory(prefix="minirl-check-") as logs, signals():
         workers = Workers(Path(logs), 1)
         try:
@@ -87,17 +86,18 @@ def _refusal(config: Config, workers: Workers, how: str) -> Exception:
 
 def run(setup: tuple[Config, Path | None], board: BoardWriter, pipe: Connection) -> None:
     """The body of the process."""
+    leave = os._exit
+
+    def dump_and_leave(status: int) -> NoReturn:
+        faulthandler.dump_traceback(2, all_threads=False)
+        leave(status)
+
     limit_memory(setup[0])
-    os._exit = _dump_and_exit
+    os._exit = dump_and_leave
     try:
         pipe.send(_check(*setup, _Watch(setup[0].tasks.timeout_s).make_task))
     except RecipeError as error:
         pipe.send(error)
-
-
-def _dump_and_exit(status: int) -> NoReturn:
-    faulthandler.dump_traceback(2, all_threads=False)
-    EXIT(status)
 
 
 def _check(

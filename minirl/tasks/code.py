@@ -75,15 +75,13 @@ def passes(test: Test, outcome: Outcome) -> bool:
     if outcome.status:
         return False
     if test.call is None:
-        return _lines(outcome.output.decode(errors="replace")) == _lines(test.expected)
+        texts = outcome.output.decode(errors="replace"), test.expected
+        printed, wanted = ([line.rstrip() for line in t.rstrip().split("\n")] for t in texts)
+        return printed == wanted
     try:
         return equal(json.loads(outcome.output), test.expected)
     except (ValueError, RecursionError):  # no JSON, or not the JSON of a value that is expected
         return False
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def equal(given: Any, expected: Any) -> bool:
