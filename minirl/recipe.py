@@ -10,7 +10,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -111,9 +111,6 @@ def _wrong(section: str, given: Mapping[str, Any], error: Mapping[str, Any]) -> 
         rule = f"{error['loc'][1]!r} must be a name with text, a number, true, false or a list"
     elif error["type"] == "string_pattern_mismatch":
         rule = "must be one line of text"
-    elif error["type"] == "literal_error":
-        choices = re.findall(r"'(.+?)'", error["ctx"]["expected"])
-        remedy = _near(str(error["input"]), choices, remedy)
     elif key == "devices.nodes":
         rule = 'must be a number from 1 to 1024, or "auto"'
     elif len(error["loc"]) > 1:
@@ -121,24 +118,16 @@ def _wrong(section: str, given: Mapping[str, Any], error: Mapping[str, Any]) -> 
     return RecipeError(key, given[name], rule, remedy)
 
 
-def _near(given: str, known: Iterable[str], otherwise: str) -> str:
-    """The remedy for a value that is near a known one."""
-    near = difflib.get_close_matches(given, known, n=1, cutoff=0.7)
-    return f'did you mean "{near[0]}"?' if near else otherwise
-
-
 def _anchored(key: str, value: Any, folder: Path) -> Any:
     """A value that names a file beside its recipe, or else in the working folder, with the whole
     path: the run can then be resumed from anywhere."""
-    file, colon, name = "", "", ""
-    if key in ("tasks.data", "model.path") and isinstance(value, str) and value.startswith("~"):
-        value = os.path.expanduser(value)
-    if key == "tasks.data" and isinstance(value, str):
-        file = value
-    elif key in BUILT_IN and isinstance(value, str) and ".py:" in value:
-        file, colon, name = value.rpartition(":")
+    if not isinstance(value, str) or key not in ("tasks.data", "model.path", *BUILT_IN):
+        return value
+    value = os.path.expanduser(value)
+    file, colon, name = value.rpartition(":") if key in BUILT_IN else (value, "", "")
+    is_file = file.endswith(".py") if key in BUILT_IN else key == "tasks.data"
     for base in (folder, Path()):
-        if file and os.path.exists(base / file):
+        if is_file and file and os.path.exists(base / file):
             return os.path.abspath(base / file) + colon + name
     return value
 
@@ -208,73 +197,71 @@ def _unknown(key: str) -> tuple[str, str]:
     return "no such key", f"there are {', '.join(there or ['seed', *SECTIONS])}"
 
 
+def need(config: Config, key: str, is_kept: bool, rule: str, remedy: str) -> None:
+    if not is_kept:
+        raise RecipeError(key, get(config, key), rule, remedy)
+
+
 def validate(config: Config) -> None:
     """The rules that need neither the model nor the machine."""
     train, devices, group_size = config.train, config.devices, config.rollout.group_size
-
-    def need(key: str, is_kept: bool, rule: str, remedy: str) -> None:
-        if not is_kept:
-            raise RecipeError(key, get(config, key), rule, remedy)
-
     multiples = {"train.batch_size": "train.num_minibatches"}
     for key, divisor in {**multiples, "devices.rollout": "devices.tensor_parallel"}.items():
         value, of = get(config, key), get(config, divisor)
         rule, remedy = f"must be a multiple of {divisor} = {of}", f"{-(-value // of) * of} is one"
-        need(key, value % of == 0, rule, remedy)
+        need(config, key, value % of == 0, rule, remedy)
     share = train.batch_size // train.num_minibatches * group_size
     rule, remedy = f"a minibatch has only {share} trajectories", "raise train.batch_size"
-    need("devices.train", share >= devices.train, rule, remedy)
+    need(config, "devices.train", share >= devices.train, rule, remedy)
     longest = config.max_tokens_per_trajectory
     rule = f"must hold tasks.max_prompt_tokens + rollout.max_new_tokens = {longest}"
-    need("train.max_tokens", train.max_tokens >= longest, rule, f"raise it to {longest}")
+    need(config, "train.max_tokens", train.max_tokens >= longest, rule, f"raise it to {longest}")
     slow = config.tasks.timeout_s
     rule, remedy = f"must be above tasks.timeout_s = {slow}", "a slow reward is no stall: raise it"
-    need("log.stall_s", config.log.stall_s > slow, rule, remedy)
+    need(config, "log.stall_s", config.log.stall_s > slow, rule, remedy)
     can_shard = train.shard == "none" or devices.train > 1
-    need("train.shard", can_shard, "there is one training device", '"none" works')
+    need(config, "train.shard", can_shard, "there is one training device", '"none" works')
     rule, remedy = "devices.share is for one engine and one rank", "1, or devices.share = false"
     for key in ("devices.rollout", "devices.train"):
-        need(key, not devices.share or get(config, key) == 1, rule, remedy)
+        need(config, key, not devices.share or get(config, key) == 1, rule, remedy)
     for key, built_in in BUILT_IN.items():
-        value, is_own = get(config, key), re.compile(r".+:[^\W\d]\w*").fullmatch
+        value = get(config, key)
+        is_known = value in built_in or re.fullmatch(r".+:[^\W\d]\w*", value) is not None
         rule = f'must be one of {", ".join(built_in)}, or your own "FILE.py:NAME"'
-        remedy = _near(value, built_in, f"{built_in[0]} is usual")
-        need(key, value in built_in or bool(is_own(value)), rule, remedy)
+        need(config, key, is_known, rule, f"{built_in[0]} is usual")
 
 
 def check_task(config: Config, *others: str) -> None:
     """The file of tasks.kind is here, and that of other keys of BUILT_IN. Runs none of it."""
     for key in ("tasks.kind", *others):
         file = get(config, key).rpartition(":")[0]
-        if file.endswith(".py") and not os.path.isfile(file):
-            remedy = "put it beside the recipe or into the working folder"
-            raise RecipeError(key, get(config, key), "there is no such file", remedy)
+        is_here = not file.endswith(".py") or os.path.isfile(file)
+        remedy = "put it beside the recipe or into the working folder"
+        need(config, key, is_here, "there is no such file", remedy)
 
 
 def check_devices(config: Config, kind: str, available: int, rollout: int | None = None) -> Config:
     """`kind` is what the run would use, "cuda" or "cpu"; `available` counts GPUs or CPU cores;
     `rollout` is given where it is not devices.rollout. Gives the recipe; the only GPU is shared."""
     devices = config.devices
+    is_here = kind == "cuda" or devices.kind != "cuda"
+    need(config, "devices.kind", is_here, "there is no CUDA device here", '"cpu" works')
     if kind == "cuda" and available == devices.rollout == devices.train == 1:
         devices = replace(devices, share=True)
-    if devices.kind == "cuda" and kind != "cuda":
-        raise RecipeError("devices.kind", "cuda", "there is no CUDA device here", '"cpu" works')
     wanted = devices.train + (devices.rollout if rollout is None else rollout) - devices.share
     limit, what = (available, "GPUs") if kind == "cuda" else (max(4, 2 * available), "cores")
-    if wanted > limit:
-        rule = f"with devices.train = {devices.train} that is {wanted} {what}, of {available} here"
-        remedy = f"the two together may be {limit}" if limit > 1 else "1 each would share it"
-        raise RecipeError("devices.rollout", devices.rollout, rule, remedy)
+    rule = f"with devices.train = {devices.train} that is {wanted} {what}, of {available} here"
+    remedy = f"the two together may be {limit}" if limit > 1 else "1 each would share it"
+    need(config, "devices.rollout", wanted <= limit, rule, remedy)
     return replace(config, devices=devices)
 
 
 def check_memory(config: Config, available_bytes: int) -> None:
     """The trajectory ring is allocated at start, whole."""
-    if config.ring_bytes > available_bytes:
-        needed, free = (f"{n / 2**30:.1f} GiB" for n in (config.ring_bytes, available_bytes))
-        rule = f"the trajectory ring would take {needed} of the {free} that are free"
-        remedy = "lower it, rollout.group_size, buffer.max_staleness or rollout.max_new_tokens"
-        raise RecipeError("train.batch_size", config.train.batch_size, rule, remedy)
+    needed, free = (f"{n / 2**30:.1f} GiB" for n in (config.ring_bytes, available_bytes))
+    rule = f"the trajectory ring would take {needed} of the {free} that are free"
+    remedy = "lower it, rollout.group_size, buffer.max_staleness or rollout.max_new_tokens"
+    need(config, "train.batch_size", config.ring_bytes <= available_bytes, rule, remedy)
 
 
 def check_packages(config: Config) -> None:
@@ -283,20 +270,16 @@ def check_packages(config: Config) -> None:
     if config.train.optimizer == "adamw8bit":
         needed.append(("train.optimizer", "bitsandbytes", "adamw8bit"))
     for key, package, extra in needed:
-        if find_spec(package) is None:
-            remedy = f'pip install "minirl[{extra}]", or take it out'
-            raise RecipeError(key, get(config, key), f"{package} is not installed", remedy)
+        remedy = f'pip install "minirl[{extra}]", or take it out'
+        need(config, key, find_spec(package) is not None, f"{package} is not installed", remedy)
 
 
 def check_boxes(config: Config) -> None:
     """What several boxes need, before Ray is asked. Imports nothing."""
-    nodes = config.devices.nodes
-    if find_spec("ray") is None:
-        remedy = 'pip install "minirl[ray]", or 1'
-        raise RecipeError("devices.nodes", nodes, "Ray is not installed", remedy)
-    if config.takes_turns:
-        rule, remedy = "devices.share at η = 0 is for one box", "raise buffer.max_staleness, or 1"
-        raise RecipeError("devices.nodes", nodes, rule, remedy)
+    key, remedy = "devices.nodes", 'pip install "minirl[ray]", or 1'
+    need(config, key, find_spec("ray") is not None, "Ray is not installed", remedy)
+    rule, remedy = "devices.share at η = 0 is for one box", "raise buffer.max_staleness, or 1"
+    need(config, key, not config.takes_turns, rule, remedy)
 
 
 def is_path(name: str) -> bool:
@@ -335,23 +318,22 @@ def check_model(config: Config, folder: Path, kind: str = "") -> None:
     """What only the model's config.json can tell; `kind` is that of the devices of engines."""
     model_config = read_model_config(config, folder)
     sizes = model_config.get("text_config") or model_config
-    limit, longest = sizes.get("max_position_embeddings"), config.max_tokens_per_trajectory
-    if limit and longest > limit:
-        rule = f"with tasks.max_prompt_tokens that is {longest}, past the model's {limit} positions"
-        remedy = f"shorten one: together at most {limit}"
-        raise RecipeError("rollout.max_new_tokens", config.rollout.max_new_tokens, rule, remedy)
-    parallel, heads = config.devices.tensor_parallel, sizes.get("num_attention_heads")
-    if heads and heads % parallel:
-        rule = f"must divide the model's {heads} attention heads"
-        raise RecipeError("devices.tensor_parallel", parallel, rule, "1 does")
-    known, stops = sizes.get("vocab_size"), config.rollout.stop_tokens
-    if known and max(stops, default=0) >= known:
-        rule = f"the model has only the tokens below {known}"
-        raise RecipeError("rollout.stop_tokens", stops, rule, "take the others out")
+    longest, heads = config.max_tokens_per_trajectory, sizes.get("num_attention_heads") or 0
+    limit = sizes.get("max_position_embeddings") or longest
+    rule = f"with tasks.max_prompt_tokens that is {longest}, past the model's {limit} positions"
+    remedy = f"shorten one: together at most {limit}"
+    need(config, "rollout.max_new_tokens", longest <= limit, rule, remedy)
+    is_divisor = heads % config.devices.tensor_parallel == 0
+    rule = f"must divide the model's {heads} attention heads"
+    need(config, "devices.tensor_parallel", is_divisor, rule, "1 does")
+    known, last = sizes.get("vocab_size"), max(config.rollout.stop_tokens, default=-1)
+    rule, remedy = f"the model has only the tokens below {known}", "take the others out"
+    need(config, "rollout.stop_tokens", not known or last < known, rule, remedy)
     needed = kv_bytes_per_token(config, sizes) * -(-longest // 32) * 32 / 2**30  # in whole blocks
-    if kind == "cpu" and config.devices.kind != "cuda" and needed > config.rollout.kv_cache_gib:
-        rule = f"one sequence of {longest} tokens needs {needed:.3g}"
-        raise RecipeError("rollout.kv_cache_gib", config.rollout.kv_cache_gib, rule, "raise it")
+    is_cpu = kind == "cpu" and config.devices.kind != "cuda"
+    is_enough = not is_cpu or needed <= config.rollout.kv_cache_gib
+    rule = f"one sequence of {longest} tokens needs {needed:.3g}"
+    need(config, "rollout.kv_cache_gib", is_enough, rule, "raise it")
 
 
 def kv_bytes_per_token(config: Config, sizes: Mapping[str, Any]) -> int:

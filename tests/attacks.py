@@ -15,8 +15,8 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from minirl.tasks import jail
 from minirl.tasks.code import Test, passes
@@ -24,7 +24,7 @@ from minirl.tasks.sandbox import Call, Limits, Outcome, run
 
 # On a busy machine too, an attack comes to its point.
 SMALL = Limits(2, 60.0, 2**28, file_bytes=2**18, scratch_bytes=2**20, num_files=64, num_threads=8)
-SHORT = replace(SMALL, wall_s=0.5)  # for those that never end by themselves
+SHORT = SMALL._replace(wall_s=0.5)  # for those that never end by themselves
 ENDLESS = (
     *("patient fork bomb", "endless errors", "busy for ever", "asleep for ever"),
     *("deaf to signals", "thread bomb", "deep recursion", "chatter"),
@@ -64,8 +64,7 @@ VERDICTS["too much syntax"] = "print(" + "(" * 5000 + ")" * 5000 + ")"
 PROGRAMS = {**RESOURCES, **ESCAPES, **VERDICTS}
 
 
-@dataclass(frozen=True)
-class World:
+class World(NamedTuple):
     """What there is to get at, outside."""
 
     secret: str
@@ -79,7 +78,7 @@ class World:
 
     def attempt(self, name: str, max_abi: int = 99) -> tuple[Outcome, bool]:
         call = Call("secret_of", ("question",)) if name in FUNCTIONS else None
-        limits = replace(SHORT if name in ENDLESS else SMALL, max_abi=max_abi)
+        limits = (SHORT if name in ENDLESS else SMALL)._replace(max_abi=max_abi)
         outcome = run(self.code(name), "question\n", call, limits)  # raises if the sandbox broke
         return outcome, passes(Test("question\n", call, self.secret), outcome)
 

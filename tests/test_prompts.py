@@ -140,11 +140,8 @@ def test_after_a_chat_models_own_end_a_reply_is_a_users_message_elsewhere_its_te
     for template, example, last, text in (
         (TURNS_TEMPLATE, CHAT, EOS, "\n[user]more\n[assistant]"),  # the end is there already
         (TURNS_TEMPLATE, CHAT, PAD, "<eos>\n[user]more\n[assistant]"),  # another special token
-        *(
-            (TURNS_TEMPLATE, CHAT, 7, "more"),
-            (TURNS_TEMPLATE, TEXT, EOS, "more"),
-            (None, CHAT, EOS, "more"),
-        ),
+        *((TURNS_TEMPLATE, *where, "more") for where in ((CHAT, 7), (TEXT, EOS))),
+        (None, CHAT, EOS, "more"),
     ):
         dialogue, tokenizer = chatty(template)
         assert reply_tokens("more", example, last, tokenizer, dialogue) == ids(tokenizer, text)
@@ -156,19 +153,16 @@ def test_turns_come_back_from_the_flat_record_as_they_were_said(is_ended: bool) 
     texts = ("a é answer", "more 💡\n", "last >>", " = 3", "end")
     tokens, versions = [], []
     for number, text in enumerate(texts):
+        found = ids(tokenizer, text) + [EOS] * (is_ended and number == 0)
         if number % 2:
             found = reply_tokens(text, CHAT, tokens[-1], tokenizer, dialogue)
-        else:
-            found = ids(tokenizer, text) + [EOS] * (is_ended and number == 0)
         tokens += found
         versions += [-1 if number % 2 else 2] * len(found)
     ring = TrajectoryRing(1, 200)
-    logprobs = [0.0 if version < 0 else -1.0 for version in versions]
-    ring.write(0, 1, ids(tokenizer, "Hi"), tokens, logprobs, versions)
+    ring.write(0, 1, ids(tokenizer, "Hi"), tokens, [-1.0] * len(tokens), versions)
     view = ring.read(0, 1)
     assert view.mask.tolist() == [0, 0, *(int(version >= 0) for version in versions)]
-    assert texts_of(view, tokenizer, dialogue) == texts
-    assert len(runs(view.mask)) == 5
+    assert texts_of(view, tokenizer, dialogue) == texts and len(runs(view.mask)) == 5
     assert readable(texts) == "a é answer⟦more 💡\n⟧last >>⟦ = 3⟧end"
     one_turn = texts_of(view, tokenizer, None)
     assert len(one_turn) == 1 and "more" not in one_turn[0]
@@ -177,18 +171,15 @@ def test_turns_come_back_from_the_flat_record_as_they_were_said(is_ended: bool) 
 # `minirl data`: what it shows is what a run would see ---------------------------------------------
 
 
-TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
-ROWS = [
-    ("What is 1 + 1?", "2"),
-    ("What is 2 + 2?", "#### 4"),
-    ("what is  1 + 1?", "2"),  # but for case and space, the first again
-    ("What is 3 + 3? " + "Think! " * 40, "6"),
-]
+ROWS = {  # the third is the first again, but for case and space
+    "train": ["What is 1 + 1?", "What is 2 + 2?", "what is  1 + 1?", "What is 3?" + " Think!" * 40],
+    "test": ["What is 2 + 2?", "And 5?"],
+}
 
 
 def test_the_tiny_models_view_of_rows_of_ones_own(tmp_path: Path) -> None:
-    for split, rows in (("train", ROWS), ("test", [("What is 2 + 2?", "4"), ("And 5?", "5")])):
-        lines = [json.dumps({"question": q, "answer": a}) for q, a in rows]
+    for split, questions in ROWS.items():
+        lines = [json.dumps({"question": q, "answer": str(len(q))}) for q in questions]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
     path = tmp_path / "r.toml"
     path.write_text('[tasks]\nkind = "gsm8k"\ndata = "."\nmax_prompt_tokens = 200\n')
@@ -196,7 +187,7 @@ def test_the_tiny_models_view_of_rows_of_ones_own(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for text in (
         "What is 1 + 1?\nPlease reason step by step",
-        "reference: 2",
+        "reference: 14",
         "4 references score 1",
         "1 of 4 (25.0%) above tasks.max_prompt_tokens = 200",
         "1 prompts that came before",
@@ -211,7 +202,7 @@ def test_the_light_tokenizer_is_the_runs_own(tied_folder: Path, tmp_path: Path) 
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tied_folder)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = TURNS_TEMPLATE
     tokenizer.save_pretrained(tmp_path)
     one = ({"role": "user", "content": "2?"},)
     for folder in (tmp_path, tied_folder):
@@ -231,13 +222,7 @@ def test_an_example_that_hangs_or_fails_is_one_line_with_its_own_line(tmp_path: 
     own: dict[str, Any] = {}
     exec(compile(file.read_text(), str(file), "exec"), own)
     config = Config(tasks=TasksConfig(kind=f"{file}:Late", timeout_s=0.2))
-    for name, said in (
-        ("hang", "longer than tasks.timeout_s = 0.2 (late.py, line "),
-        ("fail", "6"),
-    ):
-        with (
-            pytest.raises(RecipeError, match=r"\(late.py, line \d, in ") as caught,
-            bounded(config),
-        ):
+    slow = r"longer than tasks.timeout_s = 0.2 \(late.py, line \d, in hang\)"
+    for name, said in (("hang", slow), ("fail", r"\(late.py, line 6, in fail\)")):
+        with pytest.raises(RecipeError, match=said), bounded(config):
             own[name]()
-        assert said in str(caught.value) and f"in {name})" in str(caught.value)

@@ -5,9 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from attacks import ESCAPES, FUNCTIONS, NOBODY, PROGRAMS, SHORT, World, world
@@ -63,9 +61,10 @@ def test_the_same_holds_in_a_container_and_for_another_user(tmp_path: Path, uid:
 
 def test_the_attacks_are_real(attacked: World) -> None:
     """Outside of the sandbox the same code does get what it is after."""
-    names = ("ssh key", "internet socket", "abstract unix socket", "path socket", "chmod a file")
-    names += ("its own environment", "half of a pair of sockets", "signal to the parent")
-    for name in names:
+    for name in (
+        *("ssh key", "internet socket", "abstract unix socket", "path socket", "chmod a file"),
+        *("its own environment", "half of a pair of sockets", "signal to the parent"),
+    ):
         code = attacked.code(name).replace("0o777", "0o644")  # as it was
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert "ESCAPED" in done.stdout, name
@@ -80,10 +79,8 @@ def test_an_outcome_says_why(attacked: World) -> None:
 
 
 def test_it_dies_with_the_process_that_started_it() -> None:
-    program = (
-        "from minirl.tasks.sandbox import *\n"
-        "run('import time\\ntime.sleep(600)', limits=Limits(wall_s=600.0))"
-    )
+    code = "run('import time\\ntime.sleep(600)', limits=Limits(wall_s=600.0))"
+    program = f"from minirl.tasks.sandbox import *\n{code}"
     with subprocess.Popen([sys.executable, "-c", program]) as parent:
         wait_until(lambda: len(children(parent.pid)) == 1)
         child = children(parent.pid)[0]
@@ -124,18 +121,8 @@ PAIR = {
 }
 
 
-def task_of(problems: Path, **changes: Any) -> Code:
-    return Code(
-        TasksConfig(**{"kind": "code", "data": str(problems), "timeout_s": 60.0, **changes})
-    )
-
-
-@pytest.fixture(scope="module")
-def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    problems = tmp_path_factory.mktemp("problems")
-    for name in ("train", "test"):
-        (problems / f"{name}.jsonl").write_text(f"{json.dumps(ADD)}\n{json.dumps(PAIR)}\n")
-    return problems
+def task_of(problems: Path, timeout_s: float = 60.0) -> Code:
+    return Code(TasksConfig(kind="code", data=str(problems), timeout_s=timeout_s))
 
 
 def score(task: Code, index: int, program: str, stop: StopReason = StopReason.STOP) -> float:
@@ -149,29 +136,29 @@ def test_the_built_in_problems_check_themselves() -> None:
     assert task.num_train == 16 and len(task.heldout(99)) == 4
 
 
-def test_programs_and_functions(problems: Path) -> None:
-    task = task_of(problems)
+def test_programs_and_functions(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(ADD)}\n{json.dumps(PAIR)}\n")
+    task = task_of(tmp_path)
     for line in (Path(__file__).parent / "data" / "code_cases.jsonl").read_text().splitlines():
         case = json.loads(line)
         assert score(task, case["problem"], case["program"]) == case["reward"], line
     assert score(task, 0, ADD["solution"], StopReason.LENGTH) == 0.0
     for text in ("no code", f"```\n{ADD['solution']}\n```", f"```python\n{ADD['solution']}"):
         assert task.reward(task.train(0), Answer(text, StopReason.STOP, 10)) == 0.0, text
-    slow = task_of(problems, timeout_s=1.0)
+    slow = task_of(tmp_path, timeout_s=1.0)
     assert score(slow, 0, "import time\ntime.sleep(60)") == 0.0, "wrong, and no failure"
-    task.limits = replace(task.limits, memory_bytes=2**80)
+    task.limits = task.limits._replace(memory_bytes=2**80)
     with pytest.raises(SandboxFailed):  # a sandbox that fails is no reward
         score(task, 0, ADD["solution"])
 
 
-EQUAL = [(3, 3), (3.0, 3), (0.30000000000000004, 0.3), (3, 3.0), ([1, [2.0, 3]], [1, [2, 3]])]
-EQUAL += [({"a": [0.1]}, {"a": [0.1000000001]}), (None, None)]
-DIFFERENT = [(0.3001, 0.3), (10**400, 1.0), (float("nan"), 1.0), ("3", 3), ([1, 2], [1, 2, 3])]
-DIFFERENT += [([1, 2], [2, 1]), ({"a": 1}, {"a": 1, "b": 2}), (0, None), ([], {})]
-
-
 def test_equality() -> None:
-    assert all(equal(*pair) for pair in EQUAL) and not any(equal(*pair) for pair in DIFFERENT)
+    same = [(3, 3), (3.0, 3), (0.30000000000000004, 0.3), (3, 3.0), ([1, [2.0, 3]], [1, [2, 3]])]
+    same += [({"a": [0.1]}, {"a": [0.1000000001]}), (None, None)]
+    other = [(0.3001, 0.3), (10**400, 1.0), (float("nan"), 1.0), ("3", 3), ([1, 2], [1, 2, 3])]
+    other += [([1, 2], [2, 1]), ({"a": 1}, {"a": 1, "b": 2}), (0, None), ([], {})]
+    assert all(equal(*pair) for pair in same) and not any(equal(*pair) for pair in other)
 
 
 def test_a_bad_row_is_one_line(tmp_path: Path) -> None:

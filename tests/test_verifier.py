@@ -21,11 +21,11 @@ from minirl.tasks.verifier import VerifierSetup
 TOKENIZER = tokenizer(512)
 EXAMPLE = Example("q", "right")
 TASK = """
-import os, time
-from types import SimpleNamespace
+import os
 
 class Moody:
     num_train = 1
+    replies = {"wrong": "text right", "nan": "", "inf": 3}
 
     def __init__(self, config, seed):
         pass
@@ -36,10 +36,6 @@ class Moody:
                 return len(bytearray(2**30))
             case "raise":
                 raise ValueError("no idea")
-            case "hang":
-                time.sleep(600)
-            case "exit":
-                os._exit(5)
             case "nan" | "inf" as number:
                 return float(number)
             case "text":
@@ -48,15 +44,9 @@ class Moody:
 
     def reply(self, example, turns):
         assert turns[1::2] == ("text right",) * (len(turns) // 2), turns
-        match turns[-1]:
-            case "huge" | "raise" | "hang" | "exit" as word:
-                return self.reward(example, SimpleNamespace(text=word)) and None
-            case "nan":
-                return ""
-            case "inf":
-                return 3
-            case "wrong":
-                return "text right"
+        if turns[-1] == "exit":
+            os._exit(5)
+        return self.replies.get(turns[-1]) if turns[-1] != "raise" else {}["no idea"]
 """
 
 
@@ -112,14 +102,11 @@ def test_rewards_and_texts_come_in_order_and_a_failure_is_never_a_0(bench: Bench
     texts = ("right", "wrong", "right", "wrong right")  # no prompt, no special token
     request = bench.grade(4, "right<eos>", *texts[1:])
     assert bench.ask(request) == Graded(4, (1.0, 0.0, 1.0, 0.0), texts)
-    failures = {
-        "raise": "ValueError: no idea (moody.py, line 16, in reward)",
-        "nan": "ValueError: the reward is nan, not a finite number",
-        "inf": "ValueError: the reward is inf, not a finite number",
-        "text": "ValueError: the reward is 'not a number', not a finite number",
-    }
-    for group_id, (text, error) in enumerate(failures.items()):
-        assert bench.ask(bench.grade(group_id, "right", text)) == Graded(group_id, error=error)
+    numbers = {"nan": "nan", "inf": "inf", "text": "'not a number'"}
+    failures = {word: f"the reward is {n}, not a finite number" for word, n in numbers.items()}
+    failures["raise"] = "no idea (moody.py, line 16, in reward)"
+    for i, (text, error) in enumerate(failures.items()):
+        assert bench.ask(bench.grade(i, "right", text)) == Graded(i, error=f"ValueError: {error}")
 
 
 def test_a_reward_that_takes_too_much_memory_costs_its_verifier(bench: Bench) -> None:
@@ -152,7 +139,7 @@ def test_a_reply_is_given_as_its_own_tokens_and_none_ends_the_conversation(bench
 
 
 def test_a_reply_that_fails_says_why(bench: Bench) -> None:
-    failures = {"raise": "ValueError: no idea", "nan": "ValueError: the reply has no token"}
+    failures = {"raise": "KeyError: 'no idea'", "nan": "ValueError: the reply has no token"}
     for text, error in {**failures, "inf": "TypeError"}.items():  # 3 is no text
         replied = bench.ask(bench.turn(2, text))
         assert replied.tokens == () and replied.error.startswith(error)

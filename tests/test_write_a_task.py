@@ -115,8 +115,6 @@ def test_the_tutorials_code_trains(data: Data, tied_folder: Path, tmp_path: Path
         ("objective", "def f(tokens): ...", "TypeError: too many positional arguments"),
         ("estimator", "def f(rewards, kl): ...", "TypeError: missing a required argument"),
         ("estimator", "f = 3", "TypeError: 3 is not a callable"),
-        ("objective", "def g(tokens, train): ...", "LookupError"),
-        ("objective", "import nothing_like_it", "ModuleNotFoundError"),
     ],
 )
 def test_a_wrong_function_is_one_line(key: str, code: str, why: str, tmp_path: Path) -> None:
@@ -135,7 +133,7 @@ def test_what_a_function_gives_has_the_form_of_what_it_takes(tmp_path: Path) -> 
         "from minirl.train.objective import Terms\n"
         "def plain(tokens, train): return Terms(tokens.advantages_T * tokens.logprobs_T)\n"
         "def summed(tokens, train): return Terms(tokens.logprobs_T.sum())\n"
-        "def flat(groups): return [r for group in groups for r in [group[:1]]]\n"
+        "def flat(groups): return [group[:1] for group in groups]\n"
     )
     ones_T, index_T = torch.ones(2), torch.zeros(2, dtype=torch.int64)
     tokens = Tokens(ones_T, ones_T, ones_T, ones_T, torch.tensor([True, False]), index_T, 1)

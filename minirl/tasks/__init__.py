@@ -13,7 +13,7 @@ from typing import Any
 from minirl.config import TasksConfig
 from minirl.errors import RecipeError, one_line
 from minirl.records import Answer, Example
-from minirl.tasks.sources import SourceRow, as_rows, bad_row, column, read
+from minirl.tasks.sources import SourceRow, as_rows, read
 
 
 class Task:
@@ -50,7 +50,7 @@ class Task:
 
     def example(self, row: SourceRow) -> Example:
         """By default a row's two columns; a prompt is text or chat messages."""
-        prompt, reference = column(row, self.prompt_column), column(row, self.reference_column)
+        prompt, reference = row.column(self.prompt_column), row.column(self.reference_column)
         if not isinstance(reference, str):
             reference = json.dumps(reference, ensure_ascii=False, default=str)
         if isinstance(prompt, str) and prompt.strip():
@@ -60,7 +60,7 @@ class Task:
             if all(isinstance(text, str) for message in messages for text in message.values()):
                 return Example(messages, reference)
         rule = f'no prompt in its column "{self.prompt_column}": {one_line(repr(prompt), 40)}'
-        raise bad_row(row, rule, 'text, or messages like {"role": "user", "content": "…"}')
+        raise row.error(rule, 'text, or messages like {"role": "user", "content": "…"}')
 
     def reward(self, example: Example, answer: Answer) -> float:
         """1 is right, 0 is wrong. An exception drops the group: it is never a reward of 0."""

@@ -11,8 +11,8 @@ Takes a seed; gives examples, rewards, worked answers (for the warm-up) and the 
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from random import Random
+from typing import NamedTuple
 
 from minirl.config import TasksConfig
 from minirl.records import Answer, Example, StopReason
@@ -32,25 +32,24 @@ INSTRUCTION = (
 )
 
 
-@dataclass(frozen=True)
-class Difficulty:  # the defaults are what the tiny model is warmed up on
+class Difficulty(NamedTuple):  # the defaults are what the tiny model is warmed up on
     step_weights: Sequence[float] = (0.20, 0.24, 0.20, 0.14, 0.10, 0.07, 0.05)  # of 1 to 7 steps
     max_start: int = 20
     max_amount: int = 9
     max_total: int = 60  # at least start + amount, so that a step is always possible
 
 
-@dataclass(frozen=True)
-class Problem:
+USUAL = Difficulty()
+
+
+class Problem(NamedTuple):
     prompt: str
     start: int
     steps: tuple[tuple[str, int], ...]  # a clause, and what it adds; 0 doubles what there is
     result: int
 
 
-def draw_problem(
-    seed: int, stream: str, index: int, difficulty: Difficulty = Difficulty()
-) -> Problem:
+def draw_problem(seed: int, stream: str, index: int, difficulty: Difficulty = USUAL) -> Problem:
     """The problem at `index` of a stream, the same at every call. Those of "heldout" are of no
     other stream."""
     rng = Random(f"{seed}/{stream}/{index}")
@@ -98,13 +97,13 @@ def demonstration(problem: Problem, form: str = "{}={}.") -> str:
 class Arithmetic(Generated):
     """Its prompts are text; the answer starts with a space."""
 
-    difficulty = Difficulty()
+    difficulty = USUAL
     options = {"step_weights": list(difficulty.step_weights)}  # noqa: RUF012
 
     def __init__(self, config: TasksConfig, seed: int = 0):
         super().__init__(config, seed)
         weights = self.options["step_weights"]
-        self.difficulty = replace(type(self).difficulty, step_weights=weights)
+        self.difficulty = type(self).difficulty._replace(step_weights=weights)
         is_weights = 1 <= len(weights) <= len(DAYS) and min(weights) >= 0 < sum(weights)
         rule = "must be the weights of 1, 2, … up to 7 steps, not all 0"
         self.check_option("step_weights", is_weights, rule)
@@ -118,9 +117,9 @@ class Arithmetic(Generated):
 
     def reward(self, example: Example, answer: Answer) -> float:
         """1 if the model ended its answer and the number after the last mark is right."""
-        _, mark, tail = answer.text.rpartition(MARK)
-        number = re.match(r"-?\d+", tail) if mark else None
-        is_right = number is not None and number.group() == example.reference
+        last = answer.text.rpartition(MARK)[2] if MARK in answer.text else ""
+        number = re.match(r"-?\d+", last)
+        is_right = number is not None and number[0] == example.reference
         return float(is_right and answer.stop is StopReason.STOP)
 
     def solution(self, example: Example) -> str:
@@ -145,5 +144,4 @@ class Calculator(Arithmetic):
         found = evaluate(before.rpartition("<<")[2].strip())  # exactly, and never as code
         if found is None:
             return " = error"
-        value = str(found[0]) if found[0].denominator == 1 else f"{float(found[0]):.6f}".rstrip("0")
-        return f" = {value.rstrip('.')}"
+        return f" = {float(found[0]):.6f}".rstrip("0").rstrip(".")

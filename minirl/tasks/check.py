@@ -15,11 +15,9 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FunctionType
 from typing import Any, NoReturn
 
 from minirl import model
@@ -36,8 +34,7 @@ from minirl.tasks.turns import dialogue_of
 from minirl.tasks.verifier import limit_memory
 from minirl.workers import LISTEN_S, Workers, signals
 
-METHODS = ("load", "example", "reply", *registry.NEEDED)
-EXIT = os._exit
+METHODS = ("load", "example", "reply", "train", "heldout", "reward", "solution")
 MOST_LOOKED_AT = 10_000  # training examples
 KEPT = {"HF_TOKEN"}  # for data of one's own on the hub; what passes runs with all secrets anyway
 
@@ -50,8 +47,8 @@ def checking(config: Config, folder: Path | None) -> Iterator[Callable[[], Check
     if config.tasks.kind in registry.BUILT_IN:  # not a user's code: no process, a quicker start
         yield lambda: _check(config, folder)
         return
-    env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    place = Placement("cpu", env=env | {name: os.environ[name] for name in KEPT & {*os.environ}})
+    kept = {name: value for name, value in os.environ.items() if name in KEPT}
+    place = Placement("cpu", env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **kept})
     with TemporaryDirectory(prefix="minirl-check-") as logs, signals():
         workers = Workers(Path(logs), 1)
         try:
@@ -89,24 +86,24 @@ def _refusal(config: Config, workers: Workers, how: str) -> Exception:
 
 def run(setup: tuple[Config, Path | None], board: BoardWriter, pipe: Connection) -> None:
     """The body of the process."""
+    leave = os._exit
+
+    def dump_and_leave(status: int) -> NoReturn:
+        faulthandler.dump_traceback(2, all_threads=False)
+        leave(status)
+
     limit_memory(setup[0])
-    os._exit = _dump_and_exit
+    os._exit = dump_and_leave
     try:
-        pipe.send(_check(*setup, _Watch(setup[0].tasks.timeout_s)))
+        pipe.send(_check(*setup, _Watch(setup[0].tasks.timeout_s).make_task))
     except RecipeError as error:
         pipe.send(error)
 
 
-def _dump_and_exit(status: int) -> NoReturn:
-    faulthandler.dump_traceback(2, all_threads=False)
-    EXIT(status)
-
-
-def _check(config: Config, folder: Path | None, watch: "_Watch | None" = None) -> Checked:
-    kind, make = config.tasks.kind, partial(registry.make_task, config)
-    task = watch.call(make) if watch else make()
-    if watch:
-        watch.methods_of(task)
+def _check(
+    config: Config, folder: Path | None, make_task: Callable[[Config], Task] = registry.make_task
+) -> Checked:
+    task, kind = make_task(config), config.tasks.kind
     shown = registry.self_check(task, kind)
     registry.check_functions(config)
     test = task.heldout(config.eval.num_prompts)
@@ -141,15 +138,13 @@ class _Watch:
             faulthandler.cancel_dump_traceback_later()
             self.is_inside = False
 
-    def methods_of(self, task: Task) -> None:
-        """In its own classes, since methods call each other through `self`."""
-        own = [cls for cls in type(task).__mro__ if not cls.__module__.startswith("minirl.")]
-        for cls, name in product(own, METHODS):
-            found: Any = vars(cls).get(name)  # or a property, or a staticmethod
-            function = getattr(found, "fget", None) or getattr(found, "__func__", found)
-            if isinstance(function, FunctionType):
-                method = self._method(function)
-                setattr(cls, name, method if function is found else type(found)(method))
-
-    def _method(self, function: FunctionType) -> Any:
-        return lambda *args, **options: self.call(function, *args, **options)
+    def make_task(self, config: Config) -> Task:
+        """Bounded are its own methods, also where they call each other: through `self`."""
+        task = self.call(registry.make_task, config)
+        for name in METHODS:
+            method = getattr(task, name, None)
+            if callable(method) and not method.__module__.startswith("minirl."):
+                vars(task)[name] = partial(self.call, method)
+        if getattr(type(task), "num_train", None) is not Task.num_train:  # perhaps a property
+            self.call(getattr, task, "num_train", None)
+        return task

@@ -11,23 +11,21 @@ import math
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from minirl.config import TasksConfig
 from minirl.errors import RecipeError
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Task
 from minirl.tasks.sandbox import Call, Limits, Outcome, run, why_not
-from minirl.tasks.sources import SourceRow, as_rows, bad_row
+from minirl.tasks.sources import SourceRow, as_rows
 
 BLOCK = re.compile(r"^[ \t]*```(?:python|py|Python|python3)[ \t]*\r?\n(.*?)^[ \t]*```", re.M | re.S)
 INSTRUCTION = "Write the solution in Python, in one ```python block."
 
 
-@dataclass(frozen=True)
-class Test:
+class Test(NamedTuple):
     stdin: str
     call: Call | None
     expected: Any  # the text of stdout, or the value that the call returns
@@ -64,7 +62,7 @@ class Code(Task):
         deadline = time.monotonic() + 0.8 * self.config.timeout_s
         for test in self.tests[repr(example)]:
             left_s = deadline - time.monotonic()
-            limits = replace(self.limits, wall_s=min(self.limits.wall_s, left_s))
+            limits = self.limits._replace(wall_s=min(self.limits.wall_s, left_s))
             if left_s <= 0 or not passes(test, run(blocks[-1], test.stdin, test.call, limits)):
                 return 0.0
         return 1.0
@@ -77,15 +75,13 @@ def passes(test: Test, outcome: Outcome) -> bool:
     if outcome.status:
         return False
     if test.call is None:
-        return _lines(outcome.output.decode(errors="replace")) == _lines(test.expected)
+        texts = outcome.output.decode(errors="replace"), test.expected
+        printed, wanted = ([line.rstrip() for line in t.rstrip().split("\n")] for t in texts)
+        return printed == wanted
     try:
         return equal(json.loads(outcome.output), test.expected)
     except (ValueError, RecursionError):  # no JSON, or not the JSON of a value that is expected
         return False
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def equal(given: Any, expected: Any) -> bool:
@@ -109,7 +105,7 @@ def _tests(row: SourceRow) -> tuple[Test, ...]:
         return tests
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         rule = f"is no problem ({type(error).__name__}: {error})"
-        raise bad_row(row, rule, "see docs/sandbox.md for the form of a row") from None
+        raise row.error(rule, "see docs/sandbox.md for the form of a row") from None
 
 
 def _test(row: Mapping[str, Any]) -> Test:

@@ -50,8 +50,8 @@ class Countdown(Generated):
         tagged = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", final(answer.text), re.S)
         said = tagged[-1].translate(str.maketrans("×÷−–", "*/--")) if tagged else ""
         known = json.loads(example.reference)
-        wanted = known["target"], sorted(known["numbers"])
-        is_right = evaluate(said.partition("=")[0]) == wanted
+        found = evaluate(said.partition("=")[0])
+        is_right = found == (known["target"], sorted(known["numbers"]))
         return float(is_right and answer.stop is StopReason.STOP)
 
     def solution(self, example: Example) -> str:

@@ -10,24 +10,25 @@ from fractions import Fraction
 
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Task
-from minirl.tasks.sources import SourceRow, bad_row
+from minirl.tasks.sources import SourceRow
 
 INSTRUCTION = "Please reason step by step, and put your final answer after ####."
 HASHES = "####"
-# A dash after a digit or a word is no sign ("5-10"), and commas join only groups of three digits.
-_SIGN = r"(?P<sign>(?<![\w)])[-−–](?:\\?[$€£])?)?"
-_WHOLE = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
-_DECIMAL = rf"(?:{_WHOLE}(?:\.\d+)?|(?<![\w.])\.\d+)"
-_LATEX_FRACTION = r"\\[dt]?frac\s*\{\s*(?P<top>-?\d+)\s*\}\s*\{\s*(?P<bottom>\d+)\s*\}"
-_SLASH = r"\s?/\s?(?P<under>\d+)(?![\d/]|\.\d)"
-_MIXED = r"(?: |\s+and\s+)(?P<over>\d+)/(?P<part>\d+)(?![\d/])"
-_TIMES_TEN = r"\s*(?:\\times|\\cdot|[×x*])\s*10\s*\^\s*\{?(?P<ten>-?\d{1,3})\}?"
-_POWER = rf"(?:[eE](?P<e>[-+]?\d{{1,3}})(?!\w)|{_TIMES_TEN})"
-NUMBER = re.compile(
-    rf"{_SIGN}(?<!\d:)(?:(?:(?P<whole>\d+)\s*)?{_LATEX_FRACTION}"
-    rf"|(?P<decimal>{_DECIMAL})(?!:\d)(?:{_MIXED}|{_SLASH}|{_POWER})?)"
+SPELLINGS = (  # other ways to write a number, and how it is read
+    (r"\\!|\\?[$€£](?=\.?\d)", ""),
+    (r"(?<=\d)(?:\{,\}|\\,|[\u2009\u202f\u00a0])(?=\d{3}(?!\d))", ","),
+    (r"[−–]", "-"),
+    (r"(?<=\d)\s*(?=\\[dt]?frac)|(?<=\d)\s+and\s+(?=\d+/\d)", " "),
+    (r"\\[dt]?frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\}", r"\1/\2 "),
+    (r"(?<=\d)\s*(?:\\times|\\cdot|[×x*])\s*10\s*\^\s*\{?(-?\d{1,3})\}?", r"e\1 "),
 )
-_THIN_SPACES = re.compile(r"(?<=\d)(?:\{,\}|\\,|[\u2009\u202f\u00a0])(?=\d{3}(?!\d))")
+# A dash after a digit or a word is no sign ("5-10"), and commas join only groups of three digits.
+NUMBER = re.compile(
+    r"(?P<sign>(?<![\w)])-)?(?<!\d:)"
+    r"(?P<first>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)(?!:\d)"
+    r"(?:(?P<power>[eE][-+]?\d{1,3})(?!\w)"
+    r"| (?P<over>\d+)/(?P<part>\d+)(?![\d/])|\s?/\s?(?P<under>\d+)(?![\d/]|\.\d))?"
+)
 
 
 class Gsm8k(Task):
@@ -40,13 +41,12 @@ class Gsm8k(Task):
         number = final_number(asked.reference)
         if number is None:
             rule = f'no number in its column "{self.reference_column}"'
-            raise bad_row(row, rule, "end references with one, such as #### 12")
+            raise row.error(rule, "end references with one, such as #### 12")
         worked = re.sub(r"<<.*?>>", "", asked.reference)  # the data's calculator annotations
         return Example(instructed(asked, self.options["instruction"]), str(number), worked)
 
     def reward(self, example: Example, answer: Answer) -> float:
-        given = final_number(answer.text)
-        is_right = given is not None and given == final_number(example.reference)
+        is_right = final_number(answer.text) == final_number(example.reference)
         return float(is_right and answer.stop is StopReason.STOP)
 
     def solution(self, example: Example) -> str:
@@ -90,22 +90,16 @@ def final_number(text: str) -> Fraction | None:
 
 
 def numbers(text: str) -> list[Fraction]:
-    text = _THIN_SPACES.sub(",", text).replace("\\%", "%").replace("\\!", "")
+    for spelling, plain in SPELLINGS:
+        text = re.sub(spelling, plain, text)
     return [value for match in NUMBER.finditer(text) if (value := _value(match)) is not None]
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    part = match.groupdict()
-    if len(match.group()) > 400:  # no answer means such a number, and to compare it costs
-        return None
+    part = match.groupdict(default="")
     try:
-        if part["bottom"]:
-            value = int(part["whole"] or 0) + Fraction(int(part["top"]), int(part["bottom"]))
-        else:
-            power = part["e"] or part["ten"] or 0
-            value = Fraction(f"{part['decimal'].replace(',', '')}e{power}")
-            value /= int(part["under"] or 1)
-            value += Fraction(int(part["over"] or 0), int(part["part"] or 1))
-        return -value if part["sign"] else value
-    except ZeroDivisionError:
+        value = Fraction(part["first"].replace(",", "") + part["power"]) / int(part["under"] or 1)
+        value += Fraction(int(part["over"] or 0), int(part["part"] or 1))
+    except (ZeroDivisionError, ValueError):  # ValueError: of more digits than Python converts
         return None
+    return -value if part["sign"] else value

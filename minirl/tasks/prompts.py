@@ -5,8 +5,8 @@ by the seed. What was *consumed* (trained, or dropped for good) is remembered by
 restart exactly the prompts that were in flight are requeued.
 """
 
-import heapq
 import random
+from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -33,12 +33,12 @@ class PromptStream:
         """`bounded`: what the task's code runs in."""
         self._task, self._tokenizer, self._seed, self._bounded = task, tokenizer, seed, bounded
         self.consumed = consumed or Consumed()
-        self._requeued: list[int] = []  # a heap
+        self.waiting: list[int] = []  # requeued, lowest first
         self._fresh = (i for i in count(self.consumed.below) if i not in self.consumed)
         self._epoch = lru_cache(maxsize=2)(self._shuffled)
 
     def next(self) -> Prompt:
-        index = heapq.heappop(self._requeued) if self._requeued else next(self._fresh)
+        index = self.waiting.pop(0) if self.waiting else next(self._fresh)
         with self._bounded():
             example = self._task.train(self.place(index))
         return Prompt(index, example, encode(example, self._tokenizer))
@@ -47,11 +47,7 @@ class PromptStream:
         """Requeues a prompt whose group was lost to a fault, also after it was trained. Lowest
         index first, so that at η = 0 a step that is repeated gets the same prompts."""
         self.consumed.discard(index)
-        heapq.heappush(self._requeued, index)
-
-    @property
-    def waiting(self) -> list[int]:
-        return sorted(self._requeued)
+        insort(self.waiting, index)
 
     def place(self, index: int) -> int:
         """The example that the prompt of this index is."""

@@ -4,20 +4,18 @@ code raises is said in one line, with the last line of the task's own file that 
 Leaves out: limits of time and memory (check.py at start, the verifiers afterwards).
 """
 
-import importlib
 import importlib.util
 import inspect
 import math
 import re
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from traceback import FrameSummary
+from traceback import FrameSummary, extract_tb
 from typing import Any
 
 from minirl.config import Config, get
@@ -50,8 +48,8 @@ def _as_recipe_error(key: str, value: str, what: str, remedy: str) -> Iterator[N
 
 def failure(error: BaseException, kind: str) -> str:
     """What was raised, and where in the file of `kind`."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return one_line(f"{type(error).__name__}: {error}") + where(frames, kind)
+    said = one_line(f"{type(error).__name__}: {error}")
+    return said + where(extract_tb(error.__traceback__), kind)
 
 
 def where(frames: Sequence[FrameSummary], kind: str) -> str:
@@ -129,42 +127,41 @@ def _load(name: str) -> Any:
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(place)
-    if not hasattr(module, inside):
-        own = [
-            n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__
-        ]
-        raise LookupError(f"there is no {inside} in it, but {', '.join(own) or 'nothing else'}")
-    return getattr(module, inside)
+    if hasattr(module, inside):
+        return getattr(module, inside)
+    own = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__]
+    raise LookupError(f"there is no {inside} in it, but {', '.join(own) or 'nothing else'}")
 
 
 def self_check(task: Task, kind: str) -> str:
     """At start (rule 7): references score 1, other examples' references less; says how many. Two
     references may be one answer in two spellings (0.5 and 1/2): then each is right for the other,
     which is fine unless it is the rule."""
-    remedy = "look at its load, example and reward"
+
+    def wrong(rule: str, remedy: str) -> RecipeError:
+        return RecipeError("tasks.kind", kind, rule, remedy)
+
     if missing := [name for name in NEEDED if name not in dir(task)]:
-        rule = f"it has no {', '.join(missing)}"
         remedy = "write these, or let it inherit them: class MyTask(Task)"
-        raise RecipeError("tasks.kind", kind, rule, remedy)
+        raise wrong(f"it has no {', '.join(missing)}", remedy)
+    remedy = "look at its load, example and reward"
     with _as_recipe_error("tasks.kind", kind, "its self-check failed", remedy):
         examples = [task.train(i) for i in range(min(32, task.num_train))]
         for example in [*examples, *task.heldout(8)]:
             if (right := _score(task, example, example)) != 1.0:
                 rule = f"its own reference scores {right:g}, not 1"
-                raise RecipeError("tasks.kind", kind, rule, f"look at {str(example)[:160]!r}")
+                raise wrong(rule, f"look at {str(example)[:160]!r}")
         pairs = pairwise([*examples, *examples[:1]])
         others = [(a, b) for a, b in pairs if a.reference != b.reference]
         alike = [(a, b) for a, b in others if _score(task, a, b) >= 1.0]
         for here, there in alike:
             if 2 * len(alike) > len(others) or _score(task, there, here) < 1.0:
-                rule = "a wrong answer scores 1"
-                raise RecipeError("tasks.kind", kind, rule, f"look at {str(here)[:160]!r}")
-        if has_turns(task):
-            for example in examples[:8]:
-                reply = task.reply(example, (task.solution(example),))
-                if reply is not None and (not isinstance(reply, str) or not reply):
-                    rule = f"its reply is {one_line(repr(reply), 80)}"
-                    raise RecipeError("tasks.kind", kind, rule, "text, or None at the end")
+                raise wrong("a wrong answer scores 1", f"look at {str(here)[:160]!r}")
+        for example in examples[:8] if has_turns(task) else ():
+            reply = task.reply(example, (task.solution(example),))
+            if reply is not None and (not isinstance(reply, str) or not reply):
+                rule = f"its reply is {one_line(repr(reply), 80)}"
+                raise wrong(rule, "text, or None at the end")
         num_wrong = len(others) - len(alike)
         return f"{len(examples)} references score 1, {num_wrong} shuffled ones less"
 

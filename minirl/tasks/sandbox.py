@@ -13,10 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
 from functools import cache
 from signal import SIGKILL, SIGXCPU
-from typing import Any
+from typing import Any, NamedTuple
 
 START_S, TICK_S = 60.0, 0.02  # until the limits are in force; between two looks at its resources
 LIBRARIES = (  # what Python needs to import its standard library: readable inside
@@ -32,8 +31,7 @@ class SandboxFailed(Exception):
     """The sandbox, not the code in it: never a reward of 0."""
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     cpu_s: int = 2
     wall_s: float = 8.0  # more than cpu_s, since a busy machine is not the code's fault
     memory_bytes: int = 2**29
@@ -44,20 +42,21 @@ class Limits:
     max_abi: int = 99  # of Landlock: an older one is for tests
 
 
-@dataclass(frozen=True)
-class Call:
+USUAL = Limits()
+
+
+class Call(NamedTuple):
     function: str  # or a method of the class Solution
     arguments: tuple[Any, ...]  # JSON values
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     status: str  # "" if it ended well, else why not: "wall time", "CPU time", "exit code 1", …
     output: bytes
     stderr: str = ""  # the first of it, for a person
 
 
-def run(code: str, stdin: str = "", call: Call | None = None, limits: Limits = Limits()) -> Outcome:
+def run(code: str, stdin: str = "", call: Call | None = None, limits: Limits = USUAL) -> Outcome:
     """Without a call, the code is a program that reads stdin."""
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="minirl-"))
@@ -65,7 +64,7 @@ def run(code: str, stdin: str = "", call: Call | None = None, limits: Limits = L
         control, inside = (stack.enter_context(end) for end in socket.socketpair())
         given.write(stdin.encode(errors="replace"))
         given.seek(0)
-        job = {**asdict(limits), **asdict(call or Call("", ())), "code": code, "scratch": scratch}
+        job = {**limits._asdict(), **(call or Call("", ()))._asdict(), "code": code}
         options: dict[str, Any] = {"cwd": scratch, "stdin": given, "stdout": out, "stderr": err}
         options |= {"pass_fds": [inside.fileno()], "start_new_session": True}
         program = [sys.executable, "-P", "-s", "-S", "-B", JAIL, str(inside.fileno())]
@@ -77,7 +76,8 @@ def run(code: str, stdin: str = "", call: Call | None = None, limits: Limits = L
                 control.settimeout(START_S)
                 is_confined = False
                 with contextlib.suppress(OSError):  # it died, and stderr says why
-                    control.sendall(json.dumps({**job, "libraries": LIBRARIES}).encode())
+                    job |= {"libraries": LIBRARIES, "scratch": scratch}
+                    control.sendall(json.dumps(job).encode())
                     control.shutdown(socket.SHUT_WR)
                     is_confined = control.recv(1) == b"!"
                 status = _watch(process, scratch, limits) if is_confined else ""

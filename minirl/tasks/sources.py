@@ -10,6 +10,7 @@ import csv
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,16 @@ class SourceRow(dict[str, Any]):
         super().__init__(values)
         self.place = place
 
+    def error(self, rule: str, remedy: str) -> RecipeError:
+        return RecipeError("tasks.data", self.place, rule, remedy)
+
+    def column(self, name: str) -> Any:
+        if self.get(name) is not None:
+            return self[name]
+        rule = f'nothing in the column "{name}", it has {one_line(", ".join(map(str, self)), 100)}'
+        remedy = "name yours in tasks.prompt_column and tasks.reference_column"
+        raise self.error(rule, remedy)
+
 
 def read(config: TasksConfig, data: str, prompt_column: str, split: str) -> Iterable[SourceRow]:
     """The rows of "train" or "test", by the names that the recipe has for these."""
@@ -35,7 +46,7 @@ def read(config: TasksConfig, data: str, prompt_column: str, split: str) -> Iter
         return _rows(data, config.test_split if is_test else config.train_split)
     hashed = []
     for row in _rows(data, config.train_split):
-        prompt = json.dumps(column(row, prompt_column), sort_keys=True, default=str)
+        prompt = json.dumps(row.column(prompt_column), sort_keys=True, default=str)
         hashed.append((hash_of(prompt) % 10, row))  # a tenth is held out
     lowest = min((rest for rest, _ in hashed), default=0)  # 0, but for a handful of rows
     return [row for rest, row in hashed if (rest == lowest) == is_test]
@@ -50,21 +61,10 @@ def as_rows(values: Iterable[Mapping[str, Any]], split: str) -> Iterator[SourceR
         yield row if isinstance(row, SourceRow) else SourceRow(row, f"row {number} of {split}")
 
 
-def bad_row(row: SourceRow, rule: str, remedy: str) -> RecipeError:
-    return RecipeError("tasks.data", row.place, rule, remedy)
-
-
-def column(row: SourceRow, name: str) -> Any:
-    if row.get(name) is None:
-        rule = f'nothing in the column "{name}", it has {one_line(", ".join(map(str, row)), 100)}'
-        raise bad_row(row, rule, "name yours in tasks.prompt_column and tasks.reference_column")
-    return row[name]
-
-
 def _rows(data: str, split: str) -> Iterator[SourceRow]:
     path, (name, _, config) = Path(data), data.partition(":")
-    if parts := [path] if path.is_file() else _parts(path, split) if data else []:
-        return (row for part in parts for row in _file_rows(part))
+    if data and (parts := _parts(path, split)):
+        return chain.from_iterable(map(_file_rows, parts))
     try:
         if is_path(data) or path.is_dir() or data.endswith(KINDS):
             folder = f"a folder needs {split}.jsonl, {split}.csv or {split}.parquet"
@@ -84,36 +84,37 @@ def _rows(data: str, split: str) -> Iterator[SourceRow]:
     return as_rows(rows, f"{split} of {data}")
 
 
-def _parts(folder: Path, split: str) -> list[Path]:
-    for place in (folder, folder / "data"):
-        for kind in KINDS:
-            whole = place / f"{split}{kind}"
-            if found := [whole] if whole.is_file() else sorted(place.glob(f"{split}-*{kind}")):
-                return found
+def _parts(path: Path, split: str) -> list[Path]:
+    """The files of a split; none of a hub set."""
+    if path.is_file():
+        return [path]
+    for folder, kind, end in product((path, path / "data"), KINDS, ("", "-*")):
+        if found := sorted(folder.glob(f"{split}{end}{kind}")):
+            return found
     return []
 
 
 def _file_rows(path: Path) -> Iterator[SourceRow]:
-    number = 1
+    number = 0
     try:
-        for values in _values(path):
-            if not isinstance(values, dict) or None in values:  # None: cells beyond the header
-                raise ValueError("it is no JSON object, or has more cells than columns")
+        for number, values in enumerate(_values(path), start=1):
             yield SourceRow(values, f"{path}, row {number}")
-            number += 1
     except (OSError, ValueError, RecursionError, csv.Error) as error:
-        rule = f"cannot be read at row {number} ({one_line(str(error), 80)})"
+        rule = f"cannot be read at row {number + 1} ({one_line(str(error), 80)})"
         raise RecipeError("tasks.data", str(path), rule, "mend the file") from None
 
 
-def _values(path: Path) -> Iterator[Any]:
+def _values(path: Path) -> Iterator[dict[str, Any]]:
     if path.suffix == ".parquet":
         from pyarrow import parquet  # comes with datasets
 
         yield from parquet.read_table(path).to_pylist()
     elif path.suffix in KINDS:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            lines = (json.loads(line) for line in file if line.strip())
-            yield from lines if path.suffix == ".jsonl" else csv.DictReader(file)
+            lines = map(json.loads, filter(str.strip, file))
+            for values in lines if path.suffix == ".jsonl" else csv.DictReader(file):
+                if not isinstance(values, dict) or None in values:  # None: cells beyond the header
+                    raise ValueError("it is no JSON object, or has more cells than columns")
+                yield values
     else:
         raise ValueError("of another kind than .jsonl, .csv and .parquet")

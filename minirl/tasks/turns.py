@@ -6,9 +6,8 @@ a chat model's own end a reply is a user's message, in what the template puts be
 (rendering a conversation of known words finds that once); elsewhere it is its text alone.
 """
 
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +19,7 @@ from minirl.tasks import Task, has_turns
 from minirl.tasks.prompts import has_template
 
 
-@dataclass(frozen=True)
-class Dialogue:
+class Dialogue(NamedTuple):
     """What engines and verifiers must know of a task with several turns."""
 
     stop: tuple[str, ...] = ()  # texts that end a turn

@@ -9,10 +9,9 @@ Leaves out: which graded groups are trained (groups.py), time limits (the contro
 """
 
 import resource
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from minirl.config import Config
 from minirl.messages import Ask, Grade, Graded, Replied
@@ -24,8 +23,7 @@ from minirl.tasks.registry import failure, make_task, score
 from minirl.tasks.turns import Dialogue, readable, reply_tokens, texts_of
 
 
-@dataclass(frozen=True)
-class VerifierSetup:
+class VerifierSetup(NamedTuple):
     config: Config
     folder: str  # of the tokenizer
     ring: TrajectoryRing
@@ -58,8 +56,7 @@ def limit_memory(config: Config) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
-@dataclass(frozen=True)
-class Verifier:
+class Verifier(NamedTuple):
     setup: VerifierSetup
     task: Task
     tokenizer: Any
