@@ -172,7 +172,7 @@ def evaluate(
         remedy = "minirl eval MODEL_OR_RUN, or minirl eval --compare A B"
         raise RecipeError("MODEL_OR_RUN", target or "", "one target, or --compare", remedy)
     if compare is not None:
-        _show(tool.comparison_rows(compare))
+        _show(tool.compare(compare))
         return
     given = {"tasks.kind": task, "eval.num_prompts": problems, "eval.temperature": temperature}
     values = (*(overrides or ()), *as_overrides(given))
@@ -202,12 +202,9 @@ def sample(
     kind = None if run_of(model) else "arithmetic"  # any task: none is used
     given = {"tasks.kind": kind, "eval.temperature": temperature}
     values = as_overrides({**given, "rollout.max_new_tokens": max_new_tokens})
-    drawn = draw(resolve(model, None, (*values, *(overrides or ()))), prompt, num, raw)
-    for i, (answer, written) in enumerate(drawn, start=1):
-        num, total = len(written), sum(value for _, value in written)
-        typer.echo(f"--- {i}: {num} tokens, {answer.stop}, mean logprob {total / max(1, num):.3f}")
-        lines = [f"{value:9.4f}  {piece!r}" for piece, value in written]
-        typer.echo("\n".join(lines) if tokens else answer.text)
+    target = resolve(model, None, (*values, *(overrides or ())))
+    for line in draw(target, prompt, num, raw, tokens):
+        typer.echo(line)
 
 
 @app.command()

@@ -9,9 +9,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from minirl import __version__
-from minirl.cli import main
+from minirl.cli import app, main
 from minirl.recipe import load, to_toml
 from minirl.run_dir import choose_run_dir
 from minirl.tools import doctor
@@ -32,6 +33,13 @@ def python(*args: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 
 def minirl(*args: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return python("-m", "minirl.cli", *args, cwd=cwd)
+
+
+def ran(*words: object) -> list[str]:
+    """Without a process; errors are raised."""
+    done = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output.splitlines()
 
 
 def test_help_shows_every_command_with_its_whole_summary() -> None:

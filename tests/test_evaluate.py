@@ -5,19 +5,19 @@ import itertools
 import json
 import math
 import random
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
 import pytest
-from test_cli import minirl
+from test_cli import minirl, ran
 
 from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.recipe import to_toml
-from minirl.statistics import interval_of, pass_at, usual_ks, wilson
+from minirl.run_dir import read_lines
+from minirl.statistics import interval_of, mcnemar, pass_at, usual_ks, wilson
 from minirl.tools.collect import Attempt, as_overrides, resolve
-from minirl.tools.evaluate import Result, compare, read, summarise
+from minirl.tools.evaluate import Result, summarise
 
 
 def test_wilson_s_interval_has_known_values() -> None:
@@ -65,37 +65,37 @@ def test_a_failed_reward_counts_nowhere_and_is_counted() -> None:
     assert summarise([result(0, None)])["accuracy"] is None
 
 
-def test_results_are_compared_by_mcnemar(tmp_path: Path) -> None:
+def test_results_are_compared_by_mcnemar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mcnemar(8, 1) == pytest.approx(2 * (1 + 9) / 512) and mcnemar(0, 0) == 1.0
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "b").mkdir()
+
+    def shown(a: list[Result], b: list[Result]) -> str:
+        (tmp_path / "a.jsonl").write_text("".join(result.line for result in a))
+        (tmp_path / "b" / "results.jsonl").write_text("".join(result.line for result in b))
+        return "\n".join(ran("eval", "--compare", "a.jsonl", "b"))
+
     a = [result(i, float(i < 2)) for i in range(10)]
-    b = [result(i, float(i >= 1)) for i in range(11)]
-    found = compare(a, b)
-    counts = [found[name] for name in ("problems", "gained", "lost", "unmatched")]
-    assert counts == [10, 8, 1, 1] and found["p"] == pytest.approx(2 * (1 + 9) / 512)
-    assert found["difference"].mean == pytest.approx(0.7)
-    assert found["difference"].low < 0.7 < found["difference"].high
-    assert [side.mean for side in found["accuracies"]] == [0.2, 0.9]
+    found = shown(a, [result(i, float(i >= 1)) for i in range(11)])
+    assert "20.0% (5.7% to 51.0%)" in found and "90.0% (59.6% to 98.2%)" in found
+    assert "+70.0 points   95 % interval +" in found and "p           0.039   McNemar" in found
+    assert "10: 8 gained, 1 lost; 1 left out" in found
     # Several answers each, by their mean.
     a = [result(i, 0.0, 1.0, 0.0, None) for i in range(12)]
     b = [result(i, None, 1.0, 0.0, 1.0) for i in range(12)]
-    found = compare(a, b)
-    assert found["difference"].mean == pytest.approx(1 / 3)
-    assert found["p"] == pytest.approx(2 / 2**12), "all 12 were gained"
-    assert compare(a, a)["p"] == 1.0
+    found = shown(a, [*b, result(12, None)])
+    assert "B - A       +33.3 points" in found and " 0.00049   McNemar" in found
+    assert "12: 12 gained, 0 lost; 0 left out" in found
     with pytest.raises(RecipeError, match="in common"):
-        compare(a, [replace(r, reference="other") for r in b])
-    for name, results in (("a", a), ("b", b)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "results.jsonl").write_text("".join(r.line for r in results))
-    shown = minirl("eval", "--compare", "a", "b", cwd=tmp_path).stdout
-    assert "B - A     +33.3 points" in shown and "12: 12 gained, 0 lost; 0 left out" in shown
+        shown(a, [one._replace(reference="other") for one in b])
 
 
 def test_a_run_has_its_recipe_and_a_model_needs_a_task(tmp_path: Path, tied_folder: Path) -> None:
     first, last = (tmp_path / "checkpoints" / f"step-{step:06d}" for step in (10, 20))
     for folder in (first, last):
-        (folder / "trainer").mkdir(parents=True)
+        folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
-        (folder / "trainer" / "state.json").touch()
     (tmp_path / "recipe.toml").write_text(to_toml(Config()))
     for name, folder in ((tmp_path, last), (first, first)):
         assert resolve(str(name)).config.model.path == str(folder)
@@ -128,7 +128,9 @@ def test_a_model_is_evaluated_and_sampled(engines: int, tied_folder: Path, tmp_p
     assert done.returncode == 0, done.stderr
     assert "problems 12/12" in done.stderr and "95 % interval" in done.stdout
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    results = read(tmp_path / "out")
+    lines = read_lines(tmp_path / "out" / "results.jsonl", key="problem")
+    all_answers = [tuple(Attempt(**answer) for answer in line.pop("answers")) for line in lines]
+    results = [Result(**line, answers=a) for line, a in zip(lines, all_answers, strict=True)]
     assert {k: summary[k] for k in summarise(results)} == summarise(results)
     assert [r.problem for r in results] == list(range(12))
     answers = [answer for r in results for answer in r.answers]

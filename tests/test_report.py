@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from run_dirs import make_config, write_run
-from typer.testing import CliRunner
+from test_cli import ran
 
-from minirl.cli import app
 from minirl.errors import RecipeError
 from minirl.run_dir import RunDir
 from minirl.view import report
@@ -93,15 +92,8 @@ def test_damaged_runs_are_shown_as_far_as_they_go(
     }
     for name, text in foreign.items():
         (empty / f"{name}.jsonl").write_text(text)
-    done = CliRunner().invoke(app, ["report", str(empty)])
-    assert done.stdout.splitlines()[0] == str(empty / "report" / "report.html")
+    assert ran("report", empty)[0] == str(empty / "report" / "report.html")
     assert "7 stale" in (empty / "report" / "report.html").read_text()  # of a run that failed
-
-
-def ran(*words: object) -> list[str]:
-    done = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.output.splitlines()
 
 
 def test_runs_are_listed_with_what_they_came_to(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from minirl import devices, model, recipe
 from minirl.buffer import Buffer
@@ -39,7 +39,6 @@ from minirl.view.console import Bar
 from minirl.workers import Worker, Workers, signals
 
 NO_LIMIT = "train.max_tokens=100000000"  # nothing is trained
-REFUSED = "refused"
 
 
 @dataclass(frozen=True)
@@ -71,24 +70,20 @@ def resolve(
     if run is not None:
         weights = str(last_checkpoint(run)) if run == Path(name) else name
         path = path or run / "recipe.toml"
-    elif recipe.is_path(name) and not Path(name).expanduser().exists():
-        remedy = "name a run, a checkpoint, a model's folder or a hub name"
-        raise RecipeError("MODEL_OR_RUN", name, "there is no such path", remedy)
     loaded = recipe.load(path, [*as_overrides({"model.path": weights}), *overrides, NO_LIMIT])
+    recipe.find_model(loaded.config)  # raises where the path leads nowhere
     if path is None and loaded.origins["tasks.kind"] == "default":
         remedy = "name a recipe with --recipe, or set tasks.kind"
         raise RecipeError("MODEL_OR_RUN", name, "is a model, which comes with no task", remedy)
-    recipe.find_model(loaded.config)  # raises where the path leads nowhere
     config = with_engines(loaded)
     if k > 1 and config.eval.temperature == 0:  # else all answers would be alike
-        sampled = replace(config.eval, temperature=config.rollout.temperature)
-        config = replace(config, eval=sampled)
+        config = replace(config, eval=replace(config.eval, temperature=config.rollout.temperature))
     return Target(name, config, k, run)
 
 
 def last_checkpoint(run_dir: Path) -> Path:
-    whole = [p for p in checkpoint.found(run_dir) if (p / "trainer" / "state.json").is_file()]
-    folders = [path for path in (run_dir / "model", *whole) if (path / "config.json").is_file()]
+    there = (run_dir / "model", *checkpoint.found(run_dir))
+    folders = [path for path in there if (path / "config.json").is_file()]
     if not folders:  # model/ is of `minirl sft`
         remedy = "wait for its first checkpoint, or name a model folder"
         raise RecipeError("run", str(run_dir), "has no checkpoint yet", remedy)
@@ -107,14 +102,13 @@ def with_engines(loaded: recipe.Loaded) -> Config:
     return config
 
 
-@dataclass(frozen=True)
-class Attempt:
+class Attempt(NamedTuple):
     """An answer to one prompt."""
 
     text: str
     reward: float | None  # None: it failed, as `error` says
     length: int  # written tokens
-    stop: str  # REFUSED: the engine did not take the prompt
+    stop: str  # "refused": the engine did not take the prompt
     error: str = ""
 
 
@@ -136,14 +130,23 @@ class Collector:
     @contextmanager
     def running(self, num_cells: int) -> Iterator[None]:
         """With engines that are ready; `num_cells` answers may be in flight at once."""
-        kind, available = devices.find_devices(self.config.devices.kind)
-        places = devices.place(self.config, kind, available, ranks=False)[0]
-        self.ring = TrajectoryRing(num_cells, self.config.max_tokens_per_trajectory)
-        self.workers = Workers(self.run_dir, len(places) + self.config.tasks.verifiers)
+        config, source, seed = self.config, str(self.folder), self.config.seed * 1000 + 1
+        kind, available = devices.find_devices(config.devices.kind)
+        places = devices.place(config, kind, available, ranks=False)[0]
+        num_verifiers = config.tasks.verifiers if self.task else 0
+        self.ring = TrajectoryRing(num_cells, config.max_tokens_per_trajectory)
+        self.workers = Workers(self.run_dir, len(places) + num_verifiers)
+        self.groups = Groups(config, None, Buffer(1, 0), len(places), num_verifiers, self.note)
+        self.supervisor = Supervisor(config, self.workers, self.groups, self, self)
+        first = RolloutSetup(config, source, kind, seed, self.ring, None, self.dialogue)
         temp = Path(tempfile.mkdtemp(prefix="minirl-"))
         with signals():
             try:
-                self._spawn(kind, places, temp)
+                spawn_engines(self.workers, first, places, temp)
+                if num_verifiers:
+                    verifier = VerifierSetup(config, source, self.ring, self.dialogue)
+                    spawn_verifiers(self.workers, verifier)
+                self.note(f"starting {len(places)} engine{'s'[: len(places) != 1]}")
                 while not all(worker.is_ready for worker in self.workers.of(Role.ROLLOUT)):
                     self.collect()
                 yield
@@ -151,17 +154,6 @@ class Collector:
                 with signals(signal.SIG_IGN):
                     self.workers.kill()
                     devices.sweep_temp(temp)
-
-    def _spawn(self, kind: str, places: list[devices.Placement], temp: Path) -> None:
-        config, source, seed = self.config, str(self.folder), self.config.seed * 1000 + 1
-        first = RolloutSetup(config, source, kind, seed, self.ring, None, self.dialogue)
-        spawn_engines(self.workers, first, places, temp)
-        if self.task is not None:
-            spawn_verifiers(self.workers, VerifierSetup(config, source, self.ring, self.dialogue))
-        self.note(f"starting {len(places)} engine{'s'[: len(places) != 1]}")
-        num_verifiers = len(self.workers.of(Role.VERIFY))
-        self.groups = Groups(config, None, Buffer(1, 0), len(places), num_verifiers, self.note)
-        self.supervisor = Supervisor(config, self.workers, self.groups, self, self)
 
     def answers(
         self, prompts: Sequence[Prompt]
@@ -181,13 +173,11 @@ class Collector:
 
     def _attempt(self, ended: Ended) -> tuple[Attempt, TrajectoryView | None]:
         if (answer := ended.trajectory) is None:
-            return Attempt("", None, 0, REFUSED, ended.error), None
+            return Attempt("", None, 0, "refused", ended.error), None
         view = self.ring.read(answer.cell, ended.group_id)
         text = readable(texts_of(view, self.tokenizer, self.dialogue))
         stop = answer.stop.name.lower()
         return Attempt(text, ended.reward, answer.num_written, stop, ended.error), view
-
-    # -- what the supervisor asks
 
     def stall_facts(self) -> dict[str, object]:
         return self.groups.stall_facts()
@@ -199,32 +189,31 @@ class Collector:
         raise AssertionError("there are no ranks")
 
 
-def sample(
-    target: Target, text: str, count: int, is_raw: bool
-) -> Iterator[tuple[Attempt, list[tuple[str, float]]]]:
-    """Answers, with text and logprob of each token: of the distribution that was sampled from, and
-    at temperature 0 the model's own."""
+def sample(target: Target, text: str, count: int, is_raw: bool, in_full: bool) -> Iterator[str]:
+    """Answers as `minirl sample` prints them. Logprobs are of the distribution that was sampled
+    from, and at temperature 0 the model's own."""
     bar, own = Bar("answers"), target.config.devices
     config = replace(target.config, devices=replace(own, rollout=own.tensor_parallel))  # one engine
     with tempfile.TemporaryDirectory(prefix="minirl-sample-") as name:
         there = Collector(config, Path(name), bar.note)
-        prompt, decode = render(text, there.tokenizer, is_raw), there.tokenizer.decode
+        is_chat = not is_raw and has_template(there.tokenizer)
+        example = Example(({"role": "user", "content": text},) if is_chat else text, "")
+        prompt = Prompt(0, example, encode(example, there.tokenizer))
+        if not prompt.tokens:
+            raise RecipeError("PROMPT", "", "has no token", "write something")
         tasks = replace(config.tasks, max_prompt_tokens=len(prompt.tokens))
         there.config = replace(config, tasks=tasks)
         recipe.check_model(there.config, there.folder)
         with there.running(count):
-            for _, answer, view in there.answers([prompt] * count):
+            for number, (_, answer, view) in enumerate(there.answers([prompt] * count), start=1):
                 if view is None:
                     rule = f"vLLM refuses it ({answer.error})"
                     raise RecipeError("PROMPT", "…", rule, "shorten it")
-                written = view.mask == 1
-                pieces = [decode([token]) for token in view.tokens[written].tolist()]
-                yield answer, list(zip(pieces, view.logprobs[written].tolist(), strict=True))
-
-
-def render(text: str, tokenizer: Any, is_raw: bool) -> Prompt:
-    is_chat = not is_raw and has_template(tokenizer)
-    example = Example(({"role": "user", "content": text},) if is_chat else text, "")
-    if tokens := encode(example, tokenizer):
-        return Prompt(0, example, tokens)
-    raise RecipeError("PROMPT", "", "has no token", "write something")
+                tokens, logprobs = (
+                    x[view.mask == 1].tolist() for x in (view.tokens, view.logprobs)
+                )
+                mean = sum(logprobs) / max(1, len(tokens))
+                yield f"--- {number}: {len(tokens)} tokens, {answer.stop}, mean logprob {mean:.3f}"
+                pieces = [there.tokenizer.decode([token]) for token in tokens]
+                rows = (f"{p:9.4f}  {piece!r}" for p, piece in zip(logprobs, pieces, strict=True))
+                yield "\n".join(rows) if in_full else answer.text

@@ -9,11 +9,10 @@ their answers are collected (collect.py), how figures are computed (statistics.p
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,8 +33,7 @@ EVALS = Path("evals")
 RING_BYTES = 2**30  # what answers in flight may take before problems are asked in turns
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """One problem and its answers."""
 
     problem: int  # its place among the task's held-out examples
@@ -54,7 +52,8 @@ class Result:
 
     @property
     def line(self) -> str:
-        return json.dumps(asdict(self), ensure_ascii=False) + "\n"
+        answers = [answer._asdict() for answer in self.answers]
+        return json.dumps({**self._asdict(), "answers": answers}, ensure_ascii=False) + "\n"
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -78,20 +77,6 @@ def summarise(results: Sequence[Result]) -> dict[str, Any]:
         "length_mean": _mean([a.length for a in answers]),
         "truncated_frac": _mean([float(a.stop == "length") for a in answers]),
     }
-
-
-def read(path: Path) -> list[Result]:
-    """A results.jsonl, or the folder that holds one."""
-    rows = read_lines(path / RESULTS if path.is_dir() else path, key="problem")
-    with suppress(TypeError):
-        if found := [_result(**row) for row in rows]:
-            return found
-    remedy = f"name a {RESULTS} as `minirl eval` wrote it"
-    raise RecipeError("results", str(path), "is no results of an eval", remedy)
-
-
-def _result(answers: Sequence[dict[str, Any]], **others: Any) -> Result:
-    return Result(answers=tuple(Attempt(**answer) for answer in answers), **others)
 
 
 def summary_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -140,16 +125,15 @@ def evaluate(target: Target, out: Path | None) -> dict[str, Any]:
 def _ask(there: Collector, prompts: Sequence[Prompt], k: int, path: Path, bar: Bar) -> list[Result]:
     """All problems, each k times; the results in order."""
     results: list[Result] = []
-    done: dict[int, Attempt] = {}  # by place: k for each prompt
+    done = [dict[int, Attempt]() for _ in prompts]
     most = RING_BYTES // (BYTES_PER_TOKEN * there.config.max_tokens_per_trajectory)
     num_cells = min(k * len(prompts), most)
     with path.open("w", buffering=1, encoding="utf-8") as file, there.running(num_cells):
         for place, attempt, _ in there.answers([p for p in prompts for _ in range(k)]):
-            done[place] = attempt
-            own = range(place // k * k, place // k * k + k)
-            if all(i in done for i in own):
-                prompt, answers = prompts[place // k], tuple(done.pop(i) for i in own)
-                example = prompt.example
+            own, prompt = done[place // k], prompts[place // k]
+            own[place % k] = attempt
+            if len(own) == k:
+                example, answers = prompt.example, tuple(own[i] for i in range(k))
                 results.append(Result(prompt.index, example.prompt, example.reference, answers))
                 file.write(results[-1].line)
                 so_far = _mean([reward for result in results for reward in result.rewards])
@@ -168,41 +152,36 @@ def choose_folder(target: Target, out: Path | None) -> Path:
     return out
 
 
-def compare(a: Sequence[Result], b: Sequence[Result]) -> dict[str, Any]:
-    """Problems are matched by prompt and reference. McNemar's test asks whether, among the problems
-    whose mean reward changed, more were gained than lost."""
-    left, right = _by_key(a), _by_key(b)
-    pairs = [(left[key], right[key]) for key in left if key in right]
+def read(path: Path) -> dict[tuple[str, str], list[float]]:
+    """The rewards of a results.jsonl, or of the folder that holds one, by prompt and reference."""
+    rows = read_lines(path / RESULTS if path.is_dir() else path, key="problem")
+    with suppress(TypeError, LookupError):
+        rewards = [[a["reward"] for a in row["answers"] if a["reward"] is not None] for row in rows]
+        keys = [(json.dumps(row["prompt"]), row["reference"]) for row in rows]
+        if rows:
+            return {key: own for key, own in zip(keys, rewards, strict=True) if own}
+    remedy = f"name a {RESULTS} as `minirl eval` wrote it"
+    raise RecipeError("results", str(path), "is no results of an eval", remedy)
+
+
+def compare(paths: tuple[Path, Path]) -> list[tuple[str, str]]:
+    """Two results, as `minirl eval --compare` prints it: problems that were graded in both. Of
+    those whose mean reward changed McNemar's test asks whether more were gained than lost."""
+    a, b = map(read, paths)
+    pairs = [(a[key], b[key]) for key in a if key in b]
     if not pairs:
         remedy = "compare results of the same task, data, seed and number of problems"
         raise RecipeError("--compare", "A B", "have no problem in common", remedy)
-    changes = np.array([fmean(b.rewards) - fmean(a.rewards) for a, b in pairs])
+    changes = np.array([fmean(after) - fmean(before) for before, after in pairs])
     num_gained, num_lost = int((changes > 0).sum()), int((changes < 0).sum())
-    return {
-        "accuracies": [interval_of([r.rewards for r in side]) for side in zip(*pairs, strict=True)],
-        "difference": bootstrap(changes),
-        "p": mcnemar(num_gained, num_lost),
-        "problems": len(pairs),
-        "gained": num_gained,
-        "lost": num_lost,
-        "unmatched": len(left.keys() | right.keys()) - len(pairs),
-    }
-
-
-def _by_key(results: Sequence[Result]) -> dict[tuple[str, str], Result]:
-    return {(json.dumps(r.prompt), r.reference): r for r in results if r.rewards}
-
-
-def comparison_rows(paths: tuple[Path, Path]) -> list[tuple[str, str]]:
-    """Of two results, as `minirl eval --compare` prints it."""
-    found = compare(*map(read, paths))
-    shares = [f"{mean:.1%} ({low:.1%} to {high:.1%})" for mean, low, high in found["accuracies"]]
-    difference, low, high = (f"{100 * points:+.1f}" for points in found["difference"])
-    changed = f"{found['gained']} gained, {found['lost']} lost; {found['unmatched']} left out"
+    found = map(interval_of, zip(*pairs, strict=True))
+    shares = [f"{x.mean:.1%} ({x.low:.1%} to {x.high:.1%})" for x in found if x]
+    difference, low, high = (f"{100 * points:+.1f}" for points in bootstrap(changes))
+    changed = f"{num_gained} gained, {num_lost} lost; {len(a | b) - len(pairs)} left out"
     return [
         (f"A, {paths[0]}", shares[0]),
         (f"B, {paths[1]}", shares[1]),
         ("B - A", f"{difference} points   95 % interval {low} to {high}"),
-        ("p", f"{found['p']:.2g}   McNemar, exact"),
-        ("problems", f"{found['problems']}: {changed}"),
+        ("p", f"{mcnemar(num_gained, num_lost):.2g}   McNemar, exact"),
+        ("problems", f"{len(pairs)}: {changed}"),
     ]
