@@ -25,10 +25,7 @@ REMOVED = {
     "verify-resume": "pytest tests/test_verify_resume.py, in a source tree",
     "diff": "minirl report RUN RUN, which puts their values side by side",
     "trace": "--set log.trace=true, and open the run's trace.json in ui.perfetto.dev",
-    "plan --check": "python -m tests.docs.plan, in a source tree",
     "plan --num": "--gpus N",
-    "plan --gpu-json": "gpu.json in the working folder",
-    "plan --run": "--mean N, with the mean of that run's answers",
 }
 UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)  # typer has no public name
 
@@ -346,19 +343,18 @@ def doctor(
 @app.command()
 def watch(
     run: Annotated[Path | None, Argument(metavar="[RUN]", help="Default: the newest run.")] = None,
-    once: Annotated[bool, Option("--once", help="Print it once, and stop.")] = False,
 ) -> None:
     """Show the dashboard of a run that was started elsewhere. Keys: q leaves (the run continues),
     p shows another sample. Without a terminal it is printed once.
 
-    minirl watch runs/smoke-… --once > now.txt
+    minirl watch runs/smoke-… > now.txt
     """
     from minirl.view import dashboard
 
     found = run or next((newest.path for newest in list_runs(RUNS)), RUNS)
     if not (found / dashboard.FILE).exists():
         raise RecipeError("RUN", str(found), "has no status.json", "name a run that has started")
-    dashboard.watch(found, once)
+    dashboard.watch(found)
 
 
 @app.command()

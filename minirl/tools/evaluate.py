@@ -117,13 +117,12 @@ def evaluate(target: Target, out: Path | None) -> dict[str, Any]:
         **summarise(results),
         "prompts_too_long": len(problems) - len(prompts),
     }
-    write_text(folder / RESULTS, "".join(result.line for result in results))  # now in order
     write_text(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     return summary
 
 
 def _ask(there: Collector, prompts: Sequence[Prompt], k: int, path: Path, bar: Bar) -> list[Result]:
-    """All problems, each k times; the results in order."""
+    """All problems, each k times; the results as they come."""
     results: list[Result] = []
     done = [dict[int, Attempt]() for _ in prompts]
     most = RING_BYTES // (BYTES_PER_TOKEN * there.config.max_tokens_per_trajectory)
@@ -138,7 +137,7 @@ def _ask(there: Collector, prompts: Sequence[Prompt], k: int, path: Path, bar: B
                 file.write(results[-1].line)
                 so_far = _mean([reward for result in results for reward in result.rewards])
                 bar.at(len(results), len(prompts), f"mean reward so far {so_far or 0:.1%}")
-    return sorted(results, key=lambda result: result.problem)
+    return results
 
 
 def choose_folder(target: Target, out: Path | None) -> Path:

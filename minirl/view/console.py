@@ -16,6 +16,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from functools import partial
 from itertools import zip_longest
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from rich.console import Console
@@ -41,6 +42,7 @@ STEP = (
 )
 WEIGHTS = (State.RELOADING, State.PUBLISHING, State.SAVING)
 TOTALS = (Total.IDLE_S, Total.RELOAD_S)
+interval = itemgetter("version", "accuracy", "low", "high")
 
 
 def _stamped(seconds: float, text: str) -> Text:
@@ -137,28 +139,27 @@ class Reporter:
                 status = self.status()
                 with contextlib.suppress(OSError):  # a full disk costs `minirl watch` alone
                     status.save(self._loop.log.run_dir)
-                if self._screen is None:
-                    self._is_ending.wait(dashboard.LOOK_S)
-                else:
-                    keys = self._screen.show(status)
-                    if "q" in keys:
-                        self._loop.is_interrupted = True
-                        self._loop.log.note("q: finishing the step and saving; Ctrl-C ends it now")
-                    if "s" in keys and self._loop.step > 0:
-                        self._loop.wants_save = True
-                        self._loop.log.note("s: a checkpoint is saved after the running step")
+                keys = self._screen.show(status) if self._screen else ""
+                if "q" in keys:
+                    self._loop.is_interrupted = True
+                    self._loop.log.note("q: finishing the step and saving; Ctrl-C ends it now")
+                if "s" in keys and self._loop.step > 0:
+                    self._loop.wants_save = True
+                    self._loop.log.note("s: a checkpoint is saved after the running step")
+                self._is_ending.wait(0.0 if self._screen else dashboard.LOOK_S)
                 self._cost = time.thread_time() / (time.monotonic() - began)
         except Exception as error:
             what = one_line(f"{type(error).__name__}: {error}")
             self._loop.log.note(f"the dashboard is off, training continues: {what}")
             if self._screen is not None:
-                self._screen.__exit__()
+                self._screen.close()
 
     def status(self) -> Status:
         """Copies in one call what the loop could change meanwhile."""
         loop, log, config = self._loop, self._loop.log, self._loop.config
         lines = log.metrics[:]
         shown = lines[:: -max(1, math.ceil(len(lines) / 240))][::-1]  # always with the last step
+        held, buffer = Counter(state.phase for state in loop.groups.own), loop.buffer
         word = "GPU" if loop.engines[0].placement.kind == "cuda" else "cores"
         return Status(
             name=log.run_dir.name,
@@ -170,16 +171,12 @@ class Reporter:
             seconds=log.seconds if loop.is_ready else 0.0,
             verdict=balance.measured(config, lines[-20:], word),
             lanes=[self._lane(worker) for worker in self._workers],
-            slots=self._slots(),
+            slots={**{str(phase): held[phase] for phase in Phase}, "free": buffer.num_free},
             staleness=[sum(n) for n in zip_longest(*list(log.recent_staleness), fillvalue=0)],
             max_staleness=config.buffer.max_staleness,
             curves={n: [(line["step"], line[n]) for line in shown if n in line] for n in CURVES},
-            evaluations=[
-                (line["version"], line["accuracy"], line["low"], line["high"])
-                for line in log.evals[:]
-                if line.get("accuracy") is not None
-            ],
-            drops={str(reason): count for reason, count in dict(loop.buffer.drops).items()},
+            evaluations=[interval(line) for line in log.evals[:] if line.get("low") is not None],
+            drops={str(reason): count for reason, count in dict(buffer.drops).items()},
             last=lines[-1] if lines else {},
             samples=[_sample(line) for line in list(log.recent_samples)],
             notes=list(self._notes),
@@ -213,10 +210,6 @@ class Reporter:
             weights = min(1.0, weights_s / passed)
             seconds.append((round(max(0.0, 1 - weights - idle_s / passed), 2), round(weights, 2)))
         return Lane(worker.name, lane_state(row), list(seconds))
-
-    def _slots(self) -> dict[str, int]:
-        held = Counter(state.phase for state in self._loop.groups.own)
-        return {**{str(phase): held[phase] for phase in Phase}, "free": self._loop.buffer.num_free}
 
 
 class Bar:

@@ -10,13 +10,11 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 
 @contextmanager
-def loading(what: str, console: Console | None = None) -> Iterator[None]:
-    shown = console or Console(highlight=False, soft_wrap=True)
-    if not shown.is_terminal:
-        shown.print(f"loading {what}", markup=False)
-        yield
-        return
+def loading(what: str) -> Iterator[None]:
+    console = Console(highlight=False, soft_wrap=True)
+    if is_plain := not console.is_terminal:
+        console.print(f"loading {what}", markup=False)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=shown, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=is_plain) as progress:
         progress.add_task(f"loading {what}")
         yield

@@ -77,8 +77,7 @@ def summary_rows(summary: Line) -> dict[str, str]:
 def so_far(run: RunDir) -> Line:
     """In place of the summary of a run that is under way, or failed."""
     last, start = run.metrics[-1] if run.metrics else {}, "buffer/dropped_"
-    numbers = {name: n for name, n in last.items() if isinstance(n, (int, float))}
-    drops = {k.removeprefix(start): n for k, n in numbers.items() if k.startswith(start)}
+    drops = {k.removeprefix(start): n for k, n in last.items() if k.startswith(start)}
     return {"steps": len(run.metrics), "seconds": last.get("seconds", 0.0), "drops": drops}
 
 
