@@ -39,6 +39,7 @@ Recipe = Annotated[Path, Argument(metavar="RECIPE", help="A TOML file, as recipe
 Overrides = Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="Repeatable.")]
 RunDirectory = Annotated[Path | None, Option("--run-dir", help="Default: runs/<recipe>-<time>.")]
 Out = Annotated[Path | None, Option(metavar="DIR", help="Where the results go.")]
+Two = tuple[Path, Path]
 Temperature = Annotated[float | None, Option(help="0 is greedy.")]
 
 
@@ -143,9 +144,7 @@ def train(
 @app.command("eval")
 def evaluate(
     target: Annotated[str | None, Argument(metavar="[MODEL_OR_RUN]")] = None,
-    compare: Annotated[
-        tuple[Path, Path] | None, Option(metavar="A B", help="Two folders of results.")
-    ] = None,
+    compare: Annotated[Two | None, Option(metavar="A B", help="Two folders of results.")] = None,
     task: Annotated[str | None, Option(metavar="KIND", help="As tasks.kind in a recipe.")] = None,
     recipe: Annotated[Path | None, Option(help="Task and sampling for a model.")] = None,
     k: Annotated[int, Option("--k", min=1, max=1024, help="Answers to each problem.")] = 1,
@@ -193,11 +192,10 @@ def sample(
 
     minirl sample runs/smoke-… "Tom has 7 apples. Tom buys 5 more. How many has Tom?" --tokens
     """
-    from minirl.tools.collect import as_overrides, resolve, run_of
+    from minirl.tools.collect import as_overrides, resolve
     from minirl.tools.collect import sample as draw
 
-    kind = None if run_of(model) else "arithmetic"  # any task: none is used
-    given = {"tasks.kind": kind, "eval.temperature": temperature}
+    given = {"tasks.kind": "arithmetic", "eval.temperature": temperature}  # of no task is asked
     values = as_overrides({**given, "rollout.max_new_tokens": max_new_tokens})
     target = resolve(model, None, (*values, *(overrides or ())))
     for line in draw(target, prompt, num, raw, tokens):
@@ -317,9 +315,7 @@ def config(recipe: Recipe, overrides: Overrides = None) -> None:
 @app.command()
 def doctor(
     recipe: Annotated[Path | None, Argument(metavar="[RECIPE]")] = None,
-    gpu: Annotated[
-        bool, Option("--gpu", help="Measure the GPUs too, with RECIPE's model.")
-    ] = False,
+    gpu: Annotated[bool, Option("--gpu", help="Measure the GPUs, by RECIPE's model.")] = False,
     overrides: Overrides = None,
 ) -> None:
     """Check this machine: packages, devices, sandbox. Each is ok or comes with its remedy.

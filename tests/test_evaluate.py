@@ -7,6 +7,8 @@ import math
 import random
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from test_cli import minirl, ran
@@ -52,7 +54,8 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k() -> None:
 
 
 def result(problem: int, *rewards: float | None) -> Result:
-    answers = tuple(Attempt(f"{r}", r, 10, "stop", "" if r is not None else "?") for r in rewards)
+    same: Any = {"text": "", "length": 10, "stop": "stop"}
+    answers = [Attempt(**same, reward=r, error="?" if r is None else "") for r in rewards]
     return Result(problem, f"prompt {problem}", "ref", answers)
 
 
@@ -72,8 +75,9 @@ def test_results_are_compared_by_mcnemar(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "b").mkdir()
 
     def shown(a: list[Result], b: list[Result]) -> str:
-        (tmp_path / "a.jsonl").write_text("".join(result.line for result in a))
-        (tmp_path / "b" / "results.jsonl").write_text("".join(result.line for result in b))
+        for name, results in (("a.jsonl", a), ("b/results.jsonl", b)):
+            lines = [json.dumps(result._asdict()) for result in results]
+            (tmp_path / name).write_text("\n".join(lines))
         return "\n".join(ran("eval", "--compare", "a.jsonl", "b"))
 
     a = [result(i, float(i < 2)) for i in range(10)]
@@ -129,11 +133,9 @@ def test_a_model_is_evaluated_and_sampled(engines: int, tied_folder: Path, tmp_p
     assert "problems 12/12" in done.stderr and "95 % interval" in done.stdout
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     lines = read_lines(tmp_path / "out" / "results.jsonl", key="problem")
-    all_answers = [tuple(Attempt(**answer) for answer in line.pop("answers")) for line in lines]
-    results = [Result(**line, answers=a) for line, a in zip(lines, all_answers, strict=True)]
-    assert {k: summary[k] for k in summarise(results)} == summarise(results)
-    assert [r.problem for r in results] == list(range(12))
-    answers = [answer for r in results for answer in r.answers]
+    found = summarise([Result(**line) for line in lines])
+    assert summary.items() >= found.items() and sorted(x["problem"] for x in lines) == [*range(12)]
+    answers = [SimpleNamespace(**answer) for line in lines for answer in line["answers"]]
     failed = [answer for answer in answers if answer.reward is None]
     assert len(answers) == 36 and summary["answers_failed"] == len(failed) > 0
     assert all(answer.error and answer.text for answer in failed)

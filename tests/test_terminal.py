@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from minirl.view.console import ConsoleView
-from minirl.view.dashboard import Status
+from minirl.view.dashboard import look
 from minirl.view.loading import loading
 from tests.bench.terminal import Terminal
 
@@ -41,21 +41,21 @@ def test_keys_sizes_and_the_end(tmp_path: Path) -> None:
         terminal.read_until(lambda: b"sample 2/6" in terminal.seen)
         terminal.resize(40, 10)
         terminal.press("s")
-        terminal.read_until(lambda: "saved " in str(Status.read(tmp_path).notes))
+        terminal.read_until(lambda: "saved " in str(look(tmp_path).notes))
         terminal.resize(100, 30)
         terminal.read_until(lambda: b"\x1b[30;1H" in terminal.seen)  # the cursor in line 30
         terminal.press("q")
         assert terminal.wait() == 0
         after = assert_restored(terminal)
     assert "q: finishing the step and saving" in after and "the run has ended" in after
-    shown = Status.read(tmp_path)
+    shown = look(tmp_path)
     assert 0 < shown.step < 400 and shown.cost > 0 and not shown.reason
 
 
 @pytest.mark.slow
 def test_two_signals_give_the_terminal_back(tmp_path: Path) -> None:
     with scripted(tmp_path, step_s=60.0) as terminal:
-        terminal.read_until(lambda: Status.read(tmp_path).slots.get("training", 0) > 0)
+        terminal.read_until(lambda: look(tmp_path).slots.get("training", 0) > 0)
         terminal.process.send_signal(signal.SIGTERM)
         terminal.read_until(lambda: b"saving; Ctrl-C ends it now" in terminal.seen)
         terminal.press("\x03")  # Ctrl-C

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypedDict
 
 from minirl import devices, model, recipe
 from minirl.buffer import Buffer
@@ -66,10 +66,9 @@ def resolve(
     name: str, path: Path | None = None, overrides: Sequence[str] = (), k: int = 1
 ) -> Target:
     """`path` is of a recipe; default: the run's own. Raises RecipeError with what is missing."""
-    run, weights = run_of(name), name
-    if run is not None:
-        weights = str(last_checkpoint(run)) if run == Path(name) else name
-        path = path or run / "recipe.toml"
+    run = run_of(name)
+    weights = str(last_checkpoint(run)) if run and run == Path(name) else name
+    path = path or (run / "recipe.toml" if run else None)
     loaded = recipe.load(path, [*as_overrides({"model.path": weights}), *overrides, NO_LIMIT])
     recipe.find_model(loaded.config)  # raises where the path leads nowhere
     if path is None and loaded.origins["tasks.kind"] == "default":
@@ -102,14 +101,14 @@ def with_engines(loaded: recipe.Loaded) -> Config:
     return config
 
 
-class Attempt(NamedTuple):
-    """An answer to one prompt."""
+class Attempt(TypedDict):
+    """An answer to one prompt, as results.jsonl has it."""
 
     text: str
     reward: float | None  # None: it failed, as `error` says
     length: int  # written tokens
     stop: str  # "refused": the engine did not take the prompt
-    error: str = ""
+    error: str
 
 
 @dataclass
@@ -117,8 +116,8 @@ class Collector:
     """The controller of an evaluation, as `Loop` is that of training, and its log."""
 
     config: Config
-    run_dir: Path  # for logs
     note: Callable[[str], None]
+    logs: Path | None = None  # None: they are deleted with the engines
     task: Task | None = None  # None: answers are not graded, and there are no verifiers
     workers_replaced: float = 0.0
 
@@ -132,14 +131,16 @@ class Collector:
         """With engines that are ready; `num_cells` answers may be in flight at once."""
         config, source, seed = self.config, str(self.folder), self.config.seed * 1000 + 1
         kind, available = devices.find_devices(config.devices.kind)
+        recipe.check_model(config, self.folder, kind)
         places = devices.place(config, kind, available, ranks=False)[0]
         num_verifiers = config.tasks.verifiers if self.task else 0
         self.ring = TrajectoryRing(num_cells, config.max_tokens_per_trajectory)
+        temp = Path(tempfile.mkdtemp(prefix="minirl-"))
+        self.run_dir = self.logs or temp
         self.workers = Workers(self.run_dir, len(places) + num_verifiers)
         self.groups = Groups(config, None, Buffer(1, 0), len(places), num_verifiers, self.note)
         self.supervisor = Supervisor(config, self.workers, self.groups, self, self)
         first = RolloutSetup(config, source, kind, seed, self.ring, None, self.dialogue)
-        temp = Path(tempfile.mkdtemp(prefix="minirl-"))
         with signals():
             try:
                 spawn_engines(self.workers, first, places, temp)
@@ -172,12 +173,13 @@ class Collector:
         self.supervisor.collect(lambda worker, m: self.groups.handle(worker.rank, m, 0.0))
 
     def _attempt(self, ended: Ended) -> tuple[Attempt, TrajectoryView | None]:
+        attempt = Attempt(text="", reward=ended.reward, length=0, stop="refused", error=ended.error)
         if (answer := ended.trajectory) is None:
-            return Attempt("", None, 0, "refused", ended.error), None
+            return attempt, None
         view = self.ring.read(answer.cell, ended.group_id)
-        text = readable(texts_of(view, self.tokenizer, self.dialogue))
-        stop = answer.stop.name.lower()
-        return Attempt(text, ended.reward, answer.num_written, stop, ended.error), view
+        attempt["text"] = readable(texts_of(view, self.tokenizer, self.dialogue))
+        attempt["length"], attempt["stop"] = answer.num_written, answer.stop.name.lower()
+        return attempt, view
 
     def stall_facts(self) -> dict[str, object]:
         return self.groups.stall_facts()
@@ -194,26 +196,24 @@ def sample(target: Target, text: str, count: int, is_raw: bool, in_full: bool) -
     from, and at temperature 0 the model's own."""
     bar, own = Bar("answers"), target.config.devices
     config = replace(target.config, devices=replace(own, rollout=own.tensor_parallel))  # one engine
-    with tempfile.TemporaryDirectory(prefix="minirl-sample-") as name:
-        there = Collector(config, Path(name), bar.note)
-        is_chat = not is_raw and has_template(there.tokenizer)
-        example = Example(({"role": "user", "content": text},) if is_chat else text, "")
-        prompt = Prompt(0, example, encode(example, there.tokenizer))
-        if not prompt.tokens:
-            raise RecipeError("PROMPT", "", "has no token", "write something")
-        tasks = replace(config.tasks, max_prompt_tokens=len(prompt.tokens))
-        there.config = replace(config, tasks=tasks)
-        recipe.check_model(there.config, there.folder)
-        with there.running(count):
-            for number, (_, answer, view) in enumerate(there.answers([prompt] * count), start=1):
-                if view is None:
-                    rule = f"vLLM refuses it ({answer.error})"
-                    raise RecipeError("PROMPT", "…", rule, "shorten it")
-                tokens, logprobs = (
-                    x[view.mask == 1].tolist() for x in (view.tokens, view.logprobs)
-                )
-                mean = sum(logprobs) / max(1, len(tokens))
-                yield f"--- {number}: {len(tokens)} tokens, {answer.stop}, mean logprob {mean:.3f}"
-                pieces = [there.tokenizer.decode([token]) for token in tokens]
-                rows = (f"{p:9.4f}  {piece!r}" for p, piece in zip(logprobs, pieces, strict=True))
-                yield "\n".join(rows) if in_full else answer.text
+    there = Collector(config, bar.note)
+    is_chat = not is_raw and has_template(there.tokenizer)
+    example = Example(({"role": "user", "content": text},) if is_chat else text, "")
+    prompt = Prompt(0, example, encode(example, there.tokenizer))
+    if not prompt.tokens:
+        raise RecipeError("PROMPT", "", "has no token", "write something")
+    tasks = replace(config.tasks, max_prompt_tokens=len(prompt.tokens))
+    there.config = replace(config, tasks=tasks)
+    with there.running(count):
+        for number, (_, answer, view) in enumerate(there.answers([prompt] * count), start=1):
+            if view is None:
+                rule = f"vLLM refuses it ({answer['error']})"
+                raise RecipeError("PROMPT", "…", rule, "shorten it")
+            written = view.mask == 1
+            tokens, logprobs = view.tokens[written].tolist(), view.logprobs[written].tolist()
+            stop, mean = answer["stop"], sum(logprobs) / max(1, len(tokens))
+            yield f"--- {number}: {len(tokens)} tokens, {stop}, mean logprob {mean:.3f}"
+            for token, value in zip(tokens, logprobs, strict=True) if in_full else ():
+                yield f"{value:9.4f}  {there.tokenizer.decode([token])!r}"
+            if not in_full:
+                yield answer["text"]

@@ -8,7 +8,7 @@ their answers are collected (collect.py), how figures are computed (statistics.p
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minirl import devices, recipe
+from minirl import recipe
 from minirl.config import BYTES_PER_TOKEN
 from minirl.errors import RecipeError
 from minirl.records import Prompt
-from minirl.run_dir import read_lines, write_text
+from minirl.run_dir import JsonLines, read_lines, write_text
 from minirl.statistics import bootstrap, interval_of, mcnemar, pass_at, usual_ks
 from minirl.tasks.check import checking
 from minirl.tasks.prompts import short_prompts
@@ -34,48 +34,43 @@ RING_BYTES = 2**30  # what answers in flight may take before problems are asked 
 
 
 class Result(NamedTuple):
-    """One problem and its answers."""
+    """A line of results.jsonl: one problem and its answers."""
 
     problem: int  # its place among the task's held-out examples
     prompt: Any  # text, or chat messages
     reference: str
-    answers: tuple[Attempt, ...]
+    answers: list[Attempt]
 
     @property
     def rewards(self) -> list[float]:
-        return [a.reward for a in self.answers if a.reward is not None]
-
-    def pass_at(self, k: int) -> float | None:
-        """None: fewer than k of its answers could be graded."""
-        num_right = sum(reward >= 1.0 for reward in self.rewards)
-        return pass_at(k, len(self.rewards), num_right) if len(self.rewards) >= k else None
-
-    @property
-    def line(self) -> str:
-        answers = [answer._asdict() for answer in self.answers]
-        return json.dumps({**self._asdict(), "answers": answers}, ensure_ascii=False) + "\n"
+        return [a["reward"] for a in self.answers if a["reward"] is not None]
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
 
 
 def summarise(results: Sequence[Result]) -> dict[str, Any]:
     answers = [answer for result in results for answer in result.answers]
-    failed = [answer for answer in answers if answer.reward is None]
-    found = interval_of([result.rewards for result in results])
-    most = max((len(result.answers) for result in results), default=0)
+    failed = [answer["error"] for answer in answers if answer["reward"] is None]
+    rewards = [result.rewards for result in results]
+    found, most = interval_of(rewards), len(results[0].answers)
+
+    def passed(k: int) -> float | None:
+        """Over problems with at least k graded answers."""
+        counts = [(len(own), sum(reward >= 1.0 for reward in own)) for own in rewards]
+        return _mean([pass_at(k, num, num_right) for num, num_right in counts if num >= k])
+
     return {
         "problems": len(results),
         "answers_each": most,
         "answers_failed": len(failed),
-        "failures": sorted({answer.error for answer in failed})[:5],
+        "failures": sorted(set(failed))[:5],
         "accuracy": found.mean if found else None,
         "interval_95": [found.low, found.high] if found else None,
-        "pass_at": {str(k): _mean([r.pass_at(k) for r in results]) for k in usual_ks(most)},
-        "length_mean": _mean([a.length for a in answers]),
-        "truncated_frac": _mean([float(a.stop == "length") for a in answers]),
+        "pass_at": {str(k): passed(k) for k in usual_ks(most)},
+        "length_mean": fmean(a["length"] for a in answers),
+        "truncated_frac": fmean(a["stop"] == "length" for a in answers),
     }
 
 
@@ -104,8 +99,7 @@ def evaluate(target: Target, out: Path | None) -> dict[str, Any]:
         check()
     task, folder = make_task(config), choose_folder(target, out)
     bar.note(f"{config.model.path} on {config.tasks.kind}; results in {folder}")
-    there = Collector(config, folder / "logs", bar.note, task)
-    recipe.check_model(config, there.folder, devices.find_devices(config.devices.kind)[0])
+    there = Collector(config, bar.note, folder / "logs", task)
     (folder / "recipe.toml").write_text(recipe.to_toml(config))
     problems = task.heldout(config.eval.num_prompts)
     prompts = short_prompts(config, problems, there.tokenizer)
@@ -125,16 +119,17 @@ def _ask(there: Collector, prompts: Sequence[Prompt], k: int, path: Path, bar: B
     """All problems, each k times; the results as they come."""
     results: list[Result] = []
     done = [dict[int, Attempt]() for _ in prompts]
+    file = JsonLines(path, bar.note)
     most = RING_BYTES // (BYTES_PER_TOKEN * there.config.max_tokens_per_trajectory)
     num_cells = min(k * len(prompts), most)
-    with path.open("w", buffering=1, encoding="utf-8") as file, there.running(num_cells):
+    with closing(file), there.running(num_cells):
         for place, attempt, _ in there.answers([p for p in prompts for _ in range(k)]):
             own, prompt = done[place // k], prompts[place // k]
             own[place % k] = attempt
             if len(own) == k:
-                example, answers = prompt.example, tuple(own[i] for i in range(k))
+                example, answers = prompt.example, [own[i] for i in range(k)]
                 results.append(Result(prompt.index, example.prompt, example.reference, answers))
-                file.write(results[-1].line)
+                file.write(results[-1]._asdict())
                 so_far = _mean([reward for result in results for reward in result.rewards])
                 bar.at(len(results), len(prompts), f"mean reward so far {so_far or 0:.1%}")
     return results
@@ -155,10 +150,9 @@ def read(path: Path) -> dict[tuple[str, str], list[float]]:
     """The rewards of a results.jsonl, or of the folder that holds one, by prompt and reference."""
     rows = read_lines(path / RESULTS if path.is_dir() else path, key="problem")
     with suppress(TypeError, LookupError):
-        rewards = [[a["reward"] for a in row["answers"] if a["reward"] is not None] for row in rows]
-        keys = [(json.dumps(row["prompt"]), row["reference"]) for row in rows]
-        if rows:
-            return {key: own for key, own in zip(keys, rewards, strict=True) if own}
+        results = [Result(**row) for row in rows]
+        if found := {(json.dumps(r.prompt), r.reference): r.rewards for r in results if r.rewards}:
+            return found
     remedy = f"name a {RESULTS} as `minirl eval` wrote it"
     raise RecipeError("results", str(path), "is no results of an eval", remedy)
 

@@ -207,8 +207,8 @@ class Reporter:
         passed, idle_s, weights_s = (a - b for a, b in zip(now, before, strict=True))
         if passed and worker.is_ready:
             weights_s += min(passed, row.since_s) * (row.state in WEIGHTS)  # not in its total yet
-            weights = min(1.0, weights_s / passed)
-            seconds.append((round(max(0.0, 1 - weights - idle_s / passed), 2), round(weights, 2)))
+            weights, idle = (min(1.0, max(0.0, s / passed)) for s in (weights_s, idle_s))
+            seconds.append((round(max(0.0, 1 - weights - idle), 2), round(weights, 2)))
         return Lane(worker.name, lane_state(row), list(seconds))
 
 

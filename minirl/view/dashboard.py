@@ -96,13 +96,6 @@ class Status(BaseModel):
         with replacing(run_dir / FILE, sync=False) as aside:  # a sync could take seconds
             aside.write_text(self.model_dump_json())
 
-    @staticmethod
-    def read(run_dir: Path) -> "Status":
-        try:
-            return Status.model_validate_json((run_dir / FILE).read_bytes())
-        except (OSError, ValidationError):
-            return Status(time=time.time(), doing=f"no status.json in {run_dir}")
-
 
 def clock(seconds: float) -> str:
     if not 0 <= seconds < 1e9:
@@ -379,7 +372,11 @@ class Screen(contextlib.ExitStack):
 
 def look(run_dir: Path) -> Status:
     """The files of a run say how it ended. A fresh status is no failure, whatever the lock says."""
-    found, state = Status.read(run_dir), RunDir(run_dir).state
+    state = RunDir(run_dir).state
+    try:
+        found = Status.model_validate_json((run_dir / FILE).read_bytes())
+    except (OSError, ValidationError):
+        found = Status(time=time.time(), doing=f"no status.json in {run_dir}")
     is_silent = time.time() - found.time >= SILENT_S
     return found.model_copy(update={"state": state}) if is_silent or state != "failed" else found
 

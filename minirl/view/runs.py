@@ -6,6 +6,7 @@ they are printed (cli, console, report), and everything that needs a model or a 
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -89,11 +90,10 @@ def measured(summary: Line) -> str:
     return f"{text}; not evaluated since" if is_old else text
 
 
-def drops_text(drops: Mapping[str, float]) -> str:
+def drops_text(drops: Mapping[str, int]) -> str:
     """The commonest reason first."""
-    ranked = sorted(drops.items(), key=lambda drop: -drop[1])
-    known = ((reason, count) for reason, count in ranked if count)
-    return ", ".join(f"{count:,.0f} {reason.replace('_', ' ')}" for reason, count in known)
+    known = ((reason, n) for reason, n in Counter(drops).most_common() if n)
+    return ", ".join(f"{n:,.0f} {reason.replace('_', ' ')}" for reason, n in known)
 
 
 def find_step(run: RunDir, step: int | None) -> Line:
