@@ -6,8 +6,8 @@ error and path that cannot be used ends as one line on stderr. A command's docst
 
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -70,6 +70,22 @@ def _usage(error: typer.BadParameter) -> str:
     return f"{error.format_message().rstrip('.')}; see {path} --help"
 
 
+@contextmanager
+def loading(what: str) -> Iterator[None]:
+    """A sign of life while something loads: on a terminal a spinner with the seconds, else one
+    line. It imports rich alone, so that it is there before anything heavy is imported."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(highlight=False, soft_wrap=True)
+    if is_plain := not console.is_terminal:
+        console.print(f"loading {what}", markup=False)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=is_plain) as progress:
+        progress.add_task(f"loading {what}")
+        yield
+
+
 def _show(rows: Sequence[Sequence[str]]) -> None:
     """In columns. Not through rich, which would cut names and figures to a narrow terminal."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -115,8 +131,6 @@ def train(
 
     loaded = load(recipe, overrides or [])
     config = loaded.config
-    from minirl.view.loading import loading  # imports take a second
-
     shown = nullcontext() if dry_run else loading(f"{config.model.path}, checking the task")
     from minirl.tasks.check import checking
     from minirl.tools import doctor

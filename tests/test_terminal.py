@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from minirl.cli import loading
 from minirl.view.console import ConsoleView
 from minirl.view.dashboard import look
-from minirl.view.loading import loading
 from tests.bench.terminal import Terminal
 
 ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"  # the alternate screen
@@ -89,7 +89,7 @@ def test_loading_is_one_line_or_a_spinner_that_goes(capsys: pytest.CaptureFixtur
     with loading("a model [1]"):
         assert capsys.readouterr().out == "loading a model [1]\n"
     assert not capsys.readouterr().out
-    body = "from minirl.view.loading import loading\n"
+    body = "from minirl.cli import loading\n"
     body += "with loading('engines'):\n    print('meanwhile')\n"
     terminal = Terminal([sys.executable, "-c", body + "    input()"], 80, 24)
     try:

@@ -54,21 +54,15 @@ def as_overrides(values: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(f"{key}={json.dumps(v)}" for key, v in values.items() if v is not None)
 
 
-def run_of(name: str) -> Path | None:
-    """The run that is named, by its directory or by one of its checkpoints."""
-    path = Path(name)
-    if path.parent.name == "checkpoints" and (path / "config.json").is_file():
-        path = path.parent.parent
-    return path if holds_run(path) else None
-
-
 def resolve(
     name: str, path: Path | None = None, overrides: Sequence[str] = (), k: int = 1
 ) -> Target:
     """`path` is of a recipe; default: the run's own. Raises RecipeError with what is missing."""
-    run = run_of(name)
-    weights = str(last_checkpoint(run)) if run and run == Path(name) else name
-    path = path or (run / "recipe.toml" if run else None)
+    folder = Path(name).parent
+    here = folder.parent if folder.name == "checkpoints" else Path(name)
+    run = here if holds_run(here) else None
+    weights = str(last_checkpoint(here)) if run == Path(name) else name
+    path = path or (run and run / "recipe.toml")
     loaded = recipe.load(path, [*as_overrides({"model.path": weights}), *overrides, NO_LIMIT])
     recipe.find_model(loaded.config)  # raises where the path leads nowhere
     if path is None and loaded.origins["tasks.kind"] == "default":
@@ -169,9 +163,6 @@ class Collector:
             for place, ended in evaluation.take_ended():
                 yield place, *self._attempt(ended)
 
-    def collect(self) -> None:
-        self.supervisor.collect(lambda worker, m: self.groups.handle(worker.rank, m, 0.0))
-
     def _attempt(self, ended: Ended) -> tuple[Attempt, TrajectoryView | None]:
         attempt = Attempt(text="", reward=ended.reward, length=0, stop="refused", error=ended.error)
         if (answer := ended.trajectory) is None:
@@ -180,6 +171,9 @@ class Collector:
         attempt["text"] = readable(texts_of(view, self.tokenizer, self.dialogue))
         attempt["length"], attempt["stop"] = answer.num_written, answer.stop.name.lower()
         return attempt, view
+
+    def collect(self) -> None:
+        self.supervisor.collect(lambda worker, m: self.groups.handle(worker.rank, m, 0.0))
 
     def stall_facts(self) -> dict[str, object]:
         return self.groups.stall_facts()
