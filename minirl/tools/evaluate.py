@@ -28,8 +28,7 @@ from minirl.tasks.registry import make_task
 from minirl.tools.collect import Attempt, Collector, Target
 from minirl.view.console import Bar
 
-RESULTS, SUMMARY = "results.jsonl", "summary.json"
-EVALS = Path("evals")
+RESULTS = "results.jsonl"
 RING_BYTES = 2**30  # what answers in flight may take before problems are asked in turns
 
 
@@ -46,10 +45,6 @@ class Result(NamedTuple):
         return [a["reward"] for a in self.answers if a["reward"] is not None]
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return fmean(values) if values else None
-
-
 def summarise(results: Sequence[Result]) -> dict[str, Any]:
     answers = [answer for result in results for answer in result.answers]
     failed = [answer["error"] for answer in answers if answer["reward"] is None]
@@ -59,7 +54,8 @@ def summarise(results: Sequence[Result]) -> dict[str, Any]:
     def passed(k: int) -> float | None:
         """Over problems with at least k graded answers."""
         counts = [(len(own), sum(reward >= 1.0 for reward in own)) for own in rewards]
-        return _mean([pass_at(k, num, num_right) for num, num_right in counts if num >= k])
+        shares = [pass_at(k, num, num_right) for num, num_right in counts if num >= k]
+        return fmean(shares) if shares else None
 
     return {
         "problems": len(results),
@@ -97,7 +93,11 @@ def evaluate(target: Target, out: Path | None) -> dict[str, Any]:
     config, bar = target.config, Bar("problems")
     with checking(config, recipe.find_model(config)) as check:
         check()
-    task, folder = make_task(config), choose_folder(target, out)
+    name = f"{Path(config.model.path).name}-{datetime.now():%Y%m%d-%H%M%S}"
+    task, folder = make_task(config), out or (target.run_dir or Path()) / "evals" / name
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise RecipeError("--out", str(folder), "is not empty", "name a new directory")
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
     bar.note(f"{config.model.path} on {config.tasks.kind}; results in {folder}")
     there = Collector(config, bar.note, folder / "logs", task)
     (folder / "recipe.toml").write_text(recipe.to_toml(config))
@@ -111,7 +111,7 @@ def evaluate(target: Target, out: Path | None) -> dict[str, Any]:
         **summarise(results),
         "prompts_too_long": len(problems) - len(prompts),
     }
-    write_text(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+    write_text(folder / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     return summary
 
 
@@ -130,20 +130,9 @@ def _ask(there: Collector, prompts: Sequence[Prompt], k: int, path: Path, bar: B
                 example, answers = prompt.example, [own[i] for i in range(k)]
                 results.append(Result(prompt.index, example.prompt, example.reference, answers))
                 file.write(results[-1]._asdict())
-                so_far = _mean([reward for result in results for reward in result.rewards])
-                bar.at(len(results), len(prompts), f"mean reward so far {so_far or 0:.1%}")
+                rewards = [reward for result in results for reward in result.rewards] or [0.0]
+                bar.at(len(results), len(prompts), f"mean reward so far {fmean(rewards):.1%}")
     return results
-
-
-def choose_folder(target: Target, out: Path | None) -> Path:
-    if out is None:
-        parent = target.run_dir / "evals" if target.run_dir else EVALS
-        name = Path(target.config.model.path).name
-        out = parent / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise RecipeError("--out", str(out), "is not empty", "name a new directory")
-    (out / "logs").mkdir(parents=True, exist_ok=True)
-    return out
 
 
 def read(path: Path) -> dict[tuple[str, str], list[float]]:

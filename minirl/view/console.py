@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import zip_longest
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.text import Text
@@ -25,15 +25,13 @@ from rich.text import Text
 from minirl import balance
 from minirl.errors import one_line
 from minirl.groups import Phase
+from minirl.loop import Loop
 from minirl.run_dir import Line
 from minirl.shm.board import Row, State, Total
 from minirl.view import dashboard
 from minirl.view.dashboard import CURVES, Lane, Point, Sample, Screen, Status, clock
 from minirl.view.runs import prompt_text, summary_rows
 from minirl.workers import LossyStream, Worker
-
-if TYPE_CHECKING:
-    from minirl.loop import Loop
 
 STEP = (
     "step {step:.0f}/{steps}  reward {reward/mean:.3f}  "
@@ -72,7 +70,7 @@ class ConsoleView:
             self.console.print(_stamped(time.monotonic() - self._began, text))
 
     @contextlib.contextmanager
-    def watching(self, loop: "Loop") -> Iterator[None]:
+    def watching(self, loop: Loop) -> Iterator[None]:
         """While the loop runs: status.json, and in a terminal the dashboard."""
         can_show = not self.is_plain and dashboard.can_draw(self.console)
         drawn = Screen(self.console, dashboard.KEYS) if can_show else contextlib.nullcontext()
@@ -112,7 +110,7 @@ class Reporter:
     """A thread of the controller: makes a status, saves and draws it, reads keys. The loop never
     waits for it, and whatever fails here is noted and costs the picture, not the run."""
 
-    def __init__(self, loop: "Loop", notes: deque[tuple[float, str]], screen: Screen | None):
+    def __init__(self, loop: Loop, notes: deque[tuple[float, str]], screen: Screen | None):
         self._loop, self._notes, self._screen = loop, notes, screen
         self._workers = loop.engines + loop.ranks
         self._seconds = {w.name: deque[Point](maxlen=dashboard.NUM_SECONDS) for w in self._workers}

@@ -33,8 +33,7 @@ SUMMARY = {  # rows at the end of a run; one whose value is not known is left ou
 
 def list_runs(folder: Path) -> list[RunDir]:
     """The newest first, those of sweeps (RECIPE/VALUES/seed-0) too."""
-    patterns = ("*", "*/*", "*/*/*")
-    paths = [path for pattern in patterns for path in folder.glob(pattern) if holds_run(path)]
+    paths = [p.parent for n in (1, 2, 3) for p in folder.glob("*/" * n + "recipe.toml")]
     found = [RunDir(path) for path in paths if not any(map(holds_run, path.parents))]
     return sorted(found, key=lambda run: run.changed, reverse=True)
 
