@@ -260,9 +260,8 @@ def data(
         checked, task = check().shown, make_task(config)
     for example in map(task.train, range(min(count, task.num_train))):
         typer.echo(f"{render(example, tokenizer)}\n--- reference: {example.reference}\n")
-    source = config.tasks.data or getattr(task, "data", "")
-    rows = [("task", f"{config.tasks.kind} {source}"), ("self-check", checked)]
-    _show([*rows, *data_rows(config, task, tokenizer)])
+    source = f"{config.tasks.kind} {config.tasks.data or getattr(task, 'data', '')}"
+    _show([("task", source), ("self-check", checked), *data_rows(config, task, tokenizer)])
 
 
 @app.command()

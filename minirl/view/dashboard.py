@@ -285,8 +285,8 @@ def body(status: Status, width: int, height: int, which: int) -> list[Line]:
     """Panels from top to bottom."""
     half, quarter = (width - 2) // 2, max(18, width // 4)
     rest = width - 2 * quarter - 4
-    lanes = [lane(one, width) for one in status.lanes[: max(2, height // 5)]]
-    lines = [header(f"{len(status.lanes)} devices, last minute", width), *lanes]
+    lines = [header(f"{len(status.lanes)} devices, last minute", width)]
+    lines += [lane(one, width) for one in status.lanes[: max(2, height // 5)]]
     num_more = 6 if height >= 33 else 0  # rows for the trends of training
     rows = max(3, (height - len(lines) - 6 - num_more) // 2)
     reward = plot("reward", status.curves.get("reward/mean", []), "{:.3f}", half, rows)
