@@ -104,7 +104,7 @@ def test_runs_are_listed_with_what_they_came_to(tmp_path: Path) -> None:
     assert rows[2][:5] == ["smoke/lr=1e-3/seed-0", "failed", "0/?", "—", "—"] and len(rows) == 3
 
 
-def test_inspect_prints_every_trajectory_of_a_step(runs: dict[str, RunDir]) -> None:
+def test_inspect_prints_all_of_a_step(runs: dict[str, RunDir], tmp_path: Path) -> None:
     run = runs["seed-0"].path
     lines = ran("inspect", run, "--step", 4)
     assert lines[0] == "step 4, from version 3" and "  answer: <i>4</i>" in lines
@@ -116,3 +116,5 @@ def test_inspect_prints_every_trajectory_of_a_step(runs: dict[str, RunDir]) -> N
         RecipeError, match=r"--step = 99: .*/seed-0 has no such step; it has 1 to 6"
     ):
         ran("inspect", run, "--step", 99)
+    with pytest.raises(RecipeError, match="let it train a step"):
+        ran("inspect", half_written(tmp_path / "new"))
