@@ -6,8 +6,8 @@ error and path that cannot be used ends as one line on stderr. A command's docst
 
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -25,10 +25,7 @@ REMOVED = {
     "verify-resume": "pytest tests/test_verify_resume.py, in a source tree",
     "diff": "minirl report RUN RUN, which puts their values side by side",
     "trace": "--set log.trace=true, and open the run's trace.json in ui.perfetto.dev",
-    "plan --check": "python -m tests.docs.plan, in a source tree",
     "plan --num": "--gpus N",
-    "plan --gpu-json": "gpu.json in the working folder",
-    "plan --run": "--mean N, with the mean of that run's answers",
 }
 UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)  # typer has no public name
 
@@ -42,6 +39,7 @@ Recipe = Annotated[Path, Argument(metavar="RECIPE", help="A TOML file, as recipe
 Overrides = Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="Repeatable.")]
 RunDirectory = Annotated[Path | None, Option("--run-dir", help="Default: runs/<recipe>-<time>.")]
 Out = Annotated[Path | None, Option(metavar="DIR", help="Where the results go.")]
+Two = tuple[Path, Path]
 Temperature = Annotated[float | None, Option(help="0 is greedy.")]
 
 
@@ -70,6 +68,22 @@ def _usage(error: typer.BadParameter) -> str:
             return f"{error.message.partition('. ')[0].rstrip('.')}; use {use}"
     path = error.ctx.command_path if error.ctx else "minirl"
     return f"{error.format_message().rstrip('.')}; see {path} --help"
+
+
+@contextmanager
+def loading(what: str) -> Iterator[None]:
+    """A sign of life while something loads: on a terminal a spinner with the seconds, else one
+    line. It imports rich alone, so that it is there before anything heavy is imported."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(highlight=False, soft_wrap=True)
+    if is_plain := not console.is_terminal:
+        console.print(f"loading {what}", markup=False)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=is_plain) as progress:
+        progress.add_task(f"loading {what}")
+        yield
 
 
 def _show(rows: Sequence[Sequence[str]]) -> None:
@@ -117,8 +131,6 @@ def train(
 
     loaded = load(recipe, overrides or [])
     config = loaded.config
-    from minirl.view.loading import loading  # imports take a second
-
     shown = nullcontext() if dry_run else loading(f"{config.model.path}, checking the task")
     from minirl.tasks.check import checking
     from minirl.tools import doctor
@@ -146,9 +158,7 @@ def train(
 @app.command("eval")
 def evaluate(
     target: Annotated[str | None, Argument(metavar="[MODEL_OR_RUN]")] = None,
-    compare: Annotated[
-        tuple[Path, Path] | None, Option(metavar="A B", help="Two folders of results.")
-    ] = None,
+    compare: Annotated[Two | None, Option(metavar="A B", help="Two folders of results.")] = None,
     task: Annotated[str | None, Option(metavar="KIND", help="As tasks.kind in a recipe.")] = None,
     recipe: Annotated[Path | None, Option(help="Task and sampling for a model.")] = None,
     k: Annotated[int, Option("--k", min=1, max=1024, help="Answers to each problem.")] = 1,
@@ -172,7 +182,7 @@ def evaluate(
         remedy = "minirl eval MODEL_OR_RUN, or minirl eval --compare A B"
         raise RecipeError("MODEL_OR_RUN", target or "", "one target, or --compare", remedy)
     if compare is not None:
-        _show(tool.comparison_rows(compare))
+        _show(tool.compare(compare))
         return
     given = {"tasks.kind": task, "eval.num_prompts": problems, "eval.temperature": temperature}
     values = (*(overrides or ()), *as_overrides(given))
@@ -196,18 +206,14 @@ def sample(
 
     minirl sample runs/smoke-… "Tom has 7 apples. Tom buys 5 more. How many has Tom?" --tokens
     """
-    from minirl.tools.collect import as_overrides, resolve, run_of
+    from minirl.tools.collect import as_overrides, resolve
     from minirl.tools.collect import sample as draw
 
-    kind = None if run_of(model) else "arithmetic"  # any task: none is used
-    given = {"tasks.kind": kind, "eval.temperature": temperature}
+    given = {"tasks.kind": "arithmetic", "eval.temperature": temperature}  # of no task is asked
     values = as_overrides({**given, "rollout.max_new_tokens": max_new_tokens})
-    drawn = draw(resolve(model, None, (*values, *(overrides or ()))), prompt, num, raw)
-    for i, (answer, written) in enumerate(drawn, start=1):
-        num, total = len(written), sum(value for _, value in written)
-        typer.echo(f"--- {i}: {num} tokens, {answer.stop}, mean logprob {total / max(1, num):.3f}")
-        lines = [f"{value:9.4f}  {piece!r}" for piece, value in written]
-        typer.echo("\n".join(lines) if tokens else answer.text)
+    target = resolve(model, None, (*values, *(overrides or ())))
+    for line in draw(target, prompt, num, raw, tokens):
+        typer.echo(line)
 
 
 @app.command()
@@ -254,9 +260,8 @@ def data(
         checked, task = check().shown, make_task(config)
     for example in map(task.train, range(min(count, task.num_train))):
         typer.echo(f"{render(example, tokenizer)}\n--- reference: {example.reference}\n")
-    source = config.tasks.data or getattr(task, "data", "")
-    rows = [("task", f"{config.tasks.kind} {source}"), ("self-check", checked)]
-    _show([*rows, *data_rows(config, task, tokenizer)])
+    source = f"{config.tasks.kind} {config.tasks.data or getattr(task, 'data', '')}"
+    _show([("task", source), ("self-check", checked), *data_rows(config, task, tokenizer)])
 
 
 @app.command()
@@ -323,9 +328,7 @@ def config(recipe: Recipe, overrides: Overrides = None) -> None:
 @app.command()
 def doctor(
     recipe: Annotated[Path | None, Argument(metavar="[RECIPE]")] = None,
-    gpu: Annotated[
-        bool, Option("--gpu", help="Measure the GPUs too, with RECIPE's model.")
-    ] = False,
+    gpu: Annotated[bool, Option("--gpu", help="Measure the GPUs, by RECIPE's model.")] = False,
     overrides: Overrides = None,
 ) -> None:
     """Check this machine: packages, devices, sandbox. Each is ok or comes with its remedy.
@@ -349,19 +352,18 @@ def doctor(
 @app.command()
 def watch(
     run: Annotated[Path | None, Argument(metavar="[RUN]", help="Default: the newest run.")] = None,
-    once: Annotated[bool, Option("--once", help="Print it once, and stop.")] = False,
 ) -> None:
     """Show the dashboard of a run that was started elsewhere. Keys: q leaves (the run continues),
     p shows another sample. Without a terminal it is printed once.
 
-    minirl watch runs/smoke-… --once > now.txt
+    minirl watch runs/smoke-… > now.txt
     """
     from minirl.view import dashboard
 
     found = run or next((newest.path for newest in list_runs(RUNS)), RUNS)
     if not (found / dashboard.FILE).exists():
         raise RecipeError("RUN", str(found), "has no status.json", "name a run that has started")
-    dashboard.watch(found, once)
+    dashboard.watch(found)
 
 
 @app.command()

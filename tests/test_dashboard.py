@@ -7,22 +7,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from minirl.buffer import Buffer
+from minirl.errors import RecipeError
 from minirl.run_dir import hold
 from minirl.shm.board import Row, State
 from minirl.view import dashboard
 from minirl.view.console import Reporter, lane_state
 from minirl.view.dashboard import TRENDS, Lane, Sample, Status
 from tests.run_dirs import log_of, make_config
-from tests.test_cli import minirl
+from tests.test_cli import ran
 
 PICTURE = Path(__file__).parent / "data" / "dashboard.txt"
 NOW = 1_700_000_000.0
-LAST = {"step": 40, "seconds": 320.0, "reward/mean": 0.7, "train/tokens_per_s": 12033.0}
 
 
 def example(**changes: Any) -> Status:
@@ -31,7 +32,6 @@ def example(**changes: Any) -> Status:
     values: dict[str, Any] = {
         "name": "smoke-20260101-120000",
         "time": NOW,
-        "state": "running",
         "step": 40,
         "steps": 100,
         "seconds": 321.0,
@@ -42,7 +42,7 @@ def example(**changes: Any) -> Status:
         "curves": {"reward/mean": rewards, **dict.fromkeys(TRENDS, rewards)},
         "evaluations": [(0, 0.21, 0.16, 0.26), (30, 0.81, 0.76, 0.86)],
         "drops": {"reward_error": 3, "equal_rewards": 1200},
-        "last": LAST,
+        "last": {"step": 40, "seconds": 320.0, "train/tokens_per_s": 12033.0},
         "samples": [Sample(f"of step {step}", "How many?", "7 + 12\n= 19") for step in range(6)],
         "notes": [(0.1, "waiting for workers"), (99.0, "rollout-1 was killed by SIGKILL")],
         **changes,
@@ -58,7 +58,8 @@ def lines_of(shown: Status, width: int, height: int, which: int = 0, now: float 
     return lines
 
 
-numbers = st.one_of(st.floats(), st.integers(-5, 10**9).map(float))
+numbers = st.one_of(st.floats(-1e300, 1e300), st.integers(-5, 10**9).map(float))
+shares = st.floats(0, 1)
 counts = st.integers(0, 10**6)
 text = st.text(st.characters(codec="utf-8"), max_size=60)
 curves = st.dictionaries(
@@ -66,10 +67,10 @@ curves = st.dictionaries(
     st.lists(st.tuples(numbers, numbers), max_size=20),
 )
 statuses = st.builds(
-    Status, name=text, time=st.just(NOW), state=st.sampled_from(["running", "failed"]),
-    doing=text, reason=text, step=counts, steps=counts, seconds=numbers, verdict=text,
+    example, name=text, state=st.sampled_from(["running", "failed"]), doing=text, reason=text,
+    step=counts, steps=counts, seconds=numbers, verdict=text,
     curves=curves, evaluations=st.lists(st.tuples(counts, numbers, numbers, numbers), max_size=5),
-    lanes=st.lists(st.builds(Lane, text, text, st.lists(st.tuples(numbers, numbers))), max_size=20),
+    lanes=st.lists(st.builds(Lane, text, text, st.lists(st.tuples(shares, shares))), max_size=20),
     drops=st.dictionaries(text, counts),
     slots=st.dictionaries(st.sampled_from(["sampling", "ready"]), counts),
     staleness=st.lists(counts, max_size=12),
@@ -98,13 +99,14 @@ def test_the_picture_is_the_one_that_was_looked_at() -> None:
 def test_another_sample_silence_and_the_end() -> None:
     pictures = ["\n".join(lines_of(example(), 80, 24, which)) for which in range(7)]
     assert len(set(pictures)) == 6 and pictures[6] == pictures[0]
-    assert "no news for 12 s" in lines_of(example(), 80, 24, now=NOW + 12)[1]
-    failed = example(state="failed", reason="train-0 was killed by SIGKILL")
-    ended = "ended 1:30 ago, failed: train-0 was killed by SIGKILL"
-    assert ended in lines_of(failed, 80, 24, now=NOW + 90)[1]
-    one = example(evaluations=[(0, 0.0, 0.0, 0.1)], step=0)
-    assert "held-out 0.0% (0–10), at version 0" in "\n".join(lines_of(one, 80, 24))
-    assert "not evaluated yet" in "\n".join(lines_of(example(evaluations=[]), 80, 24))
+    failed, one = {"state": "failed", "reason": "it was killed"}, [(0, 0.0, 0.0, 0.1)]
+    for changes, age, words in (
+        ({}, 12, "no news for 12 s"),
+        (failed, 90, "ended 1:30 ago, failed: it was killed"),
+        ({"evaluations": one, "step": 0}, 0, "held-out 0.0% (0–10), at version 0"),
+        ({"evaluations": []}, 0, "not evaluated yet"),
+    ):
+        assert words in "\n".join(lines_of(example(**changes), 80, 24, now=NOW + age))
     assert lane_state(Row(State.GENERATING, 95.0, 95.0, 3, 8)) == "generating, silent 1:35"
     assert lane_state(Row(State.STARTING, 95.0, 95.0, 3, 8)) == "starting"
 
@@ -132,31 +134,29 @@ def test_what_starts_is_not_at_work_and_what_is_held_back_is_said(tmp_path: Path
     assert reporter._doing() == ""
 
 
-def test_a_status_comes_back_from_its_file_whatever_else_is_in_it(tmp_path: Path) -> None:
-    shown = example(seconds=math.inf)
+def test_a_status_comes_back_whatever_else_is_in_its_file(tmp_path: Path) -> None:
+    shown = example()
     shown.save(tmp_path)
-    assert Status.read(tmp_path) == shown
-    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
-    (tmp_path / "status.json").write_text('{"step": 7, "weather": {"sunny": true}}')
-    assert Status.read(tmp_path) == Status(step=7)
+    assert dashboard.look(tmp_path) == shown.model_copy(update={"state": "failed"})
+    file, *others = tmp_path.iterdir()
+    assert file.name == "status.json" and not others
+    file.write_text('{"step": 7, "weather": {"sunny": true}}')
+    assert dashboard.look(tmp_path) == Status(step=7, state="failed")
     for broken in ("", "{", "[]", '{"step": "x"}', '{"lanes": [3]}', '{"curves": {"a": 1}}'):
-        (tmp_path / "status.json").write_text(broken)
+        file.write_text(broken)
         assert "no status.json" in lines_of(dashboard.look(tmp_path), 120, 24)[1]
 
 
 def test_watch_shows_a_run_that_is_over_and_one_that_is_gone(tmp_path: Path) -> None:
-    gone = example(time=time.time() - 12)
-    gone.save(tmp_path)
+    example(time=time.time() - 12).save(tmp_path)
     with hold(tmp_path):
         assert dashboard.look(tmp_path).state == "running"
-    done = minirl("watch", str(tmp_path))  # without a terminal: once
-    assert done.returncode == 0 and "failed: its process is gone" in done.stdout
+    assert "failed: its process is gone" in "\n".join(ran("watch", tmp_path))
     (tmp_path / "summary.json").write_text('{"finished": false}')
-    once = minirl("watch", str(tmp_path), "--once")
-    assert "ago, stopped: " in once.stdout and "sample 1/6 of step 5" in once.stdout
-    none = minirl("watch", cwd=tmp_path)  # there is no runs/ here
-    assert none.returncode == 2 and len(none.stderr.splitlines()) == 1
-    assert "has no status.json" in none.stderr
+    shown = "\n".join(ran("watch", tmp_path))
+    assert "ago, stopped: " in shown and "sample 1/6 of step 5" in shown
+    with pytest.raises(RecipeError, match="has no status"):
+        ran("watch", tmp_path / "none")
 
 
 if __name__ == "__main__":

@@ -3,21 +3,21 @@ statistics behind it: known values and brute force."""
 
 import itertools
 import json
-import math
-import random
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from test_cli import minirl
+from test_cli import minirl, ran
 
 from minirl.config import Config
 from minirl.errors import RecipeError
 from minirl.recipe import to_toml
-from minirl.statistics import interval_of, pass_at, usual_ks, wilson
+from minirl.run_dir import read_lines
+from minirl.statistics import interval_of, mcnemar, pass_at, usual_ks, wilson
 from minirl.tools.collect import Attempt, as_overrides, resolve
-from minirl.tools.evaluate import Result, compare, read, summarise
+from minirl.tools.evaluate import Result, summarise
 
 
 def test_wilson_s_interval_has_known_values() -> None:
@@ -31,15 +31,8 @@ def test_wilson_s_interval_has_known_values() -> None:
     copied = interval_of([(1.0,) * 8] * 81 + [(0.0,) * 8] * 182)
     assert copied == wilson(81 / 263, 263), "answers to one problem are not independent"
     assert interval_of([]) is interval_of([(), ()]) is None  # nothing was graded
-
-
-def test_the_bootstrap_covers_as_often_as_it_says() -> None:
-    dice, num_held = random.Random(0), 0
-    for _ in range(200):
-        skills = [dice.betavariate(0.6, 0.4) for _ in range(60)]  # true mean 0.6
-        found = interval_of([[float(dice.random() < s) for _ in range(4)] for s in skills])
-        num_held += found is not None and found.low <= 0.6 <= found.high
-    assert 180 <= num_held <= 199
+    shared = interval_of([(0.0, 1.0), (1.0, 1.0)] * 50)  # the bootstrap: 0.75 ± 1.96 · 0.25 / 10
+    assert shared == pytest.approx((0.75, 0.70, 0.80), abs=0.006)
 
 
 def test_pass_at_k_is_the_mean_over_all_choices_of_k() -> None:
@@ -52,7 +45,8 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k() -> None:
 
 
 def result(problem: int, *rewards: float | None) -> Result:
-    answers = tuple(Attempt(f"{r}", r, 10, "stop", "" if r is not None else "?") for r in rewards)
+    same: Any = {"text": "", "length": 10, "stop": "stop"}
+    answers = [Attempt(**same, reward=r, error="?" if r is None else "") for r in rewards]
     return Result(problem, f"prompt {problem}", "ref", answers)
 
 
@@ -65,37 +59,37 @@ def test_a_failed_reward_counts_nowhere_and_is_counted() -> None:
     assert summarise([result(0, None)])["accuracy"] is None
 
 
-def test_results_are_compared_by_mcnemar(tmp_path: Path) -> None:
+def test_results_are_compared_by_mcnemar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mcnemar(8, 1) == pytest.approx(2 * (1 + 9) / 512) and mcnemar(0, 0) == 1.0
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "b").mkdir()
+
+    def shown(a: list[Result], b: list[Result]) -> str:
+        for name, results in (("a.jsonl", a), ("b/results.jsonl", b)):
+            lines = [json.dumps(result._asdict()) for result in results]
+            (tmp_path / name).write_text("\n".join(lines))
+        return "\n".join(ran("eval", "--compare", "a.jsonl", "b"))
+
     a = [result(i, float(i < 2)) for i in range(10)]
-    b = [result(i, float(i >= 1)) for i in range(11)]
-    found = compare(a, b)
-    counts = [found[name] for name in ("problems", "gained", "lost", "unmatched")]
-    assert counts == [10, 8, 1, 1] and found["p"] == pytest.approx(2 * (1 + 9) / 512)
-    assert found["difference"].mean == pytest.approx(0.7)
-    assert found["difference"].low < 0.7 < found["difference"].high
-    assert [side.mean for side in found["accuracies"]] == [0.2, 0.9]
+    found = shown(a, [result(i, float(i >= 1)) for i in range(11)])
+    assert "20.0% (5.7% to 51.0%)" in found and "90.0% (59.6% to 98.2%)" in found
+    assert "+70.0 points   95 % interval +" in found and "p           0.039   McNemar" in found
+    assert "10: 8 gained, 1 lost; 1 left out" in found
     # Several answers each, by their mean.
     a = [result(i, 0.0, 1.0, 0.0, None) for i in range(12)]
     b = [result(i, None, 1.0, 0.0, 1.0) for i in range(12)]
-    found = compare(a, b)
-    assert found["difference"].mean == pytest.approx(1 / 3)
-    assert found["p"] == pytest.approx(2 / 2**12), "all 12 were gained"
-    assert compare(a, a)["p"] == 1.0
+    found = shown(a, [*b, result(12, None)])
+    assert "B - A       +33.3 points" in found and " 0.00049   McNemar" in found
+    assert "12: 12 gained, 0 lost; 0 left out" in found
     with pytest.raises(RecipeError, match="in common"):
-        compare(a, [replace(r, reference="other") for r in b])
-    for name, results in (("a", a), ("b", b)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "results.jsonl").write_text("".join(r.line for r in results))
-    shown = minirl("eval", "--compare", "a", "b", cwd=tmp_path).stdout
-    assert "B - A     +33.3 points" in shown and "12: 12 gained, 0 lost; 0 left out" in shown
+        shown(a, [one._replace(reference="other") for one in b])
 
 
 def test_a_run_has_its_recipe_and_a_model_needs_a_task(tmp_path: Path, tied_folder: Path) -> None:
     first, last = (tmp_path / "checkpoints" / f"step-{step:06d}" for step in (10, 20))
     for folder in (first, last):
-        (folder / "trainer").mkdir(parents=True)
+        folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
-        (folder / "trainer" / "state.json").touch()
     (tmp_path / "recipe.toml").write_text(to_toml(Config()))
     for name, folder in ((tmp_path, last), (first, first)):
         assert resolve(str(name)).config.model.path == str(folder)
@@ -128,10 +122,10 @@ def test_a_model_is_evaluated_and_sampled(engines: int, tied_folder: Path, tmp_p
     assert done.returncode == 0, done.stderr
     assert "problems 12/12" in done.stderr and "95 % interval" in done.stdout
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    results = read(tmp_path / "out")
-    assert {k: summary[k] for k in summarise(results)} == summarise(results)
-    assert [r.problem for r in results] == list(range(12))
-    answers = [answer for r in results for answer in r.answers]
+    lines = read_lines(tmp_path / "out" / "results.jsonl", key="problem")
+    found = summarise([Result(**line) for line in lines])
+    assert summary.items() >= found.items() and sorted(x["problem"] for x in lines) == [*range(12)]
+    answers = [SimpleNamespace(**answer) for line in lines for answer in line["answers"]]
     failed = [answer for answer in answers if answer.reward is None]
     assert len(answers) == 36 and summary["answers_failed"] == len(failed) > 0
     assert all(answer.error and answer.text for answer in failed)
@@ -152,24 +146,16 @@ def test_a_model_is_evaluated_and_sampled(engines: int, tied_folder: Path, tmp_p
 
 
 def check_samples(folder: Path, tmp_path: Path) -> None:
-    """Greedy, so that the answer and its logprobs can be had from a plain forward."""
-    import plain_script
-    from transformers import AutoTokenizer
-
-    prompt, tokenizer = "Tom has 7 apples.", AutoTokenizer.from_pretrained(folder)
+    """Greedy: both answers are alike. test_engine.py compares logprobs with a plain forward."""
     done = minirl(
-        *("sample", str(folder), prompt, "-n", "2", "--temperature", "0", "--tokens"),
+        *("sample", str(folder), "Tom has 7 apples.", "-n", "2", "--temperature", "0", "--tokens"),
         *("--max-new-tokens", "8", "--set", "rollout.kv_cache_gib=0.1"),
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    heads = [line for line in done.stdout.splitlines() if line.startswith("---")]
-    shown = [float(line.split()[0]) for line in done.stdout.splitlines() if line[:1] == " "]
-    tokens, model, expected = tokenizer.encode(prompt), plain_script.load(folder), []
-    for _ in range(8):
-        logprobs_V = plain_script.distributions(model, [*tokens, 0], 1.0)[len(tokens) - 1]
-        tokens.append(int(logprobs_V.argmax()))
-        expected.append(logprobs_V.max().item())
-    assert len(heads) == 2 and shown == pytest.approx(expected * 2, abs=1e-3)
-    assert f"{math.fsum(expected) / 8:.3f}" in heads[0]
+    lines = done.stdout.splitlines()
+    shown = [float(line.split()[0]) for line in lines if line[:1] == " "]
+    assert len(shown) == 16 and shown[:8] == pytest.approx(shown[8:], abs=1e-3)
+    mean = f"8 tokens, length, mean logprob {fmean(shown[:8]):.3f}"
+    assert [line for line in lines if line[0] == "-"] == [f"--- {i}: {mean}" for i in (1, 2)]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]

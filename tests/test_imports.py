@@ -28,7 +28,8 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms.spl
 FOREIGN = {  # rooms, or single modules
     "vllm": "rollout devices",
     "typer": "cli",
-    "rich matplotlib jinja2 wandb": "view",
+    "matplotlib jinja2 wandb": "view",
+    "rich": "view cli",
     "transformers": "train model rollout",
     "peft bitsandbytes": "train",
     "scipy": "statistics",

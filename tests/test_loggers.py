@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from minirl import recipe
 from minirl.config import Config
-from minirl.errors import RecipeError
 from minirl.view import loggers
 from minirl.view.loggers import Logger, Loggers
 
@@ -76,10 +74,3 @@ def test_a_real_logger_keeps_it(name: str, tmp_path: Path, monkeypatch: pytest.M
         events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
         found = [(e.step, e.value) for e in events.Scalars("reward/mean")]
         assert found == [(step, pytest.approx(step / 10)) for step in (1, 2, 3, 4, 5)]
-
-
-def test_a_package_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipe, "find_spec", lambda name: None)
-    rule = r'log.to = \["wandb"\]: wandb is not installed; pip install "minirl\[wandb\]", or take'
-    with pytest.raises(RecipeError, match=rule):
-        recipe.check_packages(recipe.build({"log.to": ["wandb"]}))

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from run_dirs import make_config, write_run
-from typer.testing import CliRunner
+from test_cli import ran
 
-from minirl.cli import app
 from minirl.errors import RecipeError
 from minirl.run_dir import RunDir
 from minirl.view import report
@@ -33,13 +32,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunDir]:
     return found
 
 
-@pytest.fixture(scope="module")
-def page(runs: dict[str, RunDir], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return report.write(list(runs.values()), tmp_path_factory.mktemp("report"))[0]
+def half_written(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "recipe.toml").write_text("seed = 0\n[train]\nste")
+    return folder
 
 
-def test_the_page_is_whole_without_network_and_figures_lie_beside_it(page: Path) -> None:
-    text = page.read_text()
+def test_the_page_is_whole_without_network(runs: dict[str, RunDir], tmp_path: Path) -> None:
+    text = report.write(list(runs.values()), tmp_path)[0].read_text()
     for tag in ("details", "figure", "section", "svg", "table", "span"):
         assert len(re.findall(f"<{tag}[ >]", text)) == text.count(f"</{tag}>"), tag
     links = set(re.findall(r'(?:href|src|action)="([^#]*?)"', text))
@@ -54,9 +54,8 @@ def test_the_page_is_whole_without_network_and_figures_lie_beside_it(page: Path)
     assert "as version 6 says: &lt;4&gt;" in text, "answers by version; what a model writes is text"
     assert "Is &lt;b&gt;2 &amp; 2" in text and "<b>2" not in text
     assert 'class="tok a3 out"' in text, "three versions behind, above η"
-    names = {path.name for path in page.parent.iterdir()}
-    assert {"reward.png", "accuracy.png"} <= names
-    assert "gap.png" not in names, "it is flat"
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"reward.png", "accuracy.png"} <= names and "gap.png" not in names, "it is flat"
 
 
 def test_seeds_are_one_curve_with_a_band_and_a_run_has_an_interval(runs: dict[str, RunDir]) -> None:
@@ -80,53 +79,42 @@ def test_damaged_runs_are_shown_as_far_as_they_go(
         content = (torn / name).read_bytes()
         (torn / name).write_bytes(content[: len(content) // 2] + b"\xff\x00{[")
         assert report.write([RunDir(torn)], torn / "out")[0].is_file()
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    (empty / "recipe.toml").write_text("seed = 0\n[train]\nste")
+    empty = half_written(tmp_path / "empty")
     text = report.write([RunDir(empty)], empty)[0].read_text()
     assert "No step was trained yet." in text and f"minirl train {empty}/recipe.toml" in text
-    foreign = {
+    for name, line in {
         "metrics": '{"step": 1, "reward/mean": 0.5, "seconds": "?", "buffer/dropped_stale": 7}',
         "evals": '{"step": 1, "version": 1, "answers": []}',
         "batches": '{"step": 1}\n{"step": 2, "groups": [{"id": 3}]}',
         "samples": '{"step": 1, "tokens": ["a"]}',
-    }
-    for name, text in foreign.items():
-        (empty / f"{name}.jsonl").write_text(text)
-    done = CliRunner().invoke(app, ["report", str(empty)])
-    assert done.stdout.splitlines()[0] == str(empty / "report" / "report.html")
+    }.items():
+        (empty / f"{name}.jsonl").write_text(line)
+    assert ran("report", empty)[0] == str(empty / "report" / "report.html")
     assert "7 stale" in (empty / "report" / "report.html").read_text()  # of a run that failed
-
-
-def ran(*words: object) -> list[str]:
-    done = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.output.splitlines()
 
 
 def test_runs_are_listed_with_what_they_came_to(tmp_path: Path) -> None:
     assert ran("runs", tmp_path) == [f"no runs in {tmp_path}"]
     write_run(tmp_path / "eta-0", make_config(eta=0))
-    nested = tmp_path / "smoke" / "lr=1e-3" / "seed-0"  # of a sweep
-    for folder in (nested, nested / "eval"):  # and an evaluation in it, which is no run
-        folder.mkdir(parents=True)
-        (folder / "recipe.toml").write_text("seed = 0\n[train]\nste")
+    nested = half_written(tmp_path / "smoke" / "lr=1e-3" / "seed-0")  # of a sweep
+    half_written(nested / "eval")  # an evaluation in it, which is no run
     os.utime(nested / "recipe.toml", (0, 0))
     rows = [re.split(r"  +", line) for line in ran("runs", tmp_path)]
     assert rows[1][:5] == ["eta-0", "finished", "6/6", "0.500", "75.0%"]
     assert rows[2][:5] == ["smoke/lr=1e-3/seed-0", "failed", "0/?", "—", "—"] and len(rows) == 3
 
 
-def test_inspect_prints_every_trajectory_of_a_step(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", make_config())
+def test_inspect_prints_all_of_a_step(runs: dict[str, RunDir], tmp_path: Path) -> None:
+    run = runs["seed-0"].path
     lines = ran("inspect", run, "--step", 4)
     assert lines[0] == "step 4, from version 3" and "  answer: <i>4</i>" in lines
     assert lines.index("  answer: <i>4</i>") < len(lines) - 5, "answers come first"
     rows = [row.split() for row in lines[-4:-2]]
     assert rows == [["8", "0", "1", "3", "3", "stop"], ["8", "1", "0", "2–3", "4", "length"]]
     assert ran("inspect", run)[0].startswith("step 6"), "the last by default"
-    with pytest.raises(RecipeError, match=r"--step = 99: .*/run has no such step; it has 1 to 6"):
+    with pytest.raises(
+        RecipeError, match=r"--step = 99: .*/seed-0 has no such step; it has 1 to 6"
+    ):
         ran("inspect", run, "--step", 99)
-    (run / "batches.jsonl").unlink()
     with pytest.raises(RecipeError, match="let it train a step"):
-        ran("inspect", run)
+        ran("inspect", half_written(tmp_path / "new"))

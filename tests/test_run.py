@@ -13,7 +13,7 @@ from processes import Ended, Run, assert_accounted, listening_addresses
 
 from minirl.run_dir import open_run, read_lines
 from minirl.train import bad_batch
-from minirl.view.dashboard import Status, look
+from minirl.view.dashboard import look
 from minirl.view.report import write
 
 pytestmark = pytest.mark.vllm
@@ -50,8 +50,8 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
     assert all(line["count"] == 8 for line in evaluated)
     assert "retrying" not in ended.out
     assert lines[0]["train/logprob_gap"] < 1e-3
-    status = Status.read(run.dir)
-    assert (look(run.dir).state, status.step) == ("finished", 4)
+    status = look(run.dir)
+    assert (status.state, status.step) == ("finished", 4)
     assert [lane.name for lane in status.lanes] == ["rollout-0", "rollout-1", "train-0", "train-1"]
     assert sum(status.staleness) == run.summary()["trained_tokens"] and status.samples
     assert status.cost < 0.1

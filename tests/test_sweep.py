@@ -1,7 +1,6 @@
 """A sweep: what is run, what is not run again, and the table that comes of it."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -17,8 +16,7 @@ VARIED = parse_vary(["buffer.max_staleness=0,4", "train.objective=decoupled,naiv
 
 def written(run_dir: Path, accuracy: float, finished: bool = True) -> None:
     """A run directory as `minirl train` leaves it, as far as a sweep looks into it."""
-    shutil.rmtree(run_dir, ignore_errors=True)
-    run_dir.mkdir(parents=True)
+    run_dir.mkdir(parents=True, exist_ok=True)
     same = {"train/tokens": 1000.0, "buffer/staleness_mean": 0.5}
     lines = [{"step": i, "seconds": 2.0 * i, "reward/mean": 0.1 * i, **same} for i in (1, 2, 3)]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -1,7 +1,6 @@
 """What stands in the terminal before a run and after it; and the dashboard in a real terminal,
 around a real loop whose workers only sleep."""
 
-import io
 import signal
 import sys
 from collections.abc import Iterator
@@ -10,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
+from minirl.cli import loading
 from minirl.view.console import ConsoleView
-from minirl.view.dashboard import Status
-from minirl.view.loading import loading
+from minirl.view.dashboard import look
 from tests.bench.terminal import Terminal
 
 ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"  # the alternate screen
@@ -43,21 +41,21 @@ def test_keys_sizes_and_the_end(tmp_path: Path) -> None:
         terminal.read_until(lambda: b"sample 2/6" in terminal.seen)
         terminal.resize(40, 10)
         terminal.press("s")
-        terminal.read_until(lambda: "saved " in str(Status.read(tmp_path).notes))
+        terminal.read_until(lambda: "saved " in str(look(tmp_path).notes))
         terminal.resize(100, 30)
         terminal.read_until(lambda: b"\x1b[30;1H" in terminal.seen)  # the cursor in line 30
         terminal.press("q")
         assert terminal.wait() == 0
         after = assert_restored(terminal)
     assert "q: finishing the step and saving" in after and "the run has ended" in after
-    shown = Status.read(tmp_path)
+    shown = look(tmp_path)
     assert 0 < shown.step < 400 and shown.cost > 0 and not shown.reason
 
 
 @pytest.mark.slow
 def test_two_signals_give_the_terminal_back(tmp_path: Path) -> None:
     with scripted(tmp_path, step_s=60.0) as terminal:
-        terminal.read_until(lambda: Status.read(tmp_path).slots.get("training", 0) > 0)
+        terminal.read_until(lambda: look(tmp_path).slots.get("training", 0) > 0)
         terminal.process.send_signal(signal.SIGTERM)
         terminal.read_until(lambda: b"saving; Ctrl-C ends it now" in terminal.seen)
         terminal.press("\x03")  # Ctrl-C
@@ -87,12 +85,11 @@ def test_the_summary_says_what_was_measured_and_dropped(
     assert row in rows and len(rows) == 3, "what is not known has no row"
 
 
-def test_loading_is_one_line_or_a_spinner_that_goes() -> None:
-    file = io.StringIO()
-    with loading("a model [1]", Console(file=file)):
-        assert file.getvalue() == "loading a model [1]\n"
-    assert file.getvalue() == "loading a model [1]\n"
-    body = "from minirl.view.loading import loading\n"
+def test_loading_is_one_line_or_a_spinner_that_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    with loading("a model [1]"):
+        assert capsys.readouterr().out == "loading a model [1]\n"
+    assert not capsys.readouterr().out
+    body = "from minirl.cli import loading\n"
     body += "with loading('engines'):\n    print('meanwhile')\n"
     terminal = Terminal([sys.executable, "-c", body + "    input()"], 80, 24)
     try:

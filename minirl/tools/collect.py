@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from minirl import devices, model, recipe
 from minirl.buffer import Buffer
@@ -39,7 +39,6 @@ from minirl.view.console import Bar
 from minirl.workers import Worker, Workers, signals
 
 NO_LIMIT = "train.max_tokens=100000000"  # nothing is trained
-REFUSED = "refused"
 
 
 @dataclass(frozen=True)
@@ -55,40 +54,29 @@ def as_overrides(values: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(f"{key}={json.dumps(v)}" for key, v in values.items() if v is not None)
 
 
-def run_of(name: str) -> Path | None:
-    """The run that is named, by its directory or by one of its checkpoints."""
-    path = Path(name)
-    if path.parent.name == "checkpoints" and (path / "config.json").is_file():
-        path = path.parent.parent
-    return path if holds_run(path) else None
-
-
 def resolve(
     name: str, path: Path | None = None, overrides: Sequence[str] = (), k: int = 1
 ) -> Target:
     """`path` is of a recipe; default: the run's own. Raises RecipeError with what is missing."""
-    run, weights = run_of(name), name
-    if run is not None:
-        weights = str(last_checkpoint(run)) if run == Path(name) else name
-        path = path or run / "recipe.toml"
-    elif recipe.is_path(name) and not Path(name).expanduser().exists():
-        remedy = "name a run, a checkpoint, a model's folder or a hub name"
-        raise RecipeError("MODEL_OR_RUN", name, "there is no such path", remedy)
+    folder = Path(name).parent
+    here = folder.parent if folder.name == "checkpoints" else Path(name)
+    run = here if holds_run(here) else None
+    weights = str(last_checkpoint(here)) if run == Path(name) else name
+    path = path or (run and run / "recipe.toml")
     loaded = recipe.load(path, [*as_overrides({"model.path": weights}), *overrides, NO_LIMIT])
+    recipe.find_model(loaded.config)  # raises where the path leads nowhere
     if path is None and loaded.origins["tasks.kind"] == "default":
         remedy = "name a recipe with --recipe, or set tasks.kind"
         raise RecipeError("MODEL_OR_RUN", name, "is a model, which comes with no task", remedy)
-    recipe.find_model(loaded.config)  # raises where the path leads nowhere
     config = with_engines(loaded)
     if k > 1 and config.eval.temperature == 0:  # else all answers would be alike
-        sampled = replace(config.eval, temperature=config.rollout.temperature)
-        config = replace(config, eval=sampled)
+        config = replace(config, eval=replace(config.eval, temperature=config.rollout.temperature))
     return Target(name, config, k, run)
 
 
 def last_checkpoint(run_dir: Path) -> Path:
-    whole = [p for p in checkpoint.found(run_dir) if (p / "trainer" / "state.json").is_file()]
-    folders = [path for path in (run_dir / "model", *whole) if (path / "config.json").is_file()]
+    there = (run_dir / "model", *checkpoint.found(run_dir))
+    folders = [path for path in there if (path / "config.json").is_file()]
     if not folders:  # model/ is of `minirl sft`
         remedy = "wait for its first checkpoint, or name a model folder"
         raise RecipeError("run", str(run_dir), "has no checkpoint yet", remedy)
@@ -107,15 +95,14 @@ def with_engines(loaded: recipe.Loaded) -> Config:
     return config
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """An answer to one prompt."""
+class Attempt(TypedDict):
+    """An answer to one prompt, as results.jsonl has it."""
 
     text: str
     reward: float | None  # None: it failed, as `error` says
     length: int  # written tokens
-    stop: str  # REFUSED: the engine did not take the prompt
-    error: str = ""
+    stop: str  # "refused": the engine did not take the prompt
+    error: str
 
 
 @dataclass
@@ -123,8 +110,8 @@ class Collector:
     """The controller of an evaluation, as `Loop` is that of training, and its log."""
 
     config: Config
-    run_dir: Path  # for logs
     note: Callable[[str], None]
+    logs: Path | None = None  # None: they are deleted with the engines
     task: Task | None = None  # None: answers are not graded, and there are no verifiers
     workers_replaced: float = 0.0
 
@@ -136,14 +123,25 @@ class Collector:
     @contextmanager
     def running(self, num_cells: int) -> Iterator[None]:
         """With engines that are ready; `num_cells` answers may be in flight at once."""
-        kind, available = devices.find_devices(self.config.devices.kind)
-        places = devices.place(self.config, kind, available, ranks=False)[0]
-        self.ring = TrajectoryRing(num_cells, self.config.max_tokens_per_trajectory)
-        self.workers = Workers(self.run_dir, len(places) + self.config.tasks.verifiers)
+        config, source, seed = self.config, str(self.folder), self.config.seed * 1000 + 1
+        kind, available = devices.find_devices(config.devices.kind)
+        recipe.check_model(config, self.folder, kind)
+        places = devices.place(config, kind, available, ranks=False)[0]
+        num_verifiers = config.tasks.verifiers if self.task else 0
+        self.ring = TrajectoryRing(num_cells, config.max_tokens_per_trajectory)
         temp = Path(tempfile.mkdtemp(prefix="minirl-"))
+        self.run_dir = self.logs or temp
+        self.workers = Workers(self.run_dir, len(places) + num_verifiers)
+        self.groups = Groups(config, None, Buffer(1, 0), len(places), num_verifiers, self.note)
+        self.supervisor = Supervisor(config, self.workers, self.groups, self, self)
+        first = RolloutSetup(config, source, kind, seed, self.ring, None, self.dialogue)
         with signals():
             try:
-                self._spawn(kind, places, temp)
+                spawn_engines(self.workers, first, places, temp)
+                if num_verifiers:
+                    verifier = VerifierSetup(config, source, self.ring, self.dialogue)
+                    spawn_verifiers(self.workers, verifier)
+                self.note(f"starting {len(places)} engine{'s'[: len(places) != 1]}")
                 while not all(worker.is_ready for worker in self.workers.of(Role.ROLLOUT)):
                     self.collect()
                 yield
@@ -151,17 +149,6 @@ class Collector:
                 with signals(signal.SIG_IGN):
                     self.workers.kill()
                     devices.sweep_temp(temp)
-
-    def _spawn(self, kind: str, places: list[devices.Placement], temp: Path) -> None:
-        config, source, seed = self.config, str(self.folder), self.config.seed * 1000 + 1
-        first = RolloutSetup(config, source, kind, seed, self.ring, None, self.dialogue)
-        spawn_engines(self.workers, first, places, temp)
-        if self.task is not None:
-            spawn_verifiers(self.workers, VerifierSetup(config, source, self.ring, self.dialogue))
-        self.note(f"starting {len(places)} engine{'s'[: len(places) != 1]}")
-        num_verifiers = len(self.workers.of(Role.VERIFY))
-        self.groups = Groups(config, None, Buffer(1, 0), len(places), num_verifiers, self.note)
-        self.supervisor = Supervisor(config, self.workers, self.groups, self, self)
 
     def answers(
         self, prompts: Sequence[Prompt]
@@ -176,18 +163,17 @@ class Collector:
             for place, ended in evaluation.take_ended():
                 yield place, *self._attempt(ended)
 
+    def _attempt(self, ended: Ended) -> tuple[Attempt, TrajectoryView | None]:
+        attempt = Attempt(text="", reward=ended.reward, length=0, stop="refused", error=ended.error)
+        if (answer := ended.trajectory) is None:
+            return attempt, None
+        view = self.ring.read(answer.cell, ended.group_id)
+        attempt["text"] = readable(texts_of(view, self.tokenizer, self.dialogue))
+        attempt["length"], attempt["stop"] = answer.num_written, answer.stop.name.lower()
+        return attempt, view
+
     def collect(self) -> None:
         self.supervisor.collect(lambda worker, m: self.groups.handle(worker.rank, m, 0.0))
-
-    def _attempt(self, ended: Ended) -> tuple[Attempt, TrajectoryView | None]:
-        if (answer := ended.trajectory) is None:
-            return Attempt("", None, 0, REFUSED, ended.error), None
-        view = self.ring.read(answer.cell, ended.group_id)
-        text = readable(texts_of(view, self.tokenizer, self.dialogue))
-        stop = answer.stop.name.lower()
-        return Attempt(text, ended.reward, answer.num_written, stop, ended.error), view
-
-    # -- what the supervisor asks
 
     def stall_facts(self) -> dict[str, object]:
         return self.groups.stall_facts()
@@ -199,32 +185,29 @@ class Collector:
         raise AssertionError("there are no ranks")
 
 
-def sample(
-    target: Target, text: str, count: int, is_raw: bool
-) -> Iterator[tuple[Attempt, list[tuple[str, float]]]]:
-    """Answers, with text and logprob of each token: of the distribution that was sampled from, and
-    at temperature 0 the model's own."""
+def sample(target: Target, text: str, count: int, is_raw: bool, in_full: bool) -> Iterator[str]:
+    """Answers as `minirl sample` prints them. Logprobs are of the distribution that was sampled
+    from, and at temperature 0 the model's own."""
     bar, own = Bar("answers"), target.config.devices
     config = replace(target.config, devices=replace(own, rollout=own.tensor_parallel))  # one engine
-    with tempfile.TemporaryDirectory(prefix="minirl-sample-") as name:
-        there = Collector(config, Path(name), bar.note)
-        prompt, decode = render(text, there.tokenizer, is_raw), there.tokenizer.decode
-        tasks = replace(config.tasks, max_prompt_tokens=len(prompt.tokens))
-        there.config = replace(config, tasks=tasks)
-        recipe.check_model(there.config, there.folder)
-        with there.running(count):
-            for _, answer, view in there.answers([prompt] * count):
-                if view is None:
-                    rule = f"vLLM refuses it ({answer.error})"
-                    raise RecipeError("PROMPT", "…", rule, "shorten it")
-                written = view.mask == 1
-                pieces = [decode([token]) for token in view.tokens[written].tolist()]
-                yield answer, list(zip(pieces, view.logprobs[written].tolist(), strict=True))
-
-
-def render(text: str, tokenizer: Any, is_raw: bool) -> Prompt:
-    is_chat = not is_raw and has_template(tokenizer)
+    there = Collector(config, bar.note)
+    is_chat = not is_raw and has_template(there.tokenizer)
     example = Example(({"role": "user", "content": text},) if is_chat else text, "")
-    if tokens := encode(example, tokenizer):
-        return Prompt(0, example, tokens)
-    raise RecipeError("PROMPT", "", "has no token", "write something")
+    prompt = Prompt(0, example, encode(example, there.tokenizer))
+    if not prompt.tokens:
+        raise RecipeError("PROMPT", "", "has no token", "write something")
+    tasks = replace(config.tasks, max_prompt_tokens=len(prompt.tokens))
+    there.config = replace(config, tasks=tasks)
+    with there.running(count):
+        for number, (_, answer, view) in enumerate(there.answers([prompt] * count), start=1):
+            if view is None:
+                rule = f"vLLM refuses it ({answer['error']})"
+                raise RecipeError("PROMPT", "…", rule, "shorten it")
+            written = view.mask == 1
+            tokens, logprobs = view.tokens[written].tolist(), view.logprobs[written].tolist()
+            stop, mean = answer["stop"], sum(logprobs) / max(1, len(tokens))
+            yield f"--- {number}: {len(tokens)} tokens, {stop}, mean logprob {mean:.3f}"
+            for token, value in zip(tokens, logprobs, strict=True) if in_full else ():
+                yield f"{value:9.4f}  {there.tokenizer.decode([token])!r}"
+            if not in_full:
+                yield answer["text"]

@@ -8,20 +8,19 @@ their answers are collected (collect.py), how figures are computed (statistics.p
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from contextlib import closing, suppress
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from minirl import devices, recipe
+from minirl import recipe
 from minirl.config import BYTES_PER_TOKEN
 from minirl.errors import RecipeError
 from minirl.records import Prompt
-from minirl.run_dir import read_lines, write_text
+from minirl.run_dir import JsonLines, read_lines, write_text
 from minirl.statistics import bootstrap, interval_of, mcnemar, pass_at, usual_ks
 from minirl.tasks.check import checking
 from minirl.tasks.prompts import short_prompts
@@ -29,69 +28,46 @@ from minirl.tasks.registry import make_task
 from minirl.tools.collect import Attempt, Collector, Target
 from minirl.view.console import Bar
 
-RESULTS, SUMMARY = "results.jsonl", "summary.json"
-EVALS = Path("evals")
+RESULTS = "results.jsonl"
 RING_BYTES = 2**30  # what answers in flight may take before problems are asked in turns
 
 
-@dataclass(frozen=True)
-class Result:
-    """One problem and its answers."""
+class Result(NamedTuple):
+    """A line of results.jsonl: one problem and its answers."""
 
     problem: int  # its place among the task's held-out examples
     prompt: Any  # text, or chat messages
     reference: str
-    answers: tuple[Attempt, ...]
+    answers: list[Attempt]
 
     @property
     def rewards(self) -> list[float]:
-        return [a.reward for a in self.answers if a.reward is not None]
-
-    def pass_at(self, k: int) -> float | None:
-        """None: fewer than k of its answers could be graded."""
-        num_right = sum(reward >= 1.0 for reward in self.rewards)
-        return pass_at(k, len(self.rewards), num_right) if len(self.rewards) >= k else None
-
-    @property
-    def line(self) -> str:
-        return json.dumps(asdict(self), ensure_ascii=False) + "\n"
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+        return [a["reward"] for a in self.answers if a["reward"] is not None]
 
 
 def summarise(results: Sequence[Result]) -> dict[str, Any]:
     answers = [answer for result in results for answer in result.answers]
-    failed = [answer for answer in answers if answer.reward is None]
-    found = interval_of([result.rewards for result in results])
-    most = max((len(result.answers) for result in results), default=0)
+    failed = [answer["error"] for answer in answers if answer["reward"] is None]
+    rewards = [result.rewards for result in results]
+    found, most = interval_of(rewards), len(results[0].answers)
+
+    def passed(k: int) -> float | None:
+        """Over problems with at least k graded answers."""
+        counts = [(len(own), sum(reward >= 1.0 for reward in own)) for own in rewards]
+        shares = [pass_at(k, num, num_right) for num, num_right in counts if num >= k]
+        return fmean(shares) if shares else None
+
     return {
         "problems": len(results),
         "answers_each": most,
         "answers_failed": len(failed),
-        "failures": sorted({answer.error for answer in failed})[:5],
+        "failures": sorted(set(failed))[:5],
         "accuracy": found.mean if found else None,
         "interval_95": [found.low, found.high] if found else None,
-        "pass_at": {str(k): _mean([r.pass_at(k) for r in results]) for k in usual_ks(most)},
-        "length_mean": _mean([a.length for a in answers]),
-        "truncated_frac": _mean([float(a.stop == "length") for a in answers]),
+        "pass_at": {str(k): passed(k) for k in usual_ks(most)},
+        "length_mean": fmean(a["length"] for a in answers),
+        "truncated_frac": fmean(a["stop"] == "length" for a in answers),
     }
-
-
-def read(path: Path) -> list[Result]:
-    """A results.jsonl, or the folder that holds one."""
-    rows = read_lines(path / RESULTS if path.is_dir() else path, key="problem")
-    with suppress(TypeError):
-        if found := [_result(**row) for row in rows]:
-            return found
-    remedy = f"name a {RESULTS} as `minirl eval` wrote it"
-    raise RecipeError("results", str(path), "is no results of an eval", remedy)
-
-
-def _result(answers: Sequence[dict[str, Any]], **others: Any) -> Result:
-    return Result(answers=tuple(Attempt(**answer) for answer in answers), **others)
 
 
 def summary_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -117,10 +93,13 @@ def evaluate(target: Target, out: Path | None) -> dict[str, Any]:
     config, bar = target.config, Bar("problems")
     with checking(config, recipe.find_model(config)) as check:
         check()
-    task, folder = make_task(config), choose_folder(target, out)
+    name = f"{Path(config.model.path).name}-{datetime.now():%Y%m%d-%H%M%S}"
+    task, folder = make_task(config), out or (target.run_dir or Path()) / "evals" / name
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise RecipeError("--out", str(folder), "is not empty", "name a new directory")
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
     bar.note(f"{config.model.path} on {config.tasks.kind}; results in {folder}")
-    there = Collector(config, folder / "logs", bar.note, task)
-    recipe.check_model(config, there.folder, devices.find_devices(config.devices.kind)[0])
+    there = Collector(config, bar.note, folder / "logs", task)
     (folder / "recipe.toml").write_text(recipe.to_toml(config))
     problems = task.heldout(config.eval.num_prompts)
     prompts = short_prompts(config, problems, there.tokenizer)
@@ -132,77 +111,59 @@ def evaluate(target: Target, out: Path | None) -> dict[str, Any]:
         **summarise(results),
         "prompts_too_long": len(problems) - len(prompts),
     }
-    write_text(folder / RESULTS, "".join(result.line for result in results))  # now in order
-    write_text(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+    write_text(folder / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     return summary
 
 
 def _ask(there: Collector, prompts: Sequence[Prompt], k: int, path: Path, bar: Bar) -> list[Result]:
-    """All problems, each k times; the results in order."""
+    """All problems, each k times; the results as they come."""
     results: list[Result] = []
-    done: dict[int, Attempt] = {}  # by place: k for each prompt
+    done = [dict[int, Attempt]() for _ in prompts]
+    file = JsonLines(path, bar.note)
     most = RING_BYTES // (BYTES_PER_TOKEN * there.config.max_tokens_per_trajectory)
     num_cells = min(k * len(prompts), most)
-    with path.open("w", buffering=1, encoding="utf-8") as file, there.running(num_cells):
+    with closing(file), there.running(num_cells):
         for place, attempt, _ in there.answers([p for p in prompts for _ in range(k)]):
-            done[place] = attempt
-            own = range(place // k * k, place // k * k + k)
-            if all(i in done for i in own):
-                prompt, answers = prompts[place // k], tuple(done.pop(i) for i in own)
-                example = prompt.example
+            own, prompt = done[place // k], prompts[place // k]
+            own[place % k] = attempt
+            if len(own) == k:
+                example, answers = prompt.example, [own[i] for i in range(k)]
                 results.append(Result(prompt.index, example.prompt, example.reference, answers))
-                file.write(results[-1].line)
-                so_far = _mean([reward for result in results for reward in result.rewards])
-                bar.at(len(results), len(prompts), f"mean reward so far {so_far or 0:.1%}")
-    return sorted(results, key=lambda result: result.problem)
+                file.write(results[-1]._asdict())
+                rewards = [reward for result in results for reward in result.rewards] or [0.0]
+                bar.at(len(results), len(prompts), f"mean reward so far {fmean(rewards):.1%}")
+    return results
 
 
-def choose_folder(target: Target, out: Path | None) -> Path:
-    if out is None:
-        parent = target.run_dir / "evals" if target.run_dir else EVALS
-        name = Path(target.config.model.path).name
-        out = parent / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise RecipeError("--out", str(out), "is not empty", "name a new directory")
-    (out / "logs").mkdir(parents=True, exist_ok=True)
-    return out
+def read(path: Path) -> dict[tuple[str, str], list[float]]:
+    """The rewards of a results.jsonl, or of the folder that holds one, by prompt and reference."""
+    rows = read_lines(path / RESULTS if path.is_dir() else path, key="problem")
+    with suppress(TypeError, LookupError):
+        results = [Result(**row) for row in rows]
+        if found := {(json.dumps(r.prompt), r.reference): r.rewards for r in results if r.rewards}:
+            return found
+    remedy = f"name a {RESULTS} as `minirl eval` wrote it"
+    raise RecipeError("results", str(path), "is no results of an eval", remedy)
 
 
-def compare(a: Sequence[Result], b: Sequence[Result]) -> dict[str, Any]:
-    """Problems are matched by prompt and reference. McNemar's test asks whether, among the problems
-    whose mean reward changed, more were gained than lost."""
-    left, right = _by_key(a), _by_key(b)
-    pairs = [(left[key], right[key]) for key in left if key in right]
+def compare(paths: tuple[Path, Path]) -> list[tuple[str, str]]:
+    """Two results, as `minirl eval --compare` prints it: problems that were graded in both. Of
+    those whose mean reward changed McNemar's test asks whether more were gained than lost."""
+    a, b = map(read, paths)
+    pairs = [(a[key], b[key]) for key in a if key in b]
     if not pairs:
         remedy = "compare results of the same task, data, seed and number of problems"
         raise RecipeError("--compare", "A B", "have no problem in common", remedy)
-    changes = np.array([fmean(b.rewards) - fmean(a.rewards) for a, b in pairs])
+    changes = np.array([fmean(after) - fmean(before) for before, after in pairs])
     num_gained, num_lost = int((changes > 0).sum()), int((changes < 0).sum())
-    return {
-        "accuracies": [interval_of([r.rewards for r in side]) for side in zip(*pairs, strict=True)],
-        "difference": bootstrap(changes),
-        "p": mcnemar(num_gained, num_lost),
-        "problems": len(pairs),
-        "gained": num_gained,
-        "lost": num_lost,
-        "unmatched": len(left.keys() | right.keys()) - len(pairs),
-    }
-
-
-def _by_key(results: Sequence[Result]) -> dict[tuple[str, str], Result]:
-    return {(json.dumps(r.prompt), r.reference): r for r in results if r.rewards}
-
-
-def comparison_rows(paths: tuple[Path, Path]) -> list[tuple[str, str]]:
-    """Of two results, as `minirl eval --compare` prints it."""
-    found = compare(*map(read, paths))
-    shares = [f"{mean:.1%} ({low:.1%} to {high:.1%})" for mean, low, high in found["accuracies"]]
-    difference, low, high = (f"{100 * points:+.1f}" for points in found["difference"])
-    changed = f"{found['gained']} gained, {found['lost']} lost; {found['unmatched']} left out"
+    found = map(interval_of, zip(*pairs, strict=True))
+    shares = [f"{x.mean:.1%} ({x.low:.1%} to {x.high:.1%})" for x in found if x]
+    difference, low, high = (f"{100 * points:+.1f}" for points in bootstrap(changes))
+    changed = f"{num_gained} gained, {num_lost} lost; {len(a | b) - len(pairs)} left out"
     return [
         (f"A, {paths[0]}", shares[0]),
         (f"B, {paths[1]}", shares[1]),
         ("B - A", f"{difference} points   95 % interval {low} to {high}"),
-        ("p", f"{found['p']:.2g}   McNemar, exact"),
-        ("problems", f"{found['problems']}: {changed}"),
+        ("p", f"{mcnemar(num_gained, num_lost):.2g}   McNemar, exact"),
+        ("problems", f"{len(pairs)}: {changed}"),
     ]

@@ -16,22 +16,21 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from operator import itemgetter
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.text import Text
 
 from minirl import balance
 from minirl.errors import one_line
+from minirl.loop import Loop
 from minirl.run_dir import Line
 from minirl.shm.board import Row, State, Total
 from minirl.view import dashboard
 from minirl.view.dashboard import CURVES, Lane, Point, Sample, Screen, Status, clock
 from minirl.view.runs import prompt_text, summary_rows
 from minirl.workers import LossyStream, Worker
-
-if TYPE_CHECKING:
-    from minirl.loop import Loop
 
 STEP = (
     "step {step:.0f}/{steps}  reward {reward/mean:.3f}  "
@@ -40,6 +39,7 @@ STEP = (
 )
 WEIGHTS = (State.RELOADING, State.PUBLISHING, State.SAVING)
 TOTALS = (Total.IDLE_S, Total.RELOAD_S)
+interval = itemgetter("version", "accuracy", "low", "high")
 
 
 def _stamped(seconds: float, text: str) -> Text:
@@ -69,7 +69,7 @@ class ConsoleView:
             self.console.print(_stamped(time.monotonic() - self._began, text))
 
     @contextlib.contextmanager
-    def watching(self, loop: "Loop") -> Iterator[None]:
+    def watching(self, loop: Loop) -> Iterator[None]:
         """While the loop runs: status.json, and in a terminal the dashboard."""
         can_show = not self.is_plain and dashboard.can_draw(self.console)
         drawn = Screen(self.console, dashboard.KEYS) if can_show else contextlib.nullcontext()
@@ -109,7 +109,7 @@ class Reporter:
     """A thread of the controller: makes a status, saves and draws it, reads keys. The loop never
     waits for it, and whatever fails here is noted and costs the picture, not the run."""
 
-    def __init__(self, loop: "Loop", notes: deque[tuple[float, str]], screen: Screen | None):
+    def __init__(self, loop: Loop, notes: deque[tuple[float, str]], screen: Screen | None):
         self._loop, self._notes, self._screen = loop, notes, screen
         self._workers = loop.engines + loop.ranks
         self._seconds = {w.name: deque[Point](maxlen=dashboard.NUM_SECONDS) for w in self._workers}
@@ -136,22 +136,20 @@ class Reporter:
                 status = self.status()
                 with contextlib.suppress(OSError):  # a full disk costs `minirl watch` alone
                     status.save(self._loop.log.run_dir)
-                if self._screen is None:
-                    self._is_ending.wait(dashboard.LOOK_S)
-                else:
-                    keys = self._screen.show(status)
-                    if "q" in keys:
-                        self._loop.is_interrupted = True
-                        self._loop.log.note("q: finishing the step and saving; Ctrl-C ends it now")
-                    if "s" in keys and self._loop.step > 0:
-                        self._loop.wants_save = True
-                        self._loop.log.note("s: a checkpoint is saved after the running step")
+                keys = self._screen.show(status) if self._screen else ""
+                if "q" in keys:
+                    self._loop.is_interrupted = True
+                    self._loop.log.note("q: finishing the step and saving; Ctrl-C ends it now")
+                if "s" in keys and self._loop.step > 0:
+                    self._loop.wants_save = True
+                    self._loop.log.note("s: a checkpoint is saved after the running step")
+                self._is_ending.wait(0.0 if self._screen else dashboard.LOOK_S)
                 self._cost = time.thread_time() / (time.monotonic() - began)
         except Exception as error:
             what = one_line(f"{type(error).__name__}: {error}")
             self._loop.log.note(f"the dashboard is off, training continues: {what}")
             if self._screen is not None:
-                self._screen.__exit__()
+                self._screen.close()
 
     def status(self) -> Status:
         """Copies in one call what the loop could change meanwhile."""
@@ -173,11 +171,7 @@ class Reporter:
             staleness=[sum(n) for n in zip_longest(*list(log.recent_staleness), fillvalue=0)],
             max_staleness=config.buffer.max_staleness,
             curves={n: [(line["step"], line[n]) for line in shown if n in line] for n in CURVES},
-            evaluations=[
-                (line["version"], line["accuracy"], line["low"], line["high"])
-                for line in log.evals[:]
-                if line.get("accuracy") is not None
-            ],
+            evaluations=[interval(line) for line in log.evals[:] if line.get("low") is not None],
             drops={str(reason): count for reason, count in dict(loop.buffer.drops).items()},
             last=lines[-1] if lines else {},
             samples=[_sample(line) for line in list(log.recent_samples)],
@@ -209,8 +203,8 @@ class Reporter:
         passed, idle_s, weights_s = (a - b for a, b in zip(now, before, strict=True))
         if passed and worker.is_ready:
             weights_s += min(passed, row.since_s) * (row.state in WEIGHTS)  # not in its total yet
-            weights = min(1.0, weights_s / passed)
-            seconds.append((round(max(0.0, 1 - weights - idle_s / passed), 2), round(weights, 2)))
+            weights, idle = (min(1.0, max(0.0, s / passed)) for s in (weights_s, idle_s))
+            seconds.append((round(max(0.0, 1 - weights - idle), 2), round(weights, 2)))
         return Lane(worker.name, lane_state(row), list(seconds))
 
 

@@ -13,15 +13,15 @@ import select
 import termios
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.segment import Segment, Segments
@@ -32,7 +32,9 @@ from minirl.run_dir import RunDir, RunState, replacing
 from minirl.view.runs import drops_text
 
 Line = list[Segment]
-Point = tuple[float, float]
+Number = Annotated[float, Field(ge=-1e300, le=1e300)]  # no NaN
+Share = Annotated[float, Field(ge=0, le=1)]
+Point = tuple[Number, Number]
 
 FILE = "status.json"
 NUM_SECONDS = 60  # that a lane shows
@@ -54,22 +56,20 @@ KEYS = " q finish and save   p another sample   s save a checkpoint now"
 WATCH_KEYS = " q leave (the run continues)   p another sample"
 
 
-@dataclass(frozen=True)
-class Lane:
-    name: str = ""  # of an engine or a rank
-    state: str = ""  # "generating 31 at v40", "waiting for batch", …
-    seconds: list[Point] = field(default_factory=list)  # shares: at work, for weights; newest last
+class Lane(NamedTuple):
+    name: str  # of an engine or a rank
+    state: str  # "generating 31 at v40", "waiting for batch", …
+    seconds: list[tuple[Share, Share]]  # at work, for weights; newest last
 
 
-@dataclass(frozen=True)
-class Sample:
-    title: str = ""
-    prompt: str = ""
-    answer: str = ""
+class Sample(NamedTuple):
+    title: str
+    prompt: str
+    answer: str
 
 
 class Status(BaseModel):
-    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
+    model_config = ConfigDict(frozen=True)
 
     name: str = ""
     time: float = 0.0  # when it was made, Unix seconds
@@ -78,35 +78,23 @@ class Status(BaseModel):
     reason: str = ""  # why the run failed
     step: int = 0
     steps: int = 0
-    seconds: float = 0.0  # since training began
+    seconds: Number = 0.0  # since training began
     verdict: str = ""  # what limits throughput
     lanes: list[Lane] = []
     slots: dict[str, int] = {}
     staleness: list[int] = []  # trained tokens by staleness, recent steps
     max_staleness: int = 0
     curves: dict[str, list[Point]] = {}  # by step
-    evaluations: list[tuple[int, float, float, float]] = []  # version, accuracy, its interval
+    evaluations: list[tuple[int, Number, Number, Number]] = []  # version, accuracy, its interval
     drops: dict[str, int] = {}  # groups by reason
-    last: dict[str, float] = {}  # the last step's metrics
+    last: dict[str, Number] = {}  # the last step's metrics
     samples: list[Sample] = []  # newest last
-    notes: list[tuple[float, str]] = []  # seconds, text; newest last
+    notes: list[tuple[Number, str]] = []  # seconds, text; newest last
     cost: float = 0.0  # CPU seconds per second that the reporter takes
-
-    @property
-    def is_over(self) -> bool:
-        return self.state != "running"
 
     def save(self, run_dir: Path) -> None:
         with replacing(run_dir / FILE, sync=False) as aside:  # a sync could take seconds
             aside.write_text(self.model_dump_json())
-
-    @staticmethod
-    def read(run_dir: Path) -> "Status":
-        try:
-            return Status.model_validate_json((run_dir / FILE).read_bytes())
-        except (OSError, ValidationError):
-            nothing = f"no status.json in {run_dir}"
-            return Status(name=run_dir.name, time=time.time(), doing=nothing)
 
 
 def clock(seconds: float) -> str:
@@ -162,11 +150,10 @@ def place(value: float, start: float, end: float, most: int) -> int:
 @lru_cache(maxsize=64)  # a curve changes with a step, the picture every second
 def resample(points: tuple[Point, ...], num: int) -> tuple[float, ...]:
     """`num` values at equal distances of x: means where there are more points, else on lines."""
-    known = np.array([(x, y) for x, y in points if abs(x) < 1e99 and abs(y) < 1e99])  # no NaN
-    if not len(known):
+    if not points:
         return ()
-    parts = [part.mean(axis=0) for part in np.array_split(known, min(num, len(known)))]
-    x, y = np.array(parts).T
+    parts = np.array_split(np.array(points), min(num, len(points)))
+    x, y = np.array([part.mean(axis=0) for part in parts]).T
     return tuple(np.interp(np.linspace(x[0], x[-1], num), x, y).tolist())
 
 
@@ -192,17 +179,11 @@ def bar(share: float, width: int) -> str:
     return ("█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()).ljust(width, "░")[:width]
 
 
-def shares(seconds: list[Point]) -> Point:
-    """The mean of each, whatever a file may hold."""
-    work, weights = ([min(1.0, max(0.0, x)) for x in xs] for xs in zip(*seconds, strict=True))
-    return fmean(work), fmean(weights)
-
-
 def letter(seconds: list[Point]) -> str:
     """As high as the share at work; ▓ only where weights took the most."""
     if not seconds:
         return " "
-    work, weights = shares(seconds)
+    work, weights = map(fmean, zip(*seconds, strict=True))
     is_reload = weights > max(work, 1 - work - weights)
     return "▓" if is_reload else BLOCKS[round(8 * min(1.0, work + weights))].replace(" ", "·")
 
@@ -214,7 +195,8 @@ def lane(one: Lane, width: int) -> Line:
     edges = [max(0, len(known) - (cells - i) * NUM_SECONDS // cells) for i in range(cells + 1)]
     for mark, run in groupby(letter(known[a:b]) for a, b in pairwise(edges)):
         line.append(paint("".join(run), {"▓": "magenta", "·": "bright_black"}.get(mark, "green")))
-    return [*line, paint(" {:4.0%} work {:4.0%} weights".format(*shares(known)) if known else "")]
+    means = map(fmean, zip(*known, strict=True))
+    return [*line, paint(" {:4.0%} work {:4.0%} weights".format(*means) if known else "")]
 
 
 def plot(title: str, points: list[Point], form: str, width: int, height: int) -> list[Line]:
@@ -235,8 +217,7 @@ def framed(title: str, rows: Iterable[str], ends: tuple[str, str], width: int) -
 
 def evaluations(status: Status, width: int, height: int) -> list[Line]:
     """Dots with their 95 % intervals, over an axis of versions."""
-    known = [one for one in status.evaluations if all(abs(x) < 1e99 for x in one)]  # no NaN
-    if not known:
+    if not (known := status.evaluations):
         return [header("held-out accuracy", width), [paint("not evaluated yet", "dim")]]
     shown = [y for _, *values in known for y in values]
     top, bottom, newest = max(shown), min(shown), max(status.step, *(one[0] for one in known))
@@ -289,7 +270,7 @@ def sample(status: Status, width: int, height: int, which: int) -> list[Line]:
 def headline(status: Status, now: float) -> tuple[str, str]:
     """How it ended, silence, or what limits throughput; and its style."""
     age = max(0.0, now - status.time)
-    if status.is_over:
+    if status.state != "running":
         why, style = status.verdict, "green"
         if status.state == "failed":
             why, style = status.reason or "its process is gone", "bold red"
@@ -304,8 +285,8 @@ def body(status: Status, width: int, height: int, which: int) -> list[Line]:
     """Panels from top to bottom."""
     half, quarter = (width - 2) // 2, max(18, width // 4)
     rest = width - 2 * quarter - 4
-    lanes = [lane(one, width) for one in status.lanes[: max(2, height // 5)]]
-    lines = [header(f"{len(status.lanes)} devices, last minute", width), *lanes]
+    lines = [header(f"{len(status.lanes)} devices, last minute", width)]
+    lines += [lane(one, width) for one in status.lanes[: max(2, height // 5)]]
     num_more = 6 if height >= 33 else 0  # rows for the trends of training
     rows = max(3, (height - len(lines) - 6 - num_more) // 2)
     reward = plot("reward", status.curves.get("reward/mean", []), "{:.3f}", half, rows)
@@ -335,7 +316,7 @@ def picture(
     """Exactly as large as asked; what is too much is left out above the keys."""
     share = min(1.0, status.step / max(1, status.steps))
     right = f" step {status.step}/{status.steps}  {share:4.0%}  {clock(status.seconds)}"
-    right += " " if status.is_over else f"  ETA {eta(status.last, status.steps)} "
+    right += f"  ETA {eta(status.last, status.steps)} " if status.state == "running" else " "
     name = f" minirl {shorten(status.name, max(1, min(32, width - len(right) - 18)))} "
     done = bar(share, max(1, width - cell_len(name) - len(right) - 2))
     top = [paint(name, "bold"), paint("▕"), paint(done, "green"), paint("▏"), paint(right)]
@@ -357,28 +338,23 @@ def can_draw(console: Console) -> bool:
     return False
 
 
-class Screen:
+class Screen(contextlib.ExitStack):
     """A status on the alternate screen, and the keys that are pressed meanwhile."""
 
     def __init__(self, console: Console, keys: str):
-        self._console, self._keys, self._which = console, keys, 0
-
-    def __enter__(self) -> "Screen":
         """Keys come at once and unseen. Ctrl-Z is off: it would leave the screen as it is."""
-        self._modes, modes = termios.tcgetattr(0), termios.tcgetattr(0)
+        super().__init__()
+        self._console, self._keys, self._which = console, keys, 0
+        modes = termios.tcgetattr(0)
+        self.callback(self._restore, termios.tcgetattr(0))
+        self.enter_context(console.screen())
         modes[3] &= ~(termios.ECHO | termios.ICANON)
         modes[6][termios.VSUSP] = b"\0"
         termios.tcsetattr(0, termios.TCSANOW, modes)
-        self._console.set_alt_screen(True)
-        self._console.show_cursor(False)
-        return self
 
-    def __exit__(self, *error: object) -> None:
+    def _restore(self, modes: list[Any]) -> None:
         with contextlib.suppress(termios.error):  # the terminal is gone
-            termios.tcsetattr(0, termios.TCSAFLUSH, self._modes)
-        if self._console.is_alt_screen:
-            self._console.show_cursor(True)
-            self._console.set_alt_screen(False)
+            termios.tcsetattr(0, termios.TCSAFLUSH, modes)
 
     def show(self, status: Status) -> str:
         """Draws it; gives the keys that are pressed within a second. `p` is dealt with here."""
@@ -396,17 +372,19 @@ class Screen:
 
 def look(run_dir: Path) -> Status:
     """The files of a run say how it ended. A fresh status is no failure, whatever the lock says."""
-    found, state = Status.read(run_dir), RunDir(run_dir).state
-    is_fresh = time.time() - found.time < SILENT_S
-    return found.model_copy(
-        update={"state": "running" if state == "failed" and is_fresh else state}
-    )
+    state = RunDir(run_dir).state
+    try:
+        found = Status.model_validate_json((run_dir / FILE).read_bytes())
+    except (OSError, ValidationError):
+        found = Status(time=time.time(), doing=f"no status.json in {run_dir}")
+    is_silent = time.time() - found.time >= SILENT_S
+    return found.model_copy(update={"state": state}) if is_silent or state != "failed" else found
 
 
-def watch(run_dir: Path, once: bool = False) -> None:
+def watch(run_dir: Path) -> None:
     """Until `q`; once, where there is no terminal."""
     console = Console(highlight=False, soft_wrap=True)
-    if once or not can_draw(console):
+    if not can_draw(console):
         console.print(picture(look(run_dir), time.time(), console.width, max(24, console.height)))
         return
     with Screen(console, WATCH_KEYS) as screen, contextlib.suppress(KeyboardInterrupt):

@@ -11,16 +11,14 @@ import io
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.resources import files
 from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from minirl.config import KEYS, Config, get
-from minirl.errors import MinirlError, RecipeError
+from minirl.errors import MinirlError
 from minirl.run_dir import Line, RunDir
 from minirl.view.runs import formatted, prompt_text, short_names, so_far, summary_rows
 
@@ -32,8 +30,7 @@ GREY = "#7b8494"
 COLOURS = ("#2f7fc4", "#d2622f", "#329a66", "#9a5fc0", "#b8920c", "#d0458c")
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     name: str  # of its file
     title: str
     about: str
@@ -46,9 +43,8 @@ class Chart:
         found: dict[int, list[Point]] = defaultdict(list)
         for run in runs:
             for line in run.metrics if self.x == "step" else run.evals:
-                x, y = number(line, self.x), number(line, self.value)
+                x, y, low, high = (number(line, n) for n in (self.x, self.value, "low", "high"))
                 if x is not None and y is not None:
-                    low, high = number(line, "low"), number(line, "high")
                     found[line["step"]].append((x, y, y if low is None else low, high or y))
         if len(runs) == 1:
             return [point for points in found.values() for point in points]
@@ -166,15 +162,15 @@ def samples_with_tokens(run: RunDir) -> list[tuple[Line, int, Any]]:
 
 
 def page(found: Families, figures: Sequence[Any], flat: Sequence[str]) -> str:
-    from jinja2 import Environment
+    from jinja2 import Environment, FileSystemLoader
 
     runs = [run for family in found.values() for run in family]
-    template = (files("minirl.view") / "report.html").read_text()
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    here = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=here, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["percent"] = lambda value: formatted(value, ".1%")
     defaults = {key: str(get(Config(), key)).replace("()", "[]") for key in KEYS}
     recipes = table([run.recipe for run in runs])
-    return environment.from_string(template).render(
+    return environment.get_template("report.html").render(
         runs=runs,
         names=short_names(runs),
         results=table([summary_rows(run.summary or so_far(run)) for run in runs]),
@@ -194,12 +190,8 @@ def write(runs: Sequence[RunDir], folder: Path) -> list[Path]:
     if not find_spec("jinja2") or not find_spec("matplotlib"):
         raise MinirlError('a report needs jinja2 and matplotlib: pip install "minirl[report]"')
     found = families(runs)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.html").write_text(page(found, *draw_all(found, folder)))
-    except OSError as error:
-        rule = f"cannot be written ({error.strerror})"
-        raise RecipeError("--out", str(folder), rule, "name a folder of yours") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.html").write_text(page(found, *draw_all(found, folder)))
     return [folder / "report.html", *sorted(folder.glob("*.png"))]
 
 

@@ -6,6 +6,7 @@ they are printed (cli, console, report), and everything that needs a model or a 
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,8 +33,7 @@ SUMMARY = {  # rows at the end of a run; one whose value is not known is left ou
 
 def list_runs(folder: Path) -> list[RunDir]:
     """The newest first, those of sweeps (RECIPE/VALUES/seed-0) too."""
-    patterns = ("*", "*/*", "*/*/*")
-    paths = [path for pattern in patterns for path in folder.glob(pattern) if holds_run(path)]
+    paths = [p.parent for n in (1, 2, 3) for p in folder.glob("*/" * n + "recipe.toml")]
     found = [RunDir(path) for path in paths if not any(map(holds_run, path.parents))]
     return sorted(found, key=lambda run: run.changed, reverse=True)
 
@@ -77,8 +77,7 @@ def summary_rows(summary: Line) -> dict[str, str]:
 def so_far(run: RunDir) -> Line:
     """In place of the summary of a run that is under way, or failed."""
     last, start = run.metrics[-1] if run.metrics else {}, "buffer/dropped_"
-    numbers = {name: n for name, n in last.items() if isinstance(n, (int, float))}
-    drops = {k.removeprefix(start): n for k, n in numbers.items() if k.startswith(start)}
+    drops = {k.removeprefix(start): n for k, n in last.items() if k.startswith(start)}
     return {"steps": len(run.metrics), "seconds": last.get("seconds", 0.0), "drops": drops}
 
 
@@ -90,11 +89,10 @@ def measured(summary: Line) -> str:
     return f"{text}; not evaluated since" if is_old else text
 
 
-def drops_text(drops: Mapping[str, float]) -> str:
+def drops_text(drops: Mapping[str, int]) -> str:
     """The commonest reason first."""
-    ranked = sorted(drops.items(), key=lambda drop: -drop[1])
-    known = ((reason, count) for reason, count in ranked if count)
-    return ", ".join(f"{count:,.0f} {reason.replace('_', ' ')}" for reason, count in known)
+    known = ((reason, n) for reason, n in Counter(drops).most_common() if n)
+    return ", ".join(f"{n:,.0f} {reason.replace('_', ' ')}" for reason, n in known)
 
 
 def find_step(run: RunDir, step: int | None) -> Line:
