@@ -27,7 +27,7 @@ slow: $(VENV)/ready
 
 # Four whole runs that must learn: plain, LoRA, PPO with a critic, GSPO.
 learn: $(VENV)/ready
-	$(BIN)/python -m pytest -m slow -n 0 tests/test_learning.py
+	$(BIN)/python -m pytest -m slow -n 0 -k test_it_learns tests/test_run.py
 
 # What CUDA runs: vLLM's model runner V2, its kernels interpreted by Triton on a CPU.
 v2: $(VENV)/ready
