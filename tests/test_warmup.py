@@ -17,8 +17,6 @@ def test_it_is_made_as_the_shipped_one(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(warm_up, "STEPS", (2, 2, 2))
     warm_up.build_tiny_model(tmp_path, 2)
     assert sorted(os.listdir(tmp_path)) == sorted(os.listdir(TINY_FOLDER))
-        path.name for path in TINY_FOLDER.iterdir()
-    }
     problem = draw_problem(0, "train", 0)
     text, shapes = problem.prompt + demonstration(problem) + "\n Ω  naïve — 3,000", []
     for here in (tmp_path, TINY_FOLDER):
