@@ -33,7 +33,8 @@ learn: $(VENV)/ready
 v2: $(VENV)/ready
 	$(PIP) --no-deps --upgrade --target $(VENV)/triton "triton==3.9.*"
 	TRITON_DIR=$(CURDIR)/$(VENV)/triton PYTHONPATH=$(CURDIR)/tests/v2 \
-		$(BIN)/python -m pytest -n 0 -m "vllm or v2" tests/test_engine.py
+		$(BIN)/python -m pytest -n 0 -m "vllm or v2" -k "test_engine or model_runner_v2" \
+		tests/test_engine.py tests/test_numerics.py
 
 # Several boxes: Ray nodes in network namespaces of this machine, as root; else on loopback.
 ray: $(VENV)/ready

@@ -141,7 +141,8 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
 
 def shown_tokens(group: Group, oldest: int) -> messages.AnswerTokens:
     """The first and the last token of a group's first answer; what is older is not trained."""
-    versions = [group.trajectories[0].head_version, group.trajectories[0].tail_version]
+    first = group.trajectories[0]
+    versions = [first.head_version, first.tail_version]
     gaps = [0.0 if version >= oldest else None for version in versions]
     return messages.AnswerTokens(["a", "b"], versions, gaps)
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 from crew import CUDA_ENGINE_PLACE, ENGINE_PLACE, Inbox, crew
 from engine_child import Call, Result
-from processes import Run, assert_accounted
 from versions import EXACT, Versions
 
 from minirl.config import Config, ModelConfig, RolloutConfig, TasksConfig
@@ -360,14 +359,3 @@ def test_weights_change_in_flight_on_cuda(tied_folder: Path, tmp_path: Path) -> 
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             assert answer.versions == sorted(answer.versions)
             assert engine.errors(prompt, answer).mean() < 0.1
-
-
-@pytest.mark.v2
-def test_a_run_is_exact_under_model_runner_v2(tmp_path: Path, tied_folder: Path) -> None:
-    """A whole asynchronous run by the model runner that vLLM takes on CUDA: `make v2`."""
-    run = Run(tmp_path / "run", model__path=tied_folder, train__lr=1e-3, eval__every=0)
-    ended = run.end()
-    assert ended.code == 0, ended
-    assert_accounted(run.metrics(), max_staleness=2)
-    assert run.summary()["logprob_gap_max"] < 1e-5
-    assert run.summary()["multi_version_trajectories"] > 0

@@ -99,6 +99,17 @@ def test_a_run_that_is_killed_and_resumed_is_the_same(tmp_path: Path, tied_folde
             assert line["train/tokens"] == pytest.approx(line["rollout/length_mean"] * 16)
 
 
+@pytest.mark.v2
+def test_a_run_is_exact_under_model_runner_v2(tmp_path: Path, tied_folder: Path) -> None:
+    """A whole asynchronous run by the model runner that vLLM takes on CUDA: `make v2`."""
+    run = Run(tmp_path / "run", model__path=tied_folder, train__lr=1e-3)
+    ended = run.end()
+    assert ended.code == 0, ended
+    assert_accounted(run.metrics(), max_staleness=2)
+    assert run.summary()["logprob_gap_max"] < 1e-5
+    assert run.summary()["multi_version_trajectories"] > 0
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         figures = json.loads(FIGURES.read_text()) if FIGURES.is_file() else {}

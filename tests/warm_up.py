@@ -82,7 +82,8 @@ def build_tiny_model(folder: Path, seed: int) -> None:
     policy = load_policy(str(folder))
     rank = SftRank(setup, policy)
     for lr, examples in lessons(tokenizer, seed):
-        rank.replica.set_learning_rate(lr)
+        for group in rank.replica.optimizer.param_groups:
+            group["lr"] = lr
         rank.learn(examples)
     policy.model.save_pretrained(folder)
 
