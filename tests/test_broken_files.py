@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import CONFIG, LocalRank, make_data
 from safetensors.torch import load_file, save_file
+from test_config import cut, garble
 
 from minirl.buffer import History
 from minirl.errors import MinirlError, RecipeError
@@ -36,17 +37,9 @@ def made(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = run / "checkpoints" / f"step-{step:06d}"
         state = CheckpointState(step, History(), 8, (9,))
         assert not rank.trainer.save(Save(str(folder), state)).error
-    lines = ({"step": 1, "a": 0.5}, {"rolled_back_to": 0}, {"step": 2})
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = '{"step": 1, "a": 0.5}\n{"rolled_back_to": 0}\n{"step": 2}\n'
+    (run / "metrics.jsonl").write_text(lines)
     return run
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
-
-
-def garble(path: Path) -> None:
-    path.write_bytes(b"\xff\x00{" * 50)
 
 
 HARMS = [(cut, "model.safetensors"), (cut, "trainer/state.json"), (garble, "config.json")]

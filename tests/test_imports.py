@@ -1,12 +1,11 @@
 """Imports go one way, foreign libraries stay in their rooms, and light modules stay light."""
 
 import ast
-import subprocess
-import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from test_cli import python
 
 import minirl
 
@@ -103,6 +102,5 @@ def test_light_modules_load_nothing_heavy() -> None:
     """The recipe is checked before torch is loaded, and a verifier stays a small process. What
     `import minirl` and the command line load is in test_cli.py."""
     names = ", ".join(f"minirl.{module}" for module in LIGHT.split())
-    program = [sys.executable, "-c", f"import {names}, sys; print(*sys.modules)"]
-    shown = subprocess.check_output(program, text=True, cwd=ROOT.parent)
-    assert not {*shown.split()} & {"torch", "vllm", "transformers", "scipy"}
+    loaded = python("-c", f"import {names}, sys; print(*sys.modules)").stdout.split()
+    assert loaded and not {*loaded} & {"torch", "vllm", "transformers", "scipy"}
