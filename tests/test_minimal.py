@@ -1,17 +1,25 @@
-"""recipes/minimal.py is minirl at η = 0: its step is the trainer's to rounding, and it learns."""
+"""recipes/minimal.py is minirl at η = 0: its step is the trainer's to rounding, and it learns. And
+the tiny model that comes with minirl is made as tests/warm_up.py makes it."""
 
+import os
 from pathlib import Path
 
 import plain_script
 import pytest
+import torch
 from ranks import FIRST_VERSION, LONGEST, GroupWriter, LocalRank, Recipe, relative_error
 
+from minirl.config import TINY_FOLDER
 from minirl.recipe import load
 from minirl.records import Batch, Group
 from minirl.shm.ring import TrajectoryRing
+from minirl.tasks.arithmetic import demonstration, draw_problem
 from minirl.train.optimizer import build_optimizer
 from minirl.train.policy import load_policy
 from recipes import minimal
+from tests import warm_up
+
+from transformers import AutoModelForCausalLM, AutoTokenizer  # isort: skip
 
 NUM_GROUPS = 4
 
@@ -54,3 +62,22 @@ def test_its_step_is_the_trainers(tied_folder: Path) -> None:
 def test_it_learns() -> None:
     learned = minimal.run(12, 0)
     assert learned.after > learned.before + 0.2
+
+
+def test_warm_up_makes_the_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_up, "STEPS", (2, 2, 2))
+    warm_up.build_tiny_model(tmp_path, 2)
+    assert sorted(os.listdir(tmp_path)) == sorted(os.listdir(TINY_FOLDER))
+    problem = draw_problem(0, "train", 0)
+    text, shapes = problem.prompt + demonstration(problem) + "\n Ω  naïve — 3,000", []
+    for here in (tmp_path, TINY_FOLDER):
+        model = AutoModelForCausalLM.from_pretrained(here)
+        tokenizer = AutoTokenizer.from_pretrained(here)
+        assert (model.dtype, model.config.head_dim) == (torch.float32, 32)
+        assert model.generation_config.eos_token_id == tokenizer.eos_token_id == warm_up.EOS
+        assert model.config.vocab_size == len(tokenizer)
+        # The loaded tokenizer must cut as the one in training did, not as Qwen's own class would.
+        assert tokenizer(text)["input_ids"] == warm_up.build_tokenizer().encode(text).ids
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        shapes.append({name: tensor.shape for name, tensor in model.state_dict().items()})
+    assert shapes[0] == shapes[1]
