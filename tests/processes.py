@@ -34,14 +34,9 @@ class Run:
         paths = (str(here), str(here.parent), os.environ.get("PYTHONPATH", ""))
         env = dict(boxes.env if boxes else os.environ) | {"PYTHONPATH": os.pathsep.join(paths)}
         self.before = set(os.listdir("/dev/shm"))
-        self.process = subprocess.Popen(
-            boxes.inside(0, ["nice", *train]) if boxes else train,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env=env,
-        )
+        command = boxes.inside(0, ["nice", *train]) if boxes else train
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, env=env, start_new_session=True, **pipes)
 
     def workers(self) -> dict[str, int]:
         """Process ids by worker name."""

@@ -346,27 +346,6 @@ class World:
 # By example ---------------------------------------------------------------------------------------
 
 
-def done(ticket: Ticket, head: int | None = None, tail: int | None = None) -> Group:
-    head = ticket.head_bound if head is None else head
-    tail = head if tail is None else tail
-    written = Trajectory(0, 10, 5, StopReason.STOP, head, tail)
-    return Group(ticket.group_id, ticket.prompt_index, (written,), (1.0,))
-
-
-def fill(buffer: Buffer, count: int) -> list[Ticket]:
-    return [buffer.admit(i, buffer.version) for i in range(count)]
-
-
-def test_a_group_cannot_end_twice() -> None:
-    buffer = Buffer(1, 1)
-    ticket = buffer.admit(0, 0)
-    buffer.drop(ticket.group_id, Drop.STALE)
-    with pytest.raises(KeyError):
-        buffer.drop(ticket.group_id, Drop.STALE)
-    with pytest.raises(KeyError):
-        buffer.finish(done(ticket))
-
-
 @given(st.integers(0, 50), st.integers(0, 50))
 def test_republished_weights_seem_no_nearer_than_they_are(base: int, since: int) -> None:
     latest = base + since
@@ -381,7 +360,7 @@ def test_republished_weights_seem_no_nearer_than_they_are(base: int, since: int)
 def test_admission_control_holds_groups_back_and_slots_stay_what_they_are() -> None:
     buffer = Buffer(2, 8, target_staleness=1)
     assert (buffer.num_free, buffer.num_to_admit(99, 0), buffer.num_to_admit(3, 0)) == (18, 4, 3)
-    tickets = fill(buffer, 4)
+    tickets = [buffer.admit(i, 0) for i in range(4)]
     assert (buffer.num_free, buffer.num_to_admit(99, 0)) == (14, 0)
     buffer.drop(tickets[0].group_id, Drop.EQUAL_REWARDS)
     assert buffer.num_to_admit(99, 0) == 1 and buffer.num_to_admit(3, 0) == 0
@@ -403,7 +382,8 @@ def test_groups_in_flight_are_a_fixed_number_of_batches_or_cover_the_turn_around
     tickets = [buffer.admit(i, 0, now=1.0) for i in range(8)]
     assert buffer.next_batch(1, now=2.0) is None and buffer.next_batch(1, now=3.0) is None
     for ticket in tickets:
-        buffer.finish(done(ticket), now=4.0)
+        written = Trajectory(0, 10, 5, StopReason.STOP, 0, 0)
+        buffer.finish(Group(ticket.group_id, ticket.prompt_index, (written,), (1.0,)), now=4.0)
     assert buffer.next_batch(1, now=4.0) is not None and starved == [2.0]
     buffer.published(now=5.0)
     assert buffer.admission.limit == 8 + 3 * 8
