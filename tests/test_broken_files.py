@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ranks import CONFIG, LocalRank, make_data
+from ranks import CONFIG, Data, LocalRank
 from safetensors.torch import load_file, save_file
 from test_config import cut, garble
 
 from minirl.buffer import History
 from minirl.errors import MinirlError, RecipeError
-from minirl.messages import CheckpointState, Save
+from minirl.messages import CheckpointState
 from minirl.resume import find_start
 from minirl.run_dir import read_lines
 from minirl.shm.ring import TrajectoryRing
@@ -25,18 +25,16 @@ from minirl.train.policy import load_policy
 
 
 @pytest.fixture(scope="module")
-def made(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(data: Data, tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with two checkpoints and a batch that went bad."""
-    run, data = tmp_path_factory.mktemp("run"), make_data(tied_folder)
+    run, batch = tmp_path_factory.mktemp("run"), data.batches[2]
     rank = LocalRank(tied_folder, CONFIG, data.ring)
-    batch = data.batches[2]
     saver = bad_batch.BatchSaver(CONFIG, run, data.ring, rank.store, tied_folder)
     assert "minirl replay" in saver.save_bad(batch, rank.store.latest, "low")
     rank.train(batch)
     for step in (1, 2):
-        folder = run / "checkpoints" / f"step-{step:06d}"
         state = CheckpointState(step, History(), 8, (9,))
-        assert not rank.trainer.save(Save(str(folder), state)).error
+        rank.save(run / "checkpoints" / f"step-{step:06d}", state)
     lines = '{"step": 1, "a": 0.5}\n{"rolled_back_to": 0}\n{"step": 2}\n'
     (run / "metrics.jsonl").write_text(lines)
     return run

