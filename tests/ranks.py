@@ -104,11 +104,11 @@ class GroupWriter:
             ages = zip(spans, recipe.versions, strict=True)
             versions = [version + age for span, age in ages for _ in span]
             self.ring.write(cell, group_id, prompt, answer, logprobs, versions)
-            ends = (StopReason.LENGTH, versions[0], versions[-1])
-            trajectories.append(Trajectory(cell, len(exact_T), num_written, *ends))
-        places = [0 if recipe.is_reward_equal else i for i in range(recipe.group_size)]
-        rewards = tuple(float(i % 2) + i / 8 for i in places)
-        return Group(group_id, group_id, tuple(trajectories), rewards)
+            sizes, ends = (len(prompt) + num_written, num_written), (versions[0], versions[-1])
+            trajectories.append(Trajectory(cell, *sizes, StopReason.LENGTH, *ends))
+        places = range(recipe.group_size)
+        rewards = [1.0 if recipe.is_reward_equal else i % 2 + i / 8 for i in places]
+        return Group(group_id, group_id, tuple(trajectories), tuple(rewards))
 
 
 def with_reward(batch: Batch, group: int, reward: float) -> Batch:
