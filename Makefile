@@ -27,13 +27,14 @@ slow: $(VENV)/ready
 
 # Four whole runs that must learn: plain, LoRA, PPO with a critic, GSPO.
 learn: $(VENV)/ready
-	$(BIN)/python -m pytest -m slow -n 0 tests/test_learning.py
+	$(BIN)/python -m pytest -m slow -n 0 -k test_it_learns tests/test_run.py
 
 # What CUDA runs: vLLM's model runner V2, its kernels interpreted by Triton on a CPU.
 v2: $(VENV)/ready
 	$(PIP) --no-deps --upgrade --target $(VENV)/triton "triton==3.9.*"
 	TRITON_DIR=$(CURDIR)/$(VENV)/triton PYTHONPATH=$(CURDIR)/tests/v2 \
-		$(BIN)/python -m pytest -n 0 -m "vllm or v2" tests/test_engine.py tests/v2
+		$(BIN)/python -m pytest -n 0 -m "vllm or v2" -k "test_engine or model_runner_v2" \
+		tests/test_engine.py tests/test_numerics.py
 
 # Several boxes: Ray nodes in network namespaces of this machine, as root; else on loopback.
 ray: $(VENV)/ready

@@ -22,7 +22,7 @@ from minirl.view.runs import find_step, list_runs, run_rows, sample_texts, traje
 REMOVED = {
     "bench": "python -m tests.bench, in a source tree",
     "chaos": "python -m tests.soak, in a source tree",
-    "verify-resume": "pytest tests/test_verify_resume.py, in a source tree",
+    "verify-resume": "pytest tests/test_numerics.py, in a source tree",
     "diff": "minirl report RUN RUN, which puts their values side by side",
     "trace": "--set log.trace=true, and open the run's trace.json in ui.perfetto.dev",
     "plan --num": "--gpus N",

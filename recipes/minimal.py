@@ -145,7 +145,7 @@ def accuracy(sampler: Sampler, examples: list[Example]) -> float:
 
 
 def run(steps: int | None = None, seed: int = 0, folder: Path | None = None, say=print) -> Learned:
-    """`folder`: of a model; without it, the tiny one of this seed, built the first time."""
+    """`folder`: of a model; without it, the recipe's."""
     overrides = [f"seed={seed}"] + ([f"train.steps={steps}"] if steps else [])
     config = load(RECIPE, overrides).config
     train, size = config.train, config.rollout.group_size

@@ -19,8 +19,7 @@ LIMIT_S = 600.0  # a hang is a failure, however slow the machine
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 TRAINER_PLACE = Placement("cpu", env=ONE_THREAD)
 ENGINE_PLACE = Placement("cpu", env={**ONE_THREAD, **vllm_environment("cpu")})
-FIRST_GPU = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-ON_GPU = {"CUDA_VISIBLE_DEVICES": FIRST_GPU}
+ON_GPU = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
 CUDA_TRAINER_PLACE = Placement("cuda", env=ON_GPU)
 CUDA_ENGINE_PLACE = Placement("cuda", env={**ON_GPU, **vllm_environment("cuda")})
 
@@ -52,15 +51,15 @@ class Inbox:
     def take(self, worker: Worker, kind: type[Message]) -> Message:
         """The worker's next message of this kind; a death that was not asked for is a failure."""
 
-        def found() -> list[tuple[Worker, object]]:
-            own = [said for said in self.messages if said[0] is worker]
-            return [said for said in own if isinstance(said[1], (kind, Died))]
+        def found() -> list[object]:
+            own = [message for sender, message in self.messages if sender is worker]
+            return [message for message in own if isinstance(message, (kind, Died))]
 
         self.wait_until(lambda: bool(found()))
-        said = found()[0]
-        self.messages.remove(said)
-        assert isinstance(said[1], kind), f"{said[1]}\n{self.workers.log_tail(worker)}"
-        return said[1]
+        message = found()[0]
+        self.messages.remove((worker, message))
+        assert isinstance(message, kind), f"{message}\n{self.workers.log_tail(worker)}"
+        return message
 
     def wait_until(self, is_there: Callable[[], bool], listen_s: float = 0.2) -> None:
         deadline = time.monotonic() + LIMIT_S

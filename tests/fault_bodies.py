@@ -42,6 +42,10 @@ class Script:
     "broken_from" (a version: no reward from then on)."""
 
 
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def engine(script: Script, board: BoardWriter, pipe: Connection) -> None:
     time.sleep(script.start_s)
     pipe.send(messages.Started())
@@ -54,13 +58,13 @@ def engine(script: Script, board: BoardWriter, pipe: Connection) -> None:
         while pipe.poll(TICK_S):
             message = pipe.recv()
             if isinstance(message, messages.Submit) and "deaf" not in script.bad:
+                head = script.store.latest  # asked after the message came, as a real one does
                 if any(group.is_eval for group in message.groups):
-                    pipe.send(messages.Pinned(script.store.latest))
+                    pipe.send(messages.Pinned(head))
                 for group in message.groups:
                     if group.prompt[0] == script.bad.get("deadly_prompt"):
-                        os.kill(os.getpid(), signal.SIGKILL)
+                        die()
                     due = time.monotonic() + script.seconds * (1 + group.group_id % 3)
-                    head = script.store.latest  # asked after the message came, as a real one does
                     if group.is_eval and head == script.bad.get("long_evaluation"):
                         due += LONG_S
                     running += [(due, group, i, head) for i in range(len(group.cells))]
@@ -97,20 +101,20 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
 
     while True:
         board.enter(State.WAITING_FOR_BATCH)
-        while not pipe.poll(BEAT_S):
-            board.enter(State.WAITING_FOR_BATCH)
+        if not pipe.poll(BEAT_S):
+            continue
         request = pipe.recv()
         if isinstance(request, messages.Train):
             board.enter(State.TRAINING)
             time.sleep(script.seconds)
             step, version = request.batch.step, request.batch.version
             if is_due("die_at_step", step):
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
             updates += 1
             publish(script.store, version + 1, [torch.tensor([float(updates)])])
             if is_due("die_after_publishing", step):
                 time.sleep(10 * script.seconds)  # engines load it, and write under it
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
             written = [t for group in request.batch.groups for t in group.trajectories]
             ages = [version - v for t in written for v in (t.head_version, t.tail_version)]
             stale = float(max(age for age in ages if age <= script.eta))  # older ones are masked
@@ -123,7 +127,7 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
             step = request.state.step
             if is_due("die_in_save", step):
                 Path(request.folder).with_name(".step-000099.tmp").mkdir(parents=True)
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
             if step == script.bad.get("unsaved"):
                 pipe.send(messages.Saved(request.folder, "No space left on device"))
                 continue

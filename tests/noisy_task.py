@@ -9,10 +9,10 @@ from minirl.tasks import Generated
 AGAIN = " again?"
 
 
-class EvenLength(Generated):
+class Endless(Generated):
     """Right is an answer of an even number of tokens: a random model is right half the time."""
 
-    num_train = 100
+    num_train = 10**8  # in order
 
     def draw(self, index: int, is_test: bool) -> Example:
         return Example(f"Ann has {index} pears." if is_test else f"Tom has {index} apples.", "even")
@@ -24,11 +24,7 @@ class EvenLength(Generated):
         return "right"
 
 
-class Endless(EvenLength):
-    num_train = 10**8  # in order
-
-
-class Again(EvenLength):
+class Again(Endless):
     """Three turns, whatever the model says; a turn ends at a letter, which even a random model
     writes soon. Right is an even number of tokens in all."""
 
@@ -60,7 +56,7 @@ class Talkative(Again):
         return super().reward(example, answer)
 
 
-class UnsureAgain(EvenLength):
+class UnsureAgain(Endless):
     """Two turns. Of the rewards, and of the replies too, one in seven raises and a few hang."""
 
     turn_stop = Again.turn_stop

@@ -4,9 +4,9 @@ own forward, eq. 5 as it stands in the paper, torch's AdamW. No packing, no rank
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,9 +28,8 @@ SUMMED = ("train/loss", "train/entropy", "train/clip_frac")
 
 
 def load(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="sdpa"
-    ).eval()
+    options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
 def distributions(model: PreTrainedModel, tokens: list[int], temperature: float = 1.0) -> Tensor:
@@ -54,22 +53,20 @@ def canary(model: PreTrainedModel) -> np.ndarray:
     return logprobs(model, canary_tokens(VOCAB)).numpy()
 
 
-@dataclass
-class Sequence:
+class Sequence(NamedTuple):
     tokens: list[int]
     advantage: float
     behav_T: Tensor
+    prox_T: Tensor
     trains_T: Tensor
     is_fresh_T: Tensor
-    prox_T: Tensor
 
 
 class PlainScript:
     def __init__(self, folder: Path, config: Config):
         self.model, self.config = load(folder), config
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
-        )
+        options = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), config.train.lr, **options)
 
     def weights(self) -> Weights:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
@@ -82,8 +79,6 @@ class PlainScript:
 
     def train(self, batch: Batch, ring: TrajectoryRing) -> dict[str, float]:
         """One step, in place. Gives what the trainer's metrics must say."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.train.lr
         by_group = [[*self.read(group, batch.version, ring)] for group in batch.groups]
         size = len(by_group) // self.config.train.num_minibatches
         sums: Counter[str] = Counter()  # over the trained tokens of the step
@@ -91,7 +86,8 @@ class PlainScript:
         for start in range(0, len(by_group), size):
             part = [s for sequences in by_group[start : start + size] for s in sequences]
             self.optimizer.zero_grad()
-            (self.loss(part, sums) / max(1, count(part))).backward()
+            num_tokens = sum(int(s.trains_T.sum()) for s in part)
+            (self.loss(part, sums) / max(1, num_tokens)).backward()
             clip = self.config.train.grad_clip
             norms.append(torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip).item())
             self.optimizer.step()
@@ -114,16 +110,12 @@ class PlainScript:
             view = ring.read(trajectory.cell, group.id)
             tokens, versions = view.tokens.tolist(), torch.tensor(view.versions)
             written_T = torch.tensor(view.mask) == 1
+            advantage = (reward - fmean(group.rewards)) / (pstdev(group.rewards) + 1e-4)
             with torch.no_grad():
                 prox_T = logprobs(self.model, tokens, self.config.rollout.temperature)
-            yield Sequence(
-                tokens=tokens,
-                advantage=(reward - fmean(group.rewards)) / (pstdev(group.rewards) + 1e-4),
-                behav_T=torch.tensor(view.logprobs),
-                trains_T=written_T & (versions >= oldest),
-                is_fresh_T=written_T & (versions == version),
-                prox_T=prox_T,
-            )
+            of = torch.tensor(view.logprobs), prox_T
+            used = written_T & (versions >= oldest), written_T & (versions == version)
+            yield Sequence(tokens, advantage, *of, *used)
 
     def loss(self, sequences: list[Sequence], sums: Counter[str]) -> Tensor:
         """Minus eq. 5, summed over the trained tokens."""
@@ -142,7 +134,3 @@ class PlainScript:
             sums["train/clip_frac"] += int((bound_T < u_T * s.advantage)[kept_T].sum())
         sums["train/loss"] += total.item()
         return total
-
-
-def count(sequences: list[Sequence]) -> int:
-    return sum(int(s.trains_T.sum()) for s in sequences)

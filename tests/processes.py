@@ -1,6 +1,5 @@
 """What the tests of whole runs share: start one, look into it, and see that it leaves nothing."""
 
-import contextlib
 import json
 import os
 import signal
@@ -18,56 +17,34 @@ from tests.crew import LIMIT_S, wait_until
 from tests.soak.controller_process import living, orphaned_memory
 
 RECIPES = Path(__file__).parent.parent / "recipes"
-SMALL = {
-    "train.steps": 4,
-    "train.batch_size": 4,
-    "rollout.group_size": 4,
-    "rollout.max_new_tokens": 48,
-    "rollout.kv_cache_gib": 0.1,
-    "eval.every": 0,
-    "eval.num_prompts": 8,
-}
+SMALL = {"train.steps": 4, "train.batch_size": 4, "rollout.group_size": 4, "eval.every": 0}
+SMALL |= {"rollout.max_new_tokens": 48, "rollout.kv_cache_gib": 0.1, "eval.num_prompts": 8}
 
 
 class Run:
     """`minirl train` on the smoke recipe, made small, in a process of its own; `boxes`: on the head
     of these (boxes.py)."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        *extra: str,
-        small: bool = True,
-        boxes: Any = None,
-        **changes: object,
-    ):
-        dotted = {key.replace("__", "."): value for key, value in changes.items()}
-        settings = {**SMALL, **dotted} if small else dotted
-        overrides = [f"--set={key}={value}" for key, value in settings.items()]
+    def __init__(self, run_dir: Path, small: bool = True, boxes: Any = None, **changes: object):
         self.dir, here = run_dir, Path(__file__).parent
-        path = (here, here.parent, os.environ.get("PYTHONPATH", ""))
-        self.before = set(os.listdir("/dev/shm"))
+        settings = dict(SMALL) if small else {}
+        settings |= {key.replace("__", "."): value for key, value in changes.items()}
         train = [sys.executable, "-m", "minirl.cli", "train", str(RECIPES / "smoke.toml")]
-        train += ["--run-dir", str(run_dir), *overrides, *extra]
-        self.process = subprocess.Popen(
-            boxes.inside(0, ["nice", *train]) if boxes else train,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env={
-                **(boxes.env if boxes else os.environ),
-                "PYTHONPATH": os.pathsep.join(map(str, path)),
-            },
-        )
+        train += [f"--run-dir={run_dir}", *(f"--set={key}={v}" for key, v in settings.items())]
+        paths = (str(here), str(here.parent), os.environ.get("PYTHONPATH", ""))
+        env = dict(boxes.env if boxes else os.environ) | {"PYTHONPATH": os.pathsep.join(paths)}
+        self.before = set(os.listdir("/dev/shm"))
+        command = boxes.inside(0, ["nice", *train]) if boxes else train
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, env=env, start_new_session=True, **pipes)
 
     def workers(self) -> dict[str, int]:
         """Process ids by worker name."""
         found = {p.name(): p.pid for p in psutil.Process(self.process.pid).children()}
         return {name[3:]: pid for name, pid in found.items() if name.startswith("rl-")}
 
-    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
-        os.kill(self.workers()[name], number)
+    def kill(self, name: str) -> None:
+        os.kill(self.workers()[name], signal.SIGKILL)
 
     def wait_until(self, is_so: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
         deadline = time.monotonic() + limit_s
@@ -82,20 +59,16 @@ class Run:
         self.wait_until(lambda: len(self.metrics()) >= step)
 
     def end(self, limit_s: float = LIMIT_S) -> "Ended":
-        """Waits for the end, and sees that nothing is left of it."""
+        """Waits for the end, and sees that nothing is left of it: no process, and no shared memory
+        that no process holds."""
         try:
             out, err = self.process.communicate(timeout=limit_s)
         finally:
             self.process.kill()
         # Others' memory is orphaned for an instant too, as it comes and goes.
-        wait_until(lambda: not self.traces())
+        wait_until(lambda: not living(self.process.pid) and not orphaned_memory() - self.before)
         assert list(self.dir.rglob("*.tmp")) == [], "a half-written file is left"
         return Ended(self.process.returncode, out, err)
-
-    def traces(self) -> list[str]:
-        """Living processes of the run, and shared memory that no process holds."""
-        memory = sorted(orphaned_memory() - self.before)
-        return [f"process {pid}" for pid in living(self.process.pid)] + memory
 
     def metrics(self) -> list[dict[str, Any]]:
         return read_lines(self.dir / "metrics.jsonl")
@@ -124,9 +97,5 @@ def assert_accounted(lines: list[dict[str, Any]], max_staleness: int) -> None:
 
 def listening_addresses(session: int) -> set[str]:
     """At which processes of a run take connections."""
-    found = set()
-    for pid in living(session):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            open_now = psutil.Process(pid).net_connections("tcp")
-            found |= {c.laddr.ip for c in open_now if c.status == psutil.CONN_LISTEN}
-    return found
+    pids, found = living(session), psutil.net_connections("tcp")
+    return {c.laddr.ip for c in found if c.pid in pids and c.status == psutil.CONN_LISTEN}

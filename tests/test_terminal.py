@@ -3,8 +3,7 @@ around a real loop whose workers only sleep."""
 
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,12 @@ from tests.bench.terminal import Terminal
 ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"  # the alternate screen
 
 
-@contextmanager
-def scripted(folder: Path, step_s: float) -> Iterator[Terminal]:
-    arguments = ["-m", "tests.bench.dashboard", str(folder), "400", "1", "1", str(step_s)]
-    terminal = Terminal([sys.executable, *arguments], 80, 24)
-    try:
-        yield terminal
-    finally:
-        terminal.close()
+def running(*arguments: str) -> closing[Terminal]:
+    return closing(Terminal([sys.executable, *arguments], 80, 24))
+
+
+def scripted(folder: Path, step_s: str) -> closing[Terminal]:
+    return running("-m", "tests.bench.dashboard", str(folder), "400", "1", "1", step_s)
 
 
 def assert_restored(terminal: Terminal) -> str:
@@ -34,7 +31,7 @@ def assert_restored(terminal: Terminal) -> str:
 
 
 def test_keys_sizes_and_the_end(tmp_path: Path) -> None:
-    with scripted(tmp_path, step_s=0.25) as terminal:
+    with scripted(tmp_path, step_s="0.25") as terminal:
         terminal.read_until(lambda: b"sample 1/6" in terminal.seen)
         assert not terminal.is_as_before
         terminal.press("p\x1a")  # Ctrl-Z does nothing
@@ -54,7 +51,7 @@ def test_keys_sizes_and_the_end(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_signals_give_the_terminal_back(tmp_path: Path) -> None:
-    with scripted(tmp_path, step_s=60.0) as terminal:
+    with scripted(tmp_path, step_s="60") as terminal:
         terminal.read_until(lambda: look(tmp_path).slots.get("training", 0) > 0)
         terminal.process.send_signal(signal.SIGTERM)
         terminal.read_until(lambda: b"saving; Ctrl-C ends it now" in terminal.seen)
@@ -65,8 +62,6 @@ def test_two_signals_give_the_terminal_back(tmp_path: Path) -> None:
 
 SUMMARY: dict[str, Any] = {"steps": 30, "seconds": 61.2, "version": 30, "accuracies": []}
 BOTH, SINCE = "16.0% at version 0, 89.5% at version 30", "; not evaluated since"
-
-
 ROWS = [
     ({"accuracies": [(0, 0.16), (30, 0.895)]}, f"held-out accuracy {BOTH}"),
     ({"accuracies": [(0, 0.258)], "version": 7}, f"held-out accuracy 25.8% at version 0{SINCE}"),
@@ -89,15 +84,9 @@ def test_loading_is_one_line_or_a_spinner_that_goes(capsys: pytest.CaptureFixtur
     with loading("a model [1]"):
         assert capsys.readouterr().out == "loading a model [1]\n"
     assert not capsys.readouterr().out
-    body = "from minirl.cli import loading\n"
-    body += "with loading('engines'):\n    print('meanwhile')\n"
-    terminal = Terminal([sys.executable, "-c", body + "    input()"], 80, 24)
-    try:
-        terminal.read_until(
-            lambda: b"loading engines" in terminal.seen and b"0:00:01" in terminal.seen
-        )
+    body = "with loading('engines'):\n    print('meanwhile')\n    input()"
+    with running("-c", "from minirl.cli import loading\n" + body) as terminal:
+        for text in (b"loading engines", b"meanwhile", b"0:00:01"):
+            terminal.read_until(lambda text=text: text in terminal.seen)
         terminal.press("\n")
         assert terminal.wait() == 0
-    finally:
-        terminal.close()
-    assert b"meanwhile" in terminal.seen

@@ -11,15 +11,9 @@ from minirl.devices import hide_broken_torchvision
 hide_broken_torchvision()
 
 import transformers  # noqa: E402
-from transformers import (  # noqa: E402
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-)
 
 PAD, EOS, VOCAB, POSITIONS = 0, 1, 384, 512
-COMMON = dict(
+COMMON: dict[str, Any] = dict(
     vocab_size=VOCAB,
     hidden_size=128,
     intermediate_size=256,
@@ -31,29 +25,36 @@ COMMON = dict(
     initializer_range=0.07,  # 0.02, the usual, learns several times more slowly at this size
     eos_token_id=EOS,
     pad_token_id=PAD,
+    bos_token_id=None,
 )
 
 
 def write(
-    folder: Path, tied: bool = True, seed: int = 0, kind: Any = Qwen3Config, **values: Any
+    folder: Path,
+    tied: bool = True,
+    seed: int = 0,
+    kind: str = "Qwen3Config",
+    own_tokenizer: Tokenizer | None = None,
+    **values: Any,
 ) -> Path:
     torch.manual_seed(seed)
-    kind = getattr(transformers, kind) if isinstance(kind, str) else kind
-    config = kind(**{**COMMON, **values}, bos_token_id=None, tie_word_embeddings=tied)
-    model = AutoModelForCausalLM.from_config(config)
-    model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
+    config = getattr(transformers, kind)(**{**COMMON, **values}, tie_word_embeddings=tied)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    special = {"eos_token_id": EOS, "pad_token_id": PAD}
+    model.generation_config = transformers.GenerationConfig(**special)
     model.save_pretrained(folder)
-    tokenizer(POSITIONS).save_pretrained(folder)
+    tokenizer(POSITIONS, own_tokenizer).save_pretrained(folder)
     return folder
 
 
-def tokenizer(max_length: int) -> PreTrainedTokenizerFast:
-    """One token a byte: fewer than the model has rows."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {piece: i for i, piece in enumerate(["<pad>", "<eos>", *alphabet])}
-    plain = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    plain.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", model_max_length=max_length
-    )
+def tokenizer(max_length: int, own: Tokenizer | None = None) -> Any:
+    """By default one token a byte: fewer than the model has rows."""
+    if own is None:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        vocab = {piece: i for i, piece in enumerate(["<pad>", "<eos>", *alphabet])}
+        own = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+        own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        own.decoder = decoders.ByteLevel()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "padding_side": "left"}
+    special |= {"model_max_length": max_length, "clean_up_tokenization_spaces": False}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=own, **special)

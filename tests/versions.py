@@ -43,10 +43,10 @@ class Versions:
     def publish(self, version: int, canary: np.ndarray | None = None) -> None:
         model = self.load(version)
         in_order = [model.state_dict()[spec.name] for spec in self.store.table]
-        is_half = self.store.dtype == "bfloat16"
-        with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
-            right = plain_script.canary(model) if canary is None else canary
-        publish(self.store, version, in_order, right)
+        if canary is None:
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.store.dtype == "bfloat16"):
+                canary = plain_script.canary(model)
+        publish(self.store, version, in_order, canary)
 
     def publish_next(self, end_scale: float = 1.0) -> int:
         version = self.store.latest + 1

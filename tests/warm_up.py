@@ -1,4 +1,4 @@
-"""How the model in minirl/tiny was made: `python -m tests.warm_up --seed 2 --out minirl/tiny`.
+"""How the model in minirl/tiny was made: `python -m tests.warm_up 2 minirl/tiny`.
 
 Takes a seed, gives an ordinary Hugging Face folder: a Qwen3 of 0.35 M parameters. Two phases of
 supervised learning (train/sft.py) on worked answers of the arithmetic task: a clean one teaches the
@@ -7,14 +7,13 @@ a half; the last bits of the weights depend on the processor and on its threads.
 find 15 to 45 % of sampled answers right; else take another seed.
 """
 
-import argparse
 import random
+import sys
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from minirl.config import Config, TrainConfig
@@ -22,18 +21,11 @@ from minirl.devices import Placement
 from minirl.messages import RankSetup
 from minirl.tasks.arithmetic import MARK, Difficulty, Problem, draw_problem
 from minirl.tasks.arithmetic import demonstration as clean
-from minirl.train import attention, checkpoint
 from minirl.train.batch import Item, example_item
-from minirl.train.policy import Policy
+from minirl.train.policy import load_policy
 from minirl.train.sft import SftRank
-from tests.tiny_models import COMMON, EOS, PAD, POSITIONS
-
-from transformers import (  # isort: skip (attention hides torchvision first)
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from tests import tiny_models
+from tests.tiny_models import EOS
 
 # One digit to a token, with its space: " 5" then follows its verb at once, in the prompt and in
 # the working, and a plain induction head finds it.
@@ -46,21 +38,16 @@ NO_WORKING = 0.65  # above a half, so that greedy decoding guesses
 SLIP = 0.15
 
 
-def _taught(count: int) -> Iterator[str]:
-    for problem in (draw_problem(0, "warmup", index) for index in range(count)):
-        yield problem.prompt + clean(problem)
-
-
-def sloppy(problem: Problem, rng: random.Random, no_working: float, slip: float) -> str:
-    """As `demonstration`, but a share `no_working` guesses without working, and each step of the
-    others slips with probability `slip`; what follows is computed from its wrong total."""
-    if rng.random() < no_working:
+def sloppy(problem: Problem, rng: random.Random) -> str:
+    """As `clean`, but a share NO_WORKING guesses without working, and each step of the others slips
+    with probability SLIP; what follows is computed from its wrong total."""
+    if rng.random() < NO_WORKING:
         return f" {MARK}{problem.result}"
     total, working = problem.start, ""
     for clause, added in problem.steps:
         left = f"{total}{added or total:+d}"
         total += added or total
-        if rng.random() < slip:
+        if rng.random() < SLIP:
             total = max(1, total + rng.choice((-2, -1, 1, 2)))
         working += f" {clause}: {left}={total}."
     return f"{working} {MARK}{total}"
@@ -79,48 +66,41 @@ def build_tokenizer() -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_taught(2000), trainer)
+    problems = (draw_problem(0, "warmup", index) for index in range(2000))
+    tokenizer.train_from_iterator((p.prompt + clean(p) for p in problems), trainer)
     return tokenizer
 
 
 def build_tiny_model(folder: Path, seed: int) -> None:
     """Make, warm up and write the model."""
     tokenizer = build_tokenizer()
-    torch.manual_seed(seed)
-    rank = _new_rank(tokenizer)
-    _warm_up(rank, tokenizer, seed)
-    _write(folder, rank, tokenizer)
-
-
-def _warm_up(rank: SftRank, tokenizer: Tokenizer, seed: int) -> None:
-    """Hold the learning rate while the model takes off, let it fall; then make it sloppy, until
-    greedy decoding guesses and sampling is right at times."""
-    hold, cool, last = STEPS
-    held = [LR * min(1.0, (step + 1) / RAMP_STEPS) for step in range(hold)]
-    phases = {
-        "clean": held + [LR + (LR / 20 - LR) * step / cool for step in range(cool)],
-        "sloppy": [SLOPPY_LR + (SLOPPY_LR / 10 - SLOPPY_LR) * step / last for step in range(last)],
-    }
-    for phase, rates in phases.items():
-        for lr, examples in zip(rates, _batches(tokenizer, seed, phase), strict=False):
-            rank.replica.set_learning_rate(lr)
-            rank.learn(examples)
-
-
-def _new_rank(tokenizer: Tokenizer) -> SftRank:
-    shape = Qwen3Config(
-        **{**COMMON, "vocab_size": tokenizer.get_vocab_size()},
-        bos_token_id=None,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        tie_word_embeddings=True,
-        attn_implementation=attention.NAME,
-    )
+    shape: dict[str, Any] = {"vocab_size": tokenizer.get_vocab_size()}
+    shape["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+    tiny_models.write(folder, seed=seed, own_tokenizer=tokenizer, **shape)
     train = TrainConfig(weight_decay=0.0, grad_clip=1.0, max_tokens=16384)  # one micro-batch
     setup = RankSetup(config=Config(train=train), folder="", placement=Placement("cpu"))
-    return SftRank(setup, Policy(Qwen3ForCausalLM(shape)))
+    policy = load_policy(str(folder))
+    rank = SftRank(setup, policy)
+    for lr, examples in lessons(tokenizer, seed):
+        for group in rank.replica.optimizer.param_groups:
+            group["lr"] = lr
+        rank.learn(examples)
+    policy.model.save_pretrained(folder)
 
 
-def _batches(tokenizer: Tokenizer, seed: int, phase: str) -> Iterator[list[Item]]:
+def lessons(tokenizer: Tokenizer, seed: int) -> Iterator[tuple[float, list[Item]]]:
+    """Of each step the learning rate, which is held while the model takes off and then falls, and
+    the examples. The sloppy ones come last, until greedy decoding guesses and sampling is right at
+    times."""
+    hold, cool, last = STEPS
+    rates = [LR * min(1.0, (step + 1) / RAMP_STEPS) for step in range(hold)]
+    rates += [LR + (LR / 20 - LR) * step / cool for step in range(cool)]
+    yield from zip(rates, batches(tokenizer, seed, "clean"), strict=False)
+    rates = [SLOPPY_LR + (SLOPPY_LR / 10 - SLOPPY_LR) * step / last for step in range(last)]
+    yield from zip(rates, batches(tokenizer, seed, "sloppy"), strict=False)
+
+
+def batches(tokenizer: Tokenizer, seed: int, phase: str) -> Iterator[list[Item]]:
     """Without end. All numbers of steps are equally likely, so that long chains are learned too;
     pools of four batches are sorted by length, so that runs of equal length are long."""
     for first in count(1 << 30 if phase == "sloppy" else 0, 4 * BATCH_SIZE):
@@ -129,26 +109,12 @@ def _batches(tokenizer: Tokenizer, seed: int, phase: str) -> Iterator[list[Item]
         drawn = [draw_problem(seed, "warmup", i, Difficulty((1,) * 7)) for i in indices]
         examples = []
         for p in sorted(drawn, key=lambda problem: len(problem.steps)):
-            answer = sloppy(p, rng, NO_WORKING, SLIP) if phase == "sloppy" else clean(p)
+            answer = sloppy(p, rng) if phase == "sloppy" else clean(p)
             tokens = [tokenizer.encode(text).ids for text in (p.prompt, answer)]
             examples.append(example_item(tokens[0], [*tokens[1], EOS]))
         for start in rng.sample(range(0, 4 * BATCH_SIZE, BATCH_SIZE), 4):
             yield examples[start : start + BATCH_SIZE]
 
 
-def _write(folder: Path, rank: SftRank, tokenizer: Tokenizer) -> None:
-    model: Any = rank.replica.module.model
-    with checkpoint.written_aside(folder) as aside:
-        model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
-        model.save_pretrained(aside)
-        special = {"pad_token": "<pad>", "eos_token": "<eos>", "padding_side": "left"}
-        special |= {"model_max_length": POSITIONS, "clean_up_tokenization_spaces": False}
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(aside)
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=2)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    build_tiny_model(options.out, options.seed)
+    build_tiny_model(Path(sys.argv[2]), int(sys.argv[1]))

@@ -9,20 +9,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def by_room() -> dict[str, list[Path]]:
-    package = ROOT / "minirl"
-    rooms = {"minirl/*.py": list(package.glob("*.py"))}
-    for init in sorted(package.glob("*/__init__.py")):
-        rooms[f"minirl/{init.parent.name}/"] = list(init.parent.rglob("*.py"))
-    outside = {ROOT / "tests" / name for name in ("bench", "soak")}
-    tests = [path for path in (ROOT / "tests").rglob("*.py") if not outside & {*path.parents}]
-    return {**rooms, "minirl/": list(package.rglob("*.py")), "tests/": tests}
-
-
-def count(paths: Iterable[Path]) -> int:
-    return sum(path.read_bytes().count(b"\n") for path in paths)
+def show(name: str, paths: Iterable[Path]) -> None:
+    counts = [path.read_bytes().count(b"\n") for path in paths]
+    print(f"{name:<16}{sum(counts):>7,} lines{len(counts):>5} files")
 
 
 if __name__ == "__main__":
-    for name, paths in by_room().items():
-        print(f"{name:<16}{count(paths):>7,} lines{len(paths):>5} files")
+    package, tests = ROOT / "minirl", ROOT / "tests"
+    show("minirl/*.py", package.glob("*.py"))
+    for init in sorted(package.glob("*/__init__.py")):
+        show(f"minirl/{init.parent.name}/", init.parent.rglob("*.py"))
+    show("minirl/", package.rglob("*.py"))
+    outside = {tests / "bench", tests / "soak"}
+    show("tests/", (path for path in tests.rglob("*.py") if not outside & {*path.parents}))

@@ -37,17 +37,13 @@ def as_markdown(table: dict[str, str]) -> str:
     return "".join(f"- `{name}`: {text}\n" for name, text in table.items())
 
 
-def of_steps() -> dict[str, str]:
-    """The table, with one row for all reasons of a drop."""
-    reasons = ", ".join(f"`{reason}`" for reason in DROPPED)
-    row = {"buffer/dropped_REASON": f"groups dropped since the run began, for one of: {reasons}"}
-    first = list(METRICS).index(next(iter(DROPPED.values())))
-    rows = [(name, text) for name, text in METRICS.items() if name not in DROPPED.values()]
-    return dict(rows[:first]) | row | dict(rows[first:])
-
-
 def document() -> str:
-    return HEAD + as_markdown(of_steps()) + MIDDLE + as_markdown(EVALS)
+    """With one row for all reasons of a drop."""
+    reasons = ", ".join(f"`{reason}`" for reason in DROPPED)
+    row = f"groups dropped since the run began, for one of: {reasons}"
+    dropped = {name: ("buffer/dropped_REASON", row) for name in DROPPED.values()}
+    rows = dict(dropped.get(name, (name, text)) for name, text in METRICS.items())
+    return HEAD + as_markdown(rows) + MIDDLE + as_markdown(EVALS)
 
 
 if __name__ == "__main__":

@@ -24,37 +24,31 @@ presets and formulas. `python -m tests.docs.reference` prints this page.
 
 
 def document() -> str:
-    return HEAD + "\n".join(_section(name) for name in ["", *SECTIONS])
+    return HEAD + "\n".join(section(name) for name in ["", *SECTIONS])
 
 
-def _section(section: str) -> str:
-    rows = []
-    for key, info in KEYS.items():
-        if key.rpartition(".")[0] == section:
-            meaning, default = (info.description or "").split(), toml_value(get(Config(), key))
-            values = _values(info, default)
-            shown = f"`{default}`" + (f" ({values})" if values else "")
-            rows.append(f"- **`{key}`** {shown}: {' '.join(meaning)}")
-    head = f"## `[{section}]`" if section else "## Top level"
-    return "\n".join([head, "", *rows, ""])
+def section(name: str) -> str:
+    rows = [row(key, info) for key, info in KEYS.items() if key.rpartition(".")[0] == name]
+    return "\n".join([f"## `[{name}]`" if name else "## Top level", "", *rows, ""])
 
 
-def _values(field: FieldInfo, default: str) -> str:
+def row(key: str, info: FieldInfo) -> str:
+    meaning, default = (info.description or "").split(), toml_value(get(Config(), key))
+    values = other_values(info, default)
+    shown = f"`{default}`" + (f" ({values})" if values else "")
+    return f"- **`{key}`** {shown}: {' '.join(meaning)}"
+
+
+def other_values(field: FieldInfo, default: str) -> str:
     """What else a field may be, where its default does not say it: other choices, or a range."""
     kind, args = get_origin(field.annotation), get_args(field.annotation)
     if kind is Literal:
         return ", ".join(f"`{x}`" for x in map(toml_value, args) if x != default)
     if kind is tuple:
         return "integers" if int in get_args(args[0]) else "strings"
-    low, high = (_limit(field, kinds) for kinds in ((Ge, Gt), (Le, Lt)))
-    return f"{low}…{high}" if low or high else ""
-
-
-def _limit(field: FieldInfo, kinds: tuple[type, type]) -> str:
-    """One end of a range; one that is excluded has its sign."""
-    signs = {Gt: ">", Lt: "<"}
-    found = [limit for limit in field.metadata if isinstance(limit, kinds)]
-    return "".join(f"{signs.get(type(x), '')}{astuple(x)[0]:,.10g}" for x in found)
+    signs = {Ge: "", Gt: ">", Le: "", Lt: "<"}  # of an end that is excluded
+    limits = [f"{signs[type(x)]}{astuple(x)[0]:,.10g}" for x in field.metadata if type(x) in signs]
+    return "…".join(limits)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     python -m tests.docs.results            fills the blocks of docs/results.md anew
 
 A block stands between `<!-- KIND FILE … -->` and `<!-- end -->`; FILE, beside the page, is what
-`--json` or a sweep (its table.json) wrote. A kind is a function of that name below; `curves FILE`
-is held-out accuracy by step, one plot per value of the last varied key.
+`--json` or a sweep (its table.json) wrote. A kind is a function of that name below, which takes
+what the file holds and the rest of the line; `curves FILE` is held-out accuracy by step, one plot
+per value of the last varied key.
 """
 
 import json
@@ -17,7 +18,6 @@ from minirl.tools.sweep import COLUMNS, cell_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 BLOCK = re.compile(r"(<!-- (\w+) (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-Table = list[tuple[str, ...]]
 Curves = dict[str, list[tuple[int, float]]]  # (version, accuracy) by label
 FORMS = COLUMNS | {"steps_to_80": "{:.1f}"}
 ETA_HEAD = (
@@ -53,38 +53,34 @@ def made_by(command: str, machine: dict[str, Any]) -> str:
     return f"`{command}`; {facts}, torch {packages.get('torch')}, vLLM {vllm}:\n\n"
 
 
-def markdown(table: Sequence[tuple[str, ...]]) -> str:
-    head, *body = table
+def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     rows = [f"| {' | '.join(row)} |\n" for row in (head, *body)]
     return "".join([rows[0], "|" + "---|" * len(head) + "\n", *rows[1:]])
 
 
-def async_table(data: dict[str, Any], _: Sequence[str]) -> str:
-    """One row per η."""
+def asynchronous(data: dict[str, Any], _: object) -> str:
+    """Of `python -m tests.bench async`: the figures of the whole, and a row per η."""
     values = {figure["figure"]: figure["value"] for figure in data["figures"]}
     etas = sorted(int(name.split("_")[1]) for name in values if name.endswith("_tokens_per_s"))
-    table: Table = [ETA_HEAD]
+    table = []
     for eta in etas:
         of = {name.removeprefix(f"eta_{eta}_"): v for name, v in values.items()}
         reached = f"{of['seconds_to_80']:.1f}" if "seconds_to_80" in of else "not in every seed"
         ratio = of["tokens_per_s"] / values["eta_0_tokens_per_s"]
         rates = f"{of['tokens_per_s']:,.0f}", f"{ratio:.2f}", f"{of['over_sync']:.2f}"
         idle = f"{of['rollout_idle']:.1%}", f"{of['train_idle']:.1%}"
-        learned = f"{of['staleness']:.2f}", reached, f"{of['accuracy']:.1%}"
-        table.append((str(eta), *rates, *idle, *learned))
-    goals = [name for name in values if not name.startswith("eta_")]
-    return bench(data, goals) + "\n" + markdown(table)
-
-
-def bench(data: dict[str, Any], names: Sequence[str]) -> str:
-    shown = []
-    for figure in data["figures"]:
-        if figure["figure"] in names or not names:
-            verdict = "reached" if figure["ok"] else "MISSED"
-            goal = "" if figure["goal"] is None else f" (goal {figure['goal']:g}: {verdict})"
-            shown.append(f"`{figure['figure']}` {figure['value']:.3g}{goal}")
+        table.append(
+            (str(eta), *rates, *idle, f"{of['staleness']:.2f}", reached, f"{of['accuracy']:.1%}")
+        )
+    shown = [with_goal(f) for f in data["figures"] if not f["figure"].startswith("eta_")]
     head = made_by(f"python -m tests.bench {data['bench']}", data["machine"])
-    return f"{head}{', '.join(shown)}.\n"
+    return f"{head}{', '.join(shown)}.\n\n{markdown(ETA_HEAD, table)}"
+
+
+def with_goal(figure: dict[str, Any]) -> str:
+    verdict = "reached" if figure["ok"] else "MISSED"
+    goal = "" if figure["goal"] is None else f" (goal {figure['goal']:g}: {verdict})"
+    return f"`{figure['figure']}` {figure['value']:.3g}{goal}"
 
 
 def sweep(data: dict[str, Any], columns: Sequence[str]) -> str:
@@ -99,9 +95,9 @@ def sweep(data: dict[str, Any], columns: Sequence[str]) -> str:
             note = f" ({value['count']} of {num_runs} runs)" if partly else ""
             found[f"{last} {name}".strip()] = cell_text(value, FORMS[name]) + note
     names = [*varied(data, data["rows"][0])][:-1]
-    table: Table = [(*names, *next(iter(cells.values())))]
-    table += [(*keys, *found.values()) for keys, found in cells.items()]
-    return made_by(data["command"], data["machine"]) + markdown(table)
+    body = [(*keys, *found.values()) for keys, found in cells.items()]
+    head = (*names, *next(iter(cells.values())))
+    return made_by(data["command"], data["machine"]) + markdown(head, body)
 
 
 def varied(data: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
@@ -110,7 +106,7 @@ def varied(data: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
     return {k: v for k, v in row["settings"].items() if len({other[k] for other in rows}) > 1}
 
 
-KINDS = {"async": async_table, "bench": bench, "sweep": sweep}
+KINDS = {"async": asynchronous, "sweep": sweep}
 
 
 def curves(data: dict[str, Any]) -> dict[str, Curves]:

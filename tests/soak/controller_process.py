@@ -47,7 +47,7 @@ class ControllerProcess:
 
     @property
     def code(self) -> int | None:
-        """None while the controller controllers."""
+        """None while the controller runs."""
         return self.process.poll()
 
     def workers(self) -> dict[str, int]:
