@@ -156,7 +156,7 @@ def run(steps: int | None = None, seed: int = 0, folder: Path | None = None, say
     self_check(task, config.tasks.kind)
     folder = folder or local_folder(config)
     policy = load_policy(str(folder), config.model.dtype)
-    optimizer = build_optimizer(policy, train.lr, train.weight_decay)
+    optimizer = build_optimizer(policy.parameters(), train.lr, train.weight_decay)
     sampler = Sampler(folder, task, config)
     heldout = list(task.heldout(config.eval.num_prompts))
     before = accuracy(sampler, heldout)

@@ -77,7 +77,7 @@ def test_packed_equals_one_by_one(
 
 def test_the_optimizer_decays_matrices_only(tied_folder: Path) -> None:
     policy = load_policy(str(tied_folder))
-    groups = build_optimizer(policy, lr=1e-2, weight_decay=0.1).param_groups
+    groups = build_optimizer(policy.parameters(), lr=1e-2, weight_decay=0.1).param_groups
     decays = {p: group["weight_decay"] for group in groups for p in group["params"]}
     assert decays == {p: 0.1 if p.ndim >= 2 else 0.0 for p in policy.parameters()}
 

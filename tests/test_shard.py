@@ -32,7 +32,8 @@ from minirl.errors import RecipeError
 from minirl.messages import Score, Train, Trained
 from minirl.resume import check_changes
 from minirl.train import attention, optimizer, policy
-from minirl.train.checkpoint import read_whole, shares
+from minirl.train.checkpoint import read_whole
+from minirl.train.optimizer import shares
 
 PPO = {"estimator": "gae", "critic_lr": 1e-3, "loss_norm": "sequence"}
 KL = {"kl_coef": 0.1}
@@ -129,8 +130,7 @@ def train_and_score(some: Ranks, data: Data) -> dict[str, float | None]:
 
 
 def saved(folder: Path, name: str) -> Weights:
-    found = shares([*(folder / "trainer").glob(f"{name}-*.safetensors")])
-    return {name: read() for name, read in found.items()}
+    return {key: read() for key, read in shares(folder / "trainer", name).items()}
 
 
 @pytest.mark.slow

@@ -10,9 +10,8 @@ where a micro-batch's tokens are in it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +26,7 @@ from minirl.train.packing import Unit, split_units
 from minirl.train.sharing import Shared, share
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """One trajectory of the batch, in place, with what the step needs to know of it."""
 
     view: TrajectoryView
@@ -57,8 +55,7 @@ class Item:
         return self.written & (self.staleness == 0)
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """`None`: not known yet, or not needed by the recipe."""
 
     tokens_T: Tensor
@@ -71,13 +68,11 @@ class MicroBatch:
     staleness_T: Tensor
     trainable_T: Tensor
     at_equal_version_T: Tensor
-    is_dummy: bool = False
     shared: Shared | None = None
     prox_T: Tensor | None = None
     ref_T: Tensor | None = None
     advantages_T: Tensor | None = None
     weights_T: Tensor | None = None
-    values_T: Tensor | None = None
     returns_T: Tensor | None = None
 
     @property
@@ -96,10 +91,6 @@ class MicroBatch:
         """Tokens whose logprob is of use: those that train, and those that can be compared."""
         return self.trainable_T | self.at_equal_version_T
 
-    def with_columns(self, columns_A: dict[str, Any]) -> "MicroBatch":
-        """With its own part of columns of the whole batch."""
-        return replace(self, **{name: column[self.index_T] for name, column in columns_A.items()})
-
 
 def items_of(batch: Batch, ring: TrajectoryRing, max_staleness: int) -> list[list[Item]]:
     """By group, in the order of the batch."""
@@ -111,7 +102,7 @@ def items_of(batch: Batch, ring: TrajectoryRing, max_staleness: int) -> list[lis
             item = item_of(view, batch.version, max_staleness)
             trainable = item.trainable & (place not in group.masked)
             reward = group.rewards[place]
-            items.append(replace(item, reward=reward, start=start, trainable=trainable))
+            items.append(item._replace(reward=reward, start=start, trainable=trainable))
             start += len(view.tokens)
         groups.append(items)
     return groups
@@ -173,8 +164,7 @@ def by_prompt(items: Sequence[Item]) -> list[Unit]:
 
 def pack(items: Sequence[Item], device: str, units: Sequence[Unit] = ()) -> MicroBatch:
     """Without padding. No items: a dummy of one token that trains nothing, which DDP needs."""
-    if not items:
-        return replace(pack([example_item([0], [])], device), is_dummy=True)
+    items = items or [example_item([0], [])]
     lengths = [item.length for item in items]
 
     def column(arrays: list[NDArray], dtype: torch.dtype) -> Tensor:

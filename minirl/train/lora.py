@@ -41,10 +41,6 @@ def is_adapters(name: str) -> bool:
     return ".lora_" in name
 
 
-def is_adapted(model: nn.Module) -> bool:
-    return bool(_adapters(model))
-
-
 def merged(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
     """The weights under the names of the model without adapters, each computed when asked for, so
     that a publication never has a second model in memory."""

@@ -6,13 +6,18 @@ them. With "full" a rank has a slice of every parameter, of its gradient and its
 forward is then a collective. Leaves out: tensor parallelism, offloading.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import cos, pi
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -24,27 +29,22 @@ from minirl.train.slices import own_slice, slice_for
 
 
 def build_optimizer(
-    module: nn.Module, lr: float, weight_decay: float, kind: str = "adamw"
-) -> optim.Optimizer:
-    trained = [p for p in module.parameters() if p.requires_grad]
-    return optimizer_of(trained, lr, weight_decay, kind)
-
-
-def optimizer_of(
-    trained: Sequence[Tensor], lr: float, weight_decay: float, kind: str, is_zero: bool = False
+    parameters: Iterable[Tensor],
+    lr: float,
+    weight_decay: float,
+    kind: str = "adamw",
+    is_zero: bool = False,
 ) -> optim.Optimizer:
     """AdamW; norms and biases (fewer than two axes) are not decayed."""
+    trained = [p for p in parameters if p.requires_grad]
     matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
     decays = ((matrices, weight_decay), (vectors, 0.0))
     groups = [{"params": own, "weight_decay": decay} for own, decay in decays if own]
     options: dict[str, Any] = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8}
-    cls: Any = optim.AdamW
     if kind == "adamw8bit":
-        import bitsandbytes
-
-        cls = bitsandbytes.optim.AdamW8bit
+        from bitsandbytes.optim import AdamW8bit as cls
     else:  # Fused, also on CPU: 27 ms against 96 ms (20 M weights).
-        options["fused"] = True
+        cls, options["fused"] = optim.AdamW, True
     if is_zero:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -67,12 +67,8 @@ def learning_rate(
 def join_ranks(setup: RankSetup) -> None:
     """The process group of DDP, where there are several ranks."""
     if setup.num_ranks > 1:
-        dist.init_process_group(
-            setup.placement.process_group_backend,
-            init_method=f"file://{setup.rendezvous}",
-            rank=setup.rank,
-            world_size=setup.num_ranks,
-        )
+        backend, where = setup.placement.process_group_backend, f"file://{setup.rendezvous}"
+        dist.init_process_group(backend, where, rank=setup.rank, world_size=setup.num_ranks)
 
 
 def over_ranks(value: Tensor) -> Tensor:
@@ -117,13 +113,17 @@ class Replica:
         self.num_shares = setup.num_ranks if self.config.shard != "none" else 1
         self.module = self.parallel = placed(module, setup)
         self.named: Any = getattr(module, "model", module)  # whose names a checkpoint has
+        is_critic, is_exact = self.named is module, module.dtype == torch.float32
+        self.files = ("critic_optimizer", "critic") if is_critic else ("optimizer", "master")
+        # The model's own file does not hold these.
+        self.has_masters = is_critic or not (is_exact or self.config.lora_rank)
         trained = {n: p for n, p in self.named.named_parameters() if p.requires_grad}
         if self.is_sharded:
             parts = {n: own_slice(p.detach()) for n, p in trained.items()}
             trained = {n: nn.Parameter(part) for n, part in parts.items() if part.numel()}
         self._slices, kind, decay = trained, self.config.optimizer, self.config.weight_decay
         self.is_8bit, is_zero = kind == "adamw8bit", self.num_shares > 1 and not self.is_sharded
-        self.optimizer = optimizer_of([*trained.values()], lr, decay, kind, is_zero)
+        self.optimizer = build_optimizer(trained.values(), lr, decay, kind, is_zero)
         self._local: Any = getattr(self.optimizer, "optim", self.optimizer)  # of its own share
         if setup.num_ranks > 1 and not self.is_sharded:
             ids = [0] if setup.placement.kind == "cuda" else None
@@ -188,12 +188,6 @@ class Replica:
         """This rank's part of every weight, by name."""
         return {name: own_slice(p.detach()) for name, p in self.named.named_parameters()}
 
-    @torch.no_grad()
-    def load_weights(self, found: Mapping[str, Callable[[], Tensor]]) -> None:
-        """Each rank is given all of it and keeps what is its own; so below."""
-        for name, p in self.named.named_parameters():
-            own_slice(p).copy_(slice_for(p, found[name]()))
-
     def state_by_name(self) -> dict[str, Tensor]:
         """Of a sharded optimizer: this rank's share. All 8-bit states share one table of values,
         and a file takes no tensors that share memory."""
@@ -203,13 +197,29 @@ class Replica:
             for field, value in self._local.state.get(parameter, {}).items()
         }
 
-    def load_state(self, found: Mapping[str, Callable[[], Tensor]]) -> None:
-        """With `step`: a fused AdamW keeps it where the weights are, an 8-bit one as a number."""
+    def save(self, folder: Path) -> None:
+        """This rank's part of the optimizer's state, and of weights."""
+        if self.rank >= self.num_shares:
+            return
+        end = f"-{self.rank}-of-{self.num_shares}" if self.num_shares > 1 else ""
+        _write(folder, self.files[0] + end, self.state_by_name())
+        if self.has_masters and (self.is_sharded or self.rank == 0):
+            _write(folder, self.files[1] + (end if self.is_sharded else ""), self.slices)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Each rank is given all that was saved, and keeps what is its own."""
         named, owned = dict(self.named.named_parameters()), dict(self._owned())
-        for key, read in found.items():
+        weights = shares(folder, self.files[1])
+        for name, p in named.items() if weights else ():
+            own_slice(p).copy_(slice_for(p, weights[name]()))
+        # The blocks of an 8-bit state are those of a rank's own slices.
+        only = self.rank if self.is_8bit and self.is_sharded else None
+        for key, read in shares(folder, self.files[0], only).items():
             name, _, field = key.rpartition("/")
             if (own := owned.get(name)) is not None:
                 value = read() if self.is_8bit else slice_for(named[name], read())
+                # A fused AdamW keeps it where the weights are, an 8-bit one as a number.
                 is_number = self.is_8bit and field == "step"
                 self._local.state[own][field] = int(value) if is_number else value.to(own.device)
 
@@ -218,3 +228,26 @@ class Replica:
         names = {id(own): name for name, own in self._slices.items()}
         groups = self._local.param_groups
         return [(names[id(p)], p) for group in groups for p in group["params"]]
+
+
+def _write(folder: Path, name: str, tensors: dict[str, Tensor]) -> None:
+    on_cpu = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    save_file(on_cpu, folder / f"{name}.safetensors")
+
+
+def shares(folder: Path, name: str, only: int | None = None) -> dict[str, Callable[[], Tensor]]:
+    """Tensors that ranks saved (or one of them), each read when it is asked for: whole, or the
+    slices of all ranks in order."""
+    found = folder.glob(f"{name}[-.]*")
+    paths = sorted(found, key=lambda path: int(f"{path.stem}-0".split("-")[1]))
+    files = defaultdict(list)
+    for path in paths if only is None else [paths[only]]:
+        file = safe_open(path, framework="pt")
+        for key in file.keys():  # noqa: SIM118
+            files[key].append(file)
+    return {key: partial(_joined, key, some) for key, some in files.items()}
+
+
+def _joined(key: str, files: list[Any]) -> Tensor:
+    first, *rest = [file.get_tensor(key) for file in files]
+    return torch.cat([first, *rest]) if rest and first.ndim else first

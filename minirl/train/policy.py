@@ -12,6 +12,7 @@ V vocabulary, E width of the model, S1 sequences + 1, U tokens that the backbone
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from minirl.config import Config
 from minirl.devices import hide_broken_torchvision
 from minirl.errors import MinirlError, RecipeError
-from minirl.train import attention, lora
+from minirl.train import attention, checkpoint, lora
 from minirl.train.packing import Unit
 from minirl.train.sharing import Shared, share
 
@@ -71,6 +72,28 @@ class Policy(nn.Module):
         logprobs_N, entropy_N = HeadLogprobs.apply(hidden_NE, weight_VE, tokens_T[at_N], head)
         zeros_T = logprobs_N.new_zeros(len(tokens_T))
         return zeros_T.index_put((at_N,), logprobs_N), zeros_T.index_put((at_N,), entropy_N)
+
+    def gather(self, must_keep: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """All weights, merged, and those of adapters: in the memory of the one rank that keeps
+        them. Where weights are sharded each is a collective: every rank calls this."""
+        kept = {}
+        for name, weight in lora.merged(self.model).items():
+            tensor = weight()
+            if must_keep:
+                kept[name] = tensor.to(self.dtype).cpu()
+        return kept, lora.adapter(self.model)
+
+    def save(
+        self, folder: Path, gathered: tuple[dict[str, Tensor], dict[str, Tensor]], source: Path
+    ) -> None:
+        """Weights, config and, from the folder `source`, the tokenizer: what transformers and vLLM
+        load; with LoRA, the adapter."""
+        weights, adapter = gathered
+        self.model.config.dtype = self.dtype
+        self.model.save_pretrained(folder, state_dict=weights, max_shard_size="1TB")
+        checkpoint.copy_tokenizer(source, folder)
+        if adapter:
+            lora.save_adapter(self.model, adapter, folder / "adapter", str(source))
 
 
 class Critic(nn.Module):

@@ -119,10 +119,10 @@ def run(setup: SftSetup, board: BoardWriter, pipe: Connection) -> None:
         if done + 1 == config.train.steps or (every and (done + 1) % every == 0):
             values["sft/heldout_loss"] = own.loss(heldout)
     policy = cast(Policy, own.replica.module)
-    weights = checkpoint.gather(policy, must_keep=setup.rank == 0)
+    weights = policy.gather(must_keep=setup.rank == 0)
     if setup.rank == 0:
         with checkpoint.written_aside(Path(setup.output)) as aside:
-            checkpoint.save_model(aside, policy, weights, source)
+            policy.save(aside, weights, source)
         pipe.send(Saved(setup.output))
     pipe.recv()  # Stop
 

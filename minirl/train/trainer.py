@@ -9,12 +9,14 @@ logprobs are not finite is left out on every rank: the weights stay as they were
 not finite themselves end the run before they are published.
 """
 
+import json
 import math
 import shutil
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from functools import cached_property
 from itertools import islice
 from multiprocessing.connection import Connection
@@ -51,7 +53,7 @@ class Trainer:
         self.version = setup.version  # that its step started from
         self.problem = ""  # why its first update was left out
         self.bad_gradients: list[str] = []  # parameters whose gradient was not finite then
-        self.logprobs_A: Tensor  # by the trainer; NaN: not known
+        self.logprobs_A: Tensor  # by the trainer; 0 where none is needed
         self.prepared: Prepared
         train, model = self.config.train, self.config.model
         # A checkpoint's weights are merged: LoRA resumes from the first model and the adapter.
@@ -64,7 +66,10 @@ class Trainer:
             self.critic = Replica(critic, setup, train.critic_lr)
         self.replicas = [self.learner] + ([self.critic] if self.critic else [])
         if setup.is_resumed:  # every rank from the same file
-            checkpoint.load(Path(setup.folder), self.replicas)
+            if train.lora_rank:
+                lora.load_adapter(self.policy.model, Path(setup.folder) / "adapter")
+            for replica in self.replicas:
+                replica.load(Path(setup.folder) / "trainer")
         reference = None  # the model that the run began with, frozen
         if train.kl_coef:
             reference = load_policy(setup.tokenizer_folder, model.dtype)
@@ -135,10 +140,9 @@ class Trainer:
             # Apart from the loss: a cap or a clip may hide an infinite one from it.
             logprobs += torch.where(micro.trainable_T, logprobs_T, 0.0).sum()
             behav += torch.where(micro.trainable_T, micro.behav_T, 0.0).sum()
-            if not micro.is_dummy:  # no value leaves the device: no micro-batch is waited for
-                known_T = logprobs_T if micro.prox_T is None else micro.prox_T
-                known_T = torch.where(micro.needed_T, known_T.float(), torch.nan)
-                self.logprobs_A[micro.index_T] = known_T
+            # No value leaves the device: no micro-batch is waited for.
+            known_T = logprobs_T if micro.prox_T is None else micro.prox_T
+            self.logprobs_A.index_add_(0, micro.index_T, known_T)
         if minibatch.progress == 0:  # the last moment at which the weights are those of the version
             self.take_scores(sums)
         self.heartbeat("optimizer step")
@@ -220,10 +224,10 @@ class Trainer:
         found = []
         for number, (item, *_) in enumerate(prepared.groups[:num_shown]):
             at = np.flatnonzero(item.written)[:MAX_SHOWN_TOKENS]
-            logprobs = self.logprobs_A[item.place].cpu().numpy()
-            gaps = np.abs(logprobs - item.view.logprobs)[at].tolist()
-            is_known = number < num_known
-            shown = [float(f"{g:.3g}") if is_known and math.isfinite(g) else None for g in gaps]
+            gaps = np.abs(self.logprobs_A[item.place].cpu().numpy() - item.view.logprobs)
+            is_known = (item.trainable | item.at_equal_version) & (number < num_known)
+            gaps[~is_known] = np.nan
+            shown = [float(f"{g:.3g}") if math.isfinite(g) else None for g in gaps[at].tolist()]
             alone = [[token] for token in item.view.tokens[at].tolist()]
             texts = self.tokenizer.decode_batch(alone, skip_special_tokens=False)
             found.append(AnswerTokens(texts, item.view.versions[at].tolist(), shown))
@@ -249,16 +253,10 @@ class Trainer:
                 deque(in_order, maxlen=0)
                 self.canary()
                 return 0.0
-            side = torch.cuda.Stream() if self.device != "cpu" else None  # beside the canary
-            if side is not None:
-                side.wait_stream(torch.cuda.current_stream())
             with store.publishing(version) as slot:
-                with torch.cuda.stream(side):
-                    slot.fill(in_order, 1 if self.learner.is_sharded else TENSORS_AT_ONCE)
+                slot.fill(in_order, 1 if self.learner.is_sharded else TENSORS_AT_ONCE)
                 slot.canary["tokens"] = self.canary_tokens
-                slot.canary["logprobs"] = self.canary()
-                if side is not None:
-                    side.synchronize()
+                slot.canary["logprobs"] = self.canary()  # on CUDA it waits for the copies too
         except KeyError as missing:
             raise MinirlError(f"the model has no tensor {missing}, which its file has") from None
         return time.perf_counter() - started
@@ -281,18 +279,22 @@ class Trainer:
         self.board.enter(State.SAVING)
         folder, setup = Path(request.folder), self.setup
         num_done = torch.zeros((), device=self.device)
-        weights = checkpoint.gather(self.policy, must_keep=setup.rank == 0)
+        weights, shares = self.policy.gather(setup.rank == 0), checkpoint.shares_of(folder)
         try:
             try:
-                checkpoint.save_share(folder, self.replicas)
+                shares.mkdir(parents=True, exist_ok=True)
+                for replica in self.replicas:
+                    replica.save(shares)
                 num_done += 1
             finally:  # also a rank that fails: the others wait for it
                 over_ranks(num_done)
             if num_done < setup.num_ranks:
                 raise OSError("another rank could not write its share")
             if setup.rank == 0:
-                source = Path(setup.tokenizer_folder)
-                checkpoint.save(folder, self.policy, weights, source, request.state)
+                with checkpoint.written_aside(folder) as aside:
+                    self.policy.save(aside, weights, Path(setup.tokenizer_folder))
+                    shares.rename(aside / "trainer")
+                    (aside / checkpoint.STATE).write_text(json.dumps(asdict(request.state)))
                 keep, run_dir = self.config.checkpoint.keep, folder.parent.parent
                 checkpoint.prune(run_dir, keep, request.accuracies)
         except (OSError, SafetensorError) as error:
@@ -300,7 +302,7 @@ class Trainer:
             return Saved(request.folder, f"it could not be written ({one_line(reason)})")
         finally:
             if setup.rank == 0:
-                shutil.rmtree(checkpoint.shares_of(folder), ignore_errors=True)
+                shutil.rmtree(shares, ignore_errors=True)
         return Saved(request.folder)
 
 
