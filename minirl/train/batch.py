@@ -21,7 +21,7 @@ from torch import Tensor
 from minirl.messages import RankSetup
 from minirl.records import Batch
 from minirl.shm.ring import TrajectoryRing, TrajectoryView
-from minirl.train import attention
+from minirl.train.attention import Boundaries, boundaries
 from minirl.train.packing import Unit, split_units
 from minirl.train.sharing import Shared, share
 
@@ -33,7 +33,7 @@ class Item(NamedTuple):
     reward: float
     start: int  # of its tokens in a column of the whole batch
     written: NDArray[np.bool_]  # by the model
-    staleness: NDArray[np.int32]  # 0 where the model did not write
+    staleness: NDArray[np.int32]  # -1 where the model did not write
     trainable: NDArray[np.bool_]  # written by the model, and not too stale
 
     @property
@@ -49,25 +49,17 @@ class Item(NamedTuple):
     def place(self) -> slice:
         return slice(self.start, self.start + self.length)
 
-    @property
-    def at_equal_version(self) -> NDArray[np.bool_]:
-        """Written by the very version that the step starts from."""
-        return self.written & (self.staleness == 0)
-
 
 class MicroBatch(NamedTuple):
     """`None`: not known yet, or not needed by the recipe."""
 
     tokens_T: Tensor
-    positions_T: Tensor
-    cu_seqlens_S1: Tensor
-    max_seqlen: int
+    bounds: Boundaries
     index_T: Tensor
     sequence_T: Tensor
     behav_T: Tensor
     staleness_T: Tensor
     trainable_T: Tensor
-    at_equal_version_T: Tensor
     shared: Shared | None = None
     prox_T: Tensor | None = None
     ref_T: Tensor | None = None
@@ -78,18 +70,18 @@ class MicroBatch(NamedTuple):
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, int]:
         """Of a policy or a critic."""
-        return self.tokens_T, self.positions_T, self.cu_seqlens_S1, self.max_seqlen
+        return self.tokens_T, *self.bounds
 
     @property
     def lengths(self) -> tuple[list[int], list[int]]:
         """Of what attention computes: queries, and the keys that they see."""
-        at = (self.shared.segments, self.shared.keys) if self.shared else (self, self)
-        return at[0].cu_seqlens_S1.diff().tolist(), at[1].cu_seqlens_S1.diff().tolist()
+        queries, keys = self.shared[2:] if self.shared else (self.bounds, self.bounds)
+        return queries.cu_seqlens_S1.diff().tolist(), keys.cu_seqlens_S1.diff().tolist()
 
     @property
     def needed_T(self) -> Tensor:
         """Tokens whose logprob is of use: those that train, and those that can be compared."""
-        return self.trainable_T | self.at_equal_version_T
+        return self.trainable_T | (self.staleness_T == 0)
 
 
 def items_of(batch: Batch, ring: TrajectoryRing, max_staleness: int) -> list[list[Item]]:
@@ -111,7 +103,7 @@ def items_of(batch: Batch, ring: TrajectoryRing, max_staleness: int) -> list[lis
 def item_of(view: TrajectoryView, version: int, max_staleness: int = 0) -> Item:
     """Alone, for a step that starts from `version`."""
     written = view.mask == 1
-    staleness = np.where(written, version - view.versions, 0).astype(np.int32)
+    staleness = np.where(written, version - view.versions, -1).astype(np.int32)
     return Item(view, 0.0, 0, written, staleness, written & (staleness <= max_staleness))
 
 
@@ -172,13 +164,12 @@ def pack(items: Sequence[Item], device: str, units: Sequence[Unit] = ()) -> Micr
 
     return MicroBatch(
         column([item.view.tokens for item in items], torch.int64),
-        *attention.boundaries(lengths, device),
+        boundaries(lengths, device),
         index_T=column([np.arange(i.start, i.start + i.length) for i in items], torch.int64),
         sequence_T=column([np.repeat(np.arange(len(items)), lengths)], torch.int64),
         behav_T=column([item.view.logprobs for item in items], torch.float32),
         staleness_T=column([item.staleness for item in items], torch.float32),
         trainable_T=column([item.trainable for item in items], torch.bool),
-        at_equal_version_T=column([item.at_equal_version for item in items], torch.bool),
         shared=share(units, device),
     )
 

@@ -49,10 +49,8 @@ def written_aside(folder: Path) -> Iterator[Path]:
 
 def _flush(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    os.fsync(fd)
+    os.close(fd)
 
 
 def shares_of(folder: Path) -> Path:

@@ -14,31 +14,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from minirl.errors import MinirlError
 from minirl.train.slices import own_slice, slice_for, whole
 
 NAME = "default"  # peft's name of an adapter
 INSIDE = ".base_layer."  # where peft moves a layer's own weights
+ADAPTER = ".lora_"  # in the names of its weights
 FILE = "adapter_model.safetensors"
 
 
 def add_adapters(model: nn.Module, rank: int, dtype: torch.dtype) -> None:
     """In place. B starts at 0: the first forward is the model's own. Matrices that rest are kept in
     `dtype`, which products are computed in anyway; adapters are float32."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        remedy = 'pip install "minirl[lora]"'
-        raise MinirlError(f"train.lora_rank = {rank} needs peft ({error}): {remedy}") from None
+    from peft import LoraConfig, inject_adapter_in_model
+
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
     inject_adapter_in_model(config, model)
     for name, parameter in model.named_parameters():
-        if parameter.ndim >= 2 and not is_adapters(name):
+        if parameter.ndim >= 2 and ADAPTER not in name:
             parameter.data = parameter.data.to(dtype)
-
-
-def is_adapters(name: str) -> bool:
-    return ".lora_" in name
 
 
 def merged(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
@@ -49,7 +42,7 @@ def merged(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
     return {
         name.replace(INSIDE, "."): partial(_merge, parameter.detach(), adapted.get(name))
         for name, parameter in model.named_parameters()
-        if not is_adapters(name)
+        if ADAPTER not in name
     }
 
 
@@ -61,7 +54,7 @@ def _merge(tensor: Tensor, layer: Any) -> Tensor:
 
 def _adapters(model: nn.Module) -> dict[str, nn.Parameter]:
     """By their names in an adapter's file."""
-    found = {name: p for name, p in model.named_parameters() if is_adapters(name)}
+    found = {name: p for name, p in model.named_parameters() if ADAPTER in name}
     return {f"base_model.model.{n.replace(f'.{NAME}.', '.')}": p for n, p in found.items()}
 
 

@@ -147,7 +147,7 @@ def loglinear_prox(
 
 
 def loss_of(name: str, tokens: Tokens, train: TrainConfig) -> tuple[Tensor, Sums]:
-    """Minus the objective of this name, summed over tokens, and sums of metrics."""
+    """Minus the objective of this name, and metrics: sums over tokens, all of them."""
     terms = (OBJECTIVES.get(name) or load_function("train.objective", name))(tokens, train)
     mask_T, objective_T = tokens.mask_T, terms.objective_T
     if objective_T.shape != mask_T.shape:
@@ -168,9 +168,9 @@ def loss_of(name: str, tokens: Tokens, train: TrainConfig) -> tuple[Tensor, Sums
         objective_T = objective_T * tokens.weights_T
     return -objective_T.sum(), {
         "tokens": mask_T.sum(),
-        "clipped": (clipped_T & kept_T).sum(),
-        "capped": (mask_T & ~kept_T).sum(),
-        "behav_ratio": torch.where(mask_T, ratio_T, 0.0).sum(),  # capped tokens included
+        "clip_frac": (clipped_T & kept_T).sum(),
+        "capped_frac": (mask_T & ~kept_T).sum(),
+        "behav_ratio_mean": torch.where(mask_T, ratio_T, 0.0).sum(),  # capped tokens included
         **kl,
     }
 
@@ -200,7 +200,7 @@ def micro_loss(
         micro.advantages_T,
         micro.trainable_T,
         micro.sequence_T,
-        len(micro.cu_seqlens_S1) - 1,
+        len(micro.bounds.cu_seqlens_S1) - 1,
         micro.weights_T,
         micro.ref_T,
     )
@@ -213,6 +213,6 @@ def micro_loss(
 
 def gaps(micro: MicroBatch, logprobs_T: Tensor, is_comparable: bool = True) -> Sums:
     """|the engine's logprob - the trainer's|, under the version that the step starts from."""
-    at_T = micro.at_equal_version_T & is_comparable
+    at_T = (micro.staleness_T == 0) & is_comparable
     gap_T = torch.where(at_T, (logprobs_T - micro.behav_T).abs(), 0.0)
     return {"gap": gap_T.sum(), "compared": at_T.sum()}

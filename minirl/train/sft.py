@@ -12,7 +12,7 @@ from itertools import count
 from math import isfinite
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -103,7 +103,8 @@ def run(setup: SftSetup, board: BoardWriter, pipe: Connection) -> None:
     devices.use_training_device(setup.placement)
     join_ranks(setup)
     config, source = setup.config, Path(setup.folder)
-    own = SftRank(setup, build_policy(config, setup.folder))
+    policy = build_policy(config, setup.folder)
+    own = SftRank(setup, policy)
     tokenizer = tokenizer_of(config, source)
     data = SftData(config, make_task(config), tokenizer)
     heldout, every = data.heldout(config.eval.num_prompts), config.eval.every
@@ -118,7 +119,6 @@ def run(setup: SftSetup, board: BoardWriter, pipe: Connection) -> None:
         values = step(own, data, config.train.batch_size, done)
         if done + 1 == config.train.steps or (every and (done + 1) % every == 0):
             values["sft/heldout_loss"] = own.loss(heldout)
-    policy = cast(Policy, own.replica.module)
     weights = policy.gather(must_keep=setup.rank == 0)
     if setup.rank == 0:
         with checkpoint.written_aside(Path(setup.output)) as aside:

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
-from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -39,7 +38,7 @@ from minirl.train import attention, checkpoint, lora
 from minirl.train.batch import MicroBatch, item_of, pack, staleness_metrics, trained_staleness
 from minirl.train.objective import Sums, gaps, micro_loss, value_loss
 from minirl.train.optimizer import Replica, join_ranks, over_ranks, placed
-from minirl.train.policy import build_critic, build_policy, load_policy, model_flops
+from minirl.train.policy import Critic, build_policy, load_policy, model_flops
 from minirl.train.prepare import Minibatch, Prepared, Preparer
 
 MAX_SHOWN_TOKENS = 512  # of an answer: a few dozen kB per step at most
@@ -62,8 +61,8 @@ class Trainer:
         self.learner = Replica(self.policy, setup, train.lr)
         self.critic: Replica | None = None
         if train.estimator == "gae":
-            critic = build_critic(self.config, setup.folder)
-            self.critic = Replica(critic, setup, train.critic_lr)
+            start = load_policy(setup.folder, model.dtype, train.gradient_checkpointing)
+            self.critic = Replica(Critic(start), setup, train.critic_lr)
         self.replicas = [self.learner] + ([self.critic] if self.critic else [])
         if setup.is_resumed:  # every rank from the same file
             if train.lora_rank:
@@ -168,17 +167,16 @@ class Trainer:
     @torch.no_grad()
     def take_scores(self, sums: Sums) -> None:
         """By rank 0. Where a forward is a collective the others run one of the canary beside it."""
-        scores, is_sharded = self.read_scores(), self.learner.is_sharded
-        while True:
-            num = len(found := list(islice(scores, 1)))
-            if not (over_ranks(torch.tensor(num, device=self.device)) if is_sharded else num):
-                return
-            for micro in found:
-                logprobs_T, _ = self.policy(*micro.inputs, self.config.rollout.temperature)
-                for name, value in gaps(micro, logprobs_T).items():
-                    sums[name] += value
-            if not found:
-                self.canary()
+        found = [*self.read_scores()]
+        num = torch.tensor(len(found), device=self.device)
+        if self.learner.is_sharded:
+            over_ranks(num)
+        for micro in found:
+            logprobs_T, _ = self.policy(*micro.inputs, self.config.rollout.temperature)
+            for name, value in gaps(micro, logprobs_T).items():
+                sums[name] += value
+        for _ in range(int(num) - len(found)):
+            self.canary()
 
     def read_scores(self) -> Iterator[MicroBatch]:
         while self.pipe is not None and self.pipe.poll():
@@ -198,15 +196,10 @@ class Trainer:
         """Metrics, over all ranks."""
         totals = over_ranks(torch.stack(list(sums.values())))
         of = dict(zip(sums, totals.tolist(), strict=True))
-        means = {f"train/{name}": name for name in ("loss", "entropy", "value_loss", "kl")} | {
-            "train/clip_frac": "clipped",
-            "train/behav_ratio_mean": "behav_ratio",
-            "train/capped_frac": "capped",
-        }
-        equal, tokens = of["compared"], of["tokens"]
-        return {metric: of[n] / max(1, tokens) for metric, n in means.items() if n in of} | {
+        gap, compared, tokens = (of.pop(name) for name in ("gap", "compared", "tokens"))
+        return {f"train/{name}": total / max(1, tokens) for name, total in of.items()} | {
             "train/tokens": tokens,
-            "train/logprob_gap": of["gap"] / equal if equal else None,
+            "train/logprob_gap": gap / compared if compared else None,
         }
 
     # -- what readable answers show of their tokens
@@ -225,7 +218,7 @@ class Trainer:
         for number, (item, *_) in enumerate(prepared.groups[:num_shown]):
             at = np.flatnonzero(item.written)[:MAX_SHOWN_TOKENS]
             gaps = np.abs(self.logprobs_A[item.place].cpu().numpy() - item.view.logprobs)
-            is_known = (item.trainable | item.at_equal_version) & (number < num_known)
+            is_known = (item.trainable | (item.staleness == 0)) & (number < num_known)
             gaps[~is_known] = np.nan
             shown = [float(f"{g:.3g}") if math.isfinite(g) else None for g in gaps[at].tolist()]
             alone = [[token] for token in item.view.tokens[at].tolist()]
