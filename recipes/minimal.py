@@ -104,7 +104,7 @@ def mean_loss(policy, groups: list[list[Written]], config) -> Tensor:
     lengths = [len(answer.tokens) for answer in written]
     tokens_T, mask_T = packed(written)
     temperature = config.rollout.temperature
-    logprobs_T, _ = policy(tokens_T, *boundaries(lengths), temperature, mask_T)
+    logprobs_T, _ = policy(tokens_T, boundaries(lengths), temperature, mask_T)
     index_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     # The policy that samples is the one that is trained: behaviour = proximal = current.
     behav_T = logprobs_T.detach()

@@ -66,7 +66,8 @@ def peak_bytes(config: Config, shape: PretrainedConfig) -> float:
     model = faked(shape, fake)
     num_parameters = sum(p.numel() for p in model.parameters())
     num_needed = int(WRITTEN * num_tokens)
-    bounds = (fake(num_tokens, torch.int64), fake(num_tokens // LENGTH + 1, torch.int32), LENGTH)
+    ends = fake(num_tokens // LENGTH + 1, torch.int32)
+    bounds = attention.Boundaries(fake(num_tokens, torch.int64), ends, LENGTH)
     with ExitStack() as stack:
         needed = lambda self: fake((num_needed, 1), torch.int64)  # noqa: E731
         stack.enter_context(patch.object(attention, "VARLEN_ON", {"cpu"}))
@@ -79,7 +80,7 @@ def peak_bytes(config: Config, shape: PretrainedConfig) -> float:
         known = {p.untyped_storage()._cdata for p in own.parameters()}
         counter = stack.enter_context(Counter(known))
         for _ in range(2):
-            logprobs_T, _entropy_T = own(fake(num_tokens, torch.int64), *bounds)
+            logprobs_T, _entropy_T = own(fake(num_tokens, torch.int64), bounds)
             logprobs_T.sum().backward()
             del logprobs_T, _entropy_T
     shards = config.devices.train if config.train.shard == "optimizer" else 1

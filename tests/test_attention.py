@@ -76,7 +76,7 @@ def logprobs_and_gradient(model: Policy, lengths: list[int]) -> tuple[Tensor, Te
     torch.manual_seed(len(lengths))
     tokens_T = torch.randint(2, model.model.config.vocab_size, (sum(lengths),))
     model.zero_grad()
-    logprobs_T, _ = model(tokens_T, *boundaries(lengths))
+    logprobs_T, _ = model(tokens_T, boundaries(lengths))
     (logprobs_T * torch.linspace(-1, 1, len(logprobs_T))).sum().backward()
     grads = [parameter.grad.flatten() for parameter in model.parameters()]
     return logprobs_T.detach(), torch.cat(grads)

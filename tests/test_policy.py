@@ -34,7 +34,7 @@ def random_tokens() -> Tensor:
 def run(
     policy: torch.nn.Module, tokens_T: Tensor, needed_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    return policy(tokens_T, *boundaries(LENGTHS), TEMPERATURE, needed_T)
+    return policy(tokens_T, boundaries(LENGTHS), TEMPERATURE, needed_T)
 
 
 def one_by_one(model: plain_script.PreTrainedModel, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,7 +144,7 @@ def test_a_compiled_head_gives_the_same(tied_folder: Path, monkeypatch: pytest.M
     for policy.head in (Head(), compiled):
         for temperature in (1.0, TEMPERATURE):
             policy.zero_grad()
-            logprobs_T, entropy_T = policy(tokens_T, *boundaries(LENGTHS), temperature)
+            logprobs_T, entropy_T = policy(tokens_T, boundaries(LENGTHS), temperature)
             (logprobs_T * torch.linspace(-1, 1, len(tokens_T))).sum().backward()
             grads = [parameter.grad for parameter in policy.parameters()]
             found.append([logprobs_T, entropy_T, *grads])

@@ -151,7 +151,7 @@ def test_bfloat16_is_as_near_and_one_graph_serves_all(tied_folder: Path, monkeyp
 
     def run(units: list[Unit]) -> list[Tensor]:
         bounds, once = boundaries(LENGTHS), share(units, "cpu")
-        return gradients(model, model(tokens_T, *bounds, shared=once)[0])
+        return gradients(model, model(tokens_T, bounds, shared=once)[0])
 
     exact = run([])
     monkeypatch.setattr(attention, "VARLEN_ON", {"cpu"})

@@ -346,7 +346,7 @@ def test_under_ddp_gradients_are_its_buckets_from_the_start(
         before = [parameter.grad.data_ptr() for parameter in parameters]
         for is_last in (False, True, False, True):
             with replica.syncing(is_last):
-                replica.parallel(torch.arange(9), *boundaries([5, 4]))[0].sum().backward()
+                replica.parallel(torch.arange(9), boundaries([5, 4]))[0].sum().backward()
             assert [parameter.grad.data_ptr() for parameter in parameters] == before
             assert any(parameter.grad.any() for parameter in parameters)
             replica.zero_grad()

@@ -7,6 +7,7 @@ A full disk costs the folder and a note, never the run. `replay` trains it in on
 published weights alone: with a new critic and optimizer, and LoRA merged.
 """
 
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -106,8 +107,8 @@ class BatchSaver:
                 shutil.copy2(self.source / "config.json", weights)
                 checkpoint.copy_tokenizer(self.source, weights)
                 saved = self.take(batch, why)
-                about = HEADER.dump_json(saved, exclude={"columns"}).decode()
-                save_arrays(saved.columns, aside / FILE, {"batch": about})
+                about = HEADER.dump_python(saved, mode="json", exclude={"columns"})
+                save_arrays(saved.columns, aside / FILE, {"batch": json.dumps(about)})
         except Exception as error:  # safetensors has its own kind for a full disk
             return f"; its batch could not be saved: {one_line(str(error))}"
         return f"; look at its batch with: minirl replay {folder}"

@@ -68,11 +68,6 @@ class MicroBatch(NamedTuple):
     returns_T: Tensor | None = None
 
     @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Of a policy or a critic."""
-        return self.tokens_T, *self.bounds
-
-    @property
     def lengths(self) -> tuple[list[int], list[int]]:
         """Of what attention computes: queries, and the keys that they see."""
         queries, keys = self.shared[2:] if self.shared else (self.bounds, self.bounds)

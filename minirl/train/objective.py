@@ -178,7 +178,7 @@ def loss_of(name: str, tokens: Tokens, train: TrainConfig) -> tuple[Tensor, Sums
 def value_loss(critic: nn.Module, micro: MicroBatch) -> Tensor:
     """Half the squared error, summed over the tokens that train."""
     assert micro.returns_T is not None
-    errors_T = critic(*micro.inputs, shared=micro.shared) - micro.returns_T
+    errors_T = critic(micro.tokens_T, micro.bounds, shared=micro.shared) - micro.returns_T
     return torch.where(micro.trainable_T, errors_T, 0.0).square().sum() / 2
 
 
@@ -187,8 +187,8 @@ def micro_loss(
 ) -> tuple[Tensor, Tensor, Sums]:
     """The loss, summed over tokens, log π_θ, detached, and sums of metrics. `progress` is the share
     of the step's minibatches that were trained before this one."""
-    temperature = config.rollout.temperature
-    logprobs_T, entropy_T = policy(*micro.inputs, temperature, micro.needed_T, micro.shared)
+    how = config.rollout.temperature, micro.needed_T, micro.shared
+    logprobs_T, entropy_T = policy(micro.tokens_T, micro.bounds, *how)
     prox_T = logprobs_T.detach() if micro.prox_T is None else micro.prox_T
     if micro.prox_T is None and config.train.proximal == "loglinear":
         prox_T = loglinear_prox(logprobs_T, micro.behav_T, micro.staleness_T, progress)

@@ -133,7 +133,7 @@ class Replica:
             device = setup.placement.torch_device
             tokens_T, bounds = torch.arange(2, device=device), attention.boundaries([2], device)
             for _ in range(2):
-                out = self.parallel(tokens_T, *bounds)
+                out = self.parallel(tokens_T, bounds)
                 (out[0] if isinstance(out, tuple) else out).sum().backward()
 
     def zero_grad(self) -> None:

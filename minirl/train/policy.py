@@ -23,6 +23,7 @@ from minirl.config import Config
 from minirl.devices import hide_broken_torchvision
 from minirl.errors import MinirlError, RecipeError
 from minirl.train import attention, checkpoint, lora
+from minirl.train.attention import Boundaries, boundaries
 from minirl.train.packing import Unit
 from minirl.train.sharing import Shared, share
 
@@ -47,9 +48,7 @@ class Policy(nn.Module):
     def forward(
         self,
         tokens_T: Tensor,
-        positions_T: Tensor,
-        cu_seqlens_S1: Tensor,
-        max_seqlen: int,
+        bounds: Boundaries,
         temperature: float = 1.0,
         needed_T: Tensor | None = None,
         shared: Shared | None = None,
@@ -60,12 +59,9 @@ class Policy(nn.Module):
         the graph even when no token is needed: a dummy micro-batch gives zero gradients to DDP."""
         # transformers shares config objects between models: another may have switched ours.
         assert self.model.config._attn_implementation == attention.NAME
-        bounds = attention.Boundaries(positions_T, cu_seqlens_S1, max_seqlen)
-        hidden_UE, dtype = hidden_states(
-            self.model.base_model, self.dtype, tokens_T, bounds, shared
-        )
-        predicted_T = positions_T > 0 if needed_T is None else (positions_T > 0) & needed_T
-        at_N = predicted_T.nonzero()[:, 0]
+        backbone, predicted_T = self.model.base_model, bounds.positions_T > 0
+        hidden_UE, dtype = hidden_states(backbone, self.dtype, tokens_T, bounds, shared)
+        at_N = (predicted_T if needed_T is None else predicted_T & needed_T).nonzero()[:, 0]
         before_N = at_N - 1 if shared is None else shared.unique_T[at_N - 1]
         hidden_NE = hidden_UE.index_select(0, before_N)
         weight_VE = self.model.get_output_embeddings().weight
@@ -106,20 +102,19 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, tokens_T: Tensor, *bounds: Any, shared: Shared | None = None) -> Tensor:
+    def forward(self, tokens_T: Tensor, bounds: Boundaries, shared: Shared | None = None) -> Tensor:
         """The value of the tokens before each token; 0 for the first of a sequence."""
-        at = attention.Boundaries(*bounds)
-        hidden_UE, _ = hidden_states(self.backbone, self.dtype, tokens_T, at, shared)
+        hidden_UE, _ = hidden_states(self.backbone, self.dtype, tokens_T, bounds, shared)
         values_U = self.head(hidden_UE.float())[:, 0]
         values_T = values_U if shared is None else values_U.index_select(0, shared.unique_T)
-        return torch.where(at.positions_T > 0, F.pad(values_T[:-1], (1, 0)), 0.0 * values_T)
+        return torch.where(bounds.positions_T > 0, F.pad(values_T[:-1], (1, 0)), 0.0 * values_T)
 
 
 def hidden_states(
     backbone: nn.Module,
     dtype: torch.dtype,
     tokens_T: Tensor,
-    bounds: attention.Boundaries,
+    bounds: Boundaries,
     shared: Shared | None,
 ) -> tuple[Tensor, torch.dtype]:
     """(hidden_UE, the dtype that products are computed in). Nothing is shared: U is T."""
@@ -294,11 +289,11 @@ def check_head(policy: Policy) -> None:
     kinds = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - SEPARABLE
     across = f"{', '.join(sorted(kinds)) or 'its'} layers look across packed sequences"
     tokens_T, lengths = torch.arange(1, 9, device=next(model.parameters()).device), [8, 8, 5]
-    alone, packed = (attention.boundaries(n, tokens_T.device) for n in (lengths[:1], lengths))
+    alone, packed = (boundaries(n, tokens_T.device) for n in (lengths[:1], lengths))
     bounds = {"cu_seqlens": alone.cu_seqlens_S1, "max_seqlen": alone.max_seqlen}
     try:
         logits_TV = model(tokens_T[None], use_cache=False, **bounds).logits[0]
-        inputs = (torch.cat([tokens_T[:n] for n in lengths]), *packed)
+        inputs = torch.cat([tokens_T[:n] for n in lengths]), packed
         ours_A, _ = exact(*inputs)
     except TypeError:  # of a layer that takes the boundaries for another's
         raise MinirlError(f"{name}: {across}: {rest}") from None

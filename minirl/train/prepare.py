@@ -99,12 +99,12 @@ class Preparer:
         found: dict[str, Any] = {}
         if train.num_minibatches > 1 and train.objective != "naive" and train.proximal == "forward":
             self.heartbeat("prox forward")
-            given = temperature, micro.needed_T, micro.shared
-            found["prox_T"], _ = self.policy(*micro.inputs, *given)
+            how = temperature, micro.needed_T, micro.shared
+            found["prox_T"], _ = self.policy(micro.tokens_T, micro.bounds, *how)
         if self.reference is not None:
             self.heartbeat("reference forward")
-            given = temperature, micro.trainable_T, micro.shared
-            found["ref_T"], _ = self.reference(*micro.inputs, *given)
+            how = temperature, micro.trainable_T, micro.shared
+            found["ref_T"], _ = self.reference(micro.tokens_T, micro.bounds, *how)
         return micro._replace(**found)
 
     # -- columns of the whole batch
@@ -116,7 +116,7 @@ class Preparer:
         column_A = torch.zeros(num_tokens, device=self.setup.placement.torch_device)
         for micro in flat:
             self.heartbeat("critic forward")
-            values_T = critic(*micro.inputs, shared=micro.shared).float()
+            values_T = critic(micro.tokens_T, micro.bounds, shared=micro.shared).float()
             column_A.index_add_(0, micro.index_T, values_T)
         return over_ranks(column_A).cpu().numpy()
 

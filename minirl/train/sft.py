@@ -91,7 +91,8 @@ class SftRank:
         total = torch.zeros((), device=self.setup.placement.torch_device)
         for i, micro in enumerate(mine):
             with torch.set_grad_enabled(is_learned), self.replica.syncing(i == len(mine) - 1):
-                loss = -self.replica.parallel(*micro.inputs, needed_T=micro.trainable_T)[0].sum()
+                given = micro.tokens_T, micro.bounds
+                loss = -self.replica.parallel(*given, needed_T=micro.trainable_T)[0].sum()
                 if is_learned:
                     (loss * scale).backward()
             total += loss.detach()

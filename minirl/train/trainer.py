@@ -172,7 +172,8 @@ class Trainer:
         if self.learner.is_sharded:
             over_ranks(num)
         for micro in found:
-            logprobs_T, _ = self.policy(*micro.inputs, self.config.rollout.temperature)
+            temperature = self.config.rollout.temperature
+            logprobs_T, _ = self.policy(micro.tokens_T, micro.bounds, temperature)
             for name, value in gaps(micro, logprobs_T).items():
                 sums[name] += value
         for _ in range(int(num) - len(found)):
@@ -259,7 +260,7 @@ class Trainer:
         """Logprobs of the fixed sequence that every engine repeats after a reload (rule 6)."""
         bounds = attention.boundaries([CANARY_TOKENS], self.device)
         tokens_T = torch.tensor(self.canary_tokens, device=self.device)
-        logprobs_T, _ = self.policy(tokens_T, *bounds)
+        logprobs_T, _ = self.policy(tokens_T, bounds)
         return logprobs_T.float().cpu().numpy()
 
     @cached_property

@@ -96,7 +96,8 @@ def _sliced_bytes(config: Config, sizes: PretrainedConfig, is_held: bool) -> flo
             empty = torch.empty(size, dtype=dtype, device="meta")
             return FakeTensor(mode, empty, torch.device("cpu"))
 
-    bounds = (fake(num, torch.int64), fake(num // LENGTH + 1, torch.int32), LENGTH)
+    ends = fake(num // LENGTH + 1, torch.int32)
+    bounds = attention.Boundaries(fake(num, torch.int64), ends, LENGTH)
     needed = fake((int(WRITTEN * num), 1), torch.int64)
     setup: Any = SimpleNamespace(config=config, num_ranks=2, placement=Placement("cpu"))
     model, counter = faked(sizes, fake), SliceCounter()
@@ -125,7 +126,7 @@ def _sliced_bytes(config: Config, sizes: PretrainedConfig, is_held: bool) -> flo
         own.set_requires_gradient_sync(not is_held)
         stack.enter_context(counter)
         for _ in range(2):
-            logprobs_T, _entropy_T = own(fake(num, torch.int64), *bounds)
+            logprobs_T, _entropy_T = own(fake(num, torch.int64), bounds)
             logprobs_T.sum().backward()
             del logprobs_T, _entropy_T
     return counter.peak + 8.0 * sum(part.numel() for part in slices)

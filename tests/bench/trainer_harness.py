@@ -134,7 +134,7 @@ def with_prox(harness: TrainerHarness) -> float:
     started = steady()
     for micro in harness.packed:
         with torch.no_grad():
-            harness.dynamic.policy(*micro.inputs, needed_T=micro.needed_T)
+            harness.dynamic.policy(micro.tokens_T, micro.bounds, needed_T=micro.needed_T)
     return steady() - started + step(harness)
 
 
