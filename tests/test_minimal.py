@@ -44,7 +44,7 @@ def test_its_step_is_the_trainers(minimal: ModuleType, tied_folder: Path) -> Non
     config = load(RECIPE, ["buffer.max_staleness=0", f"train.batch_size={NUM_GROUPS}"]).config
     size = config.rollout.group_size
     policy = load_policy(str(tied_folder), config.model.dtype)
-    optimizer = build_optimizer(policy.parameters(), config.train.lr, config.train.weight_decay)
+    optimizer = build_optimizer(policy.parameters(), config.train.lr, config.train)
     ring = TrajectoryRing(3 * NUM_GROUPS * size, LONGEST)
     rank, engine = LocalRank(tied_folder, config, ring), plain_script.load(tied_folder)
     writer = GroupWriter(engine, ring, config.rollout.temperature)

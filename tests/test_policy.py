@@ -10,7 +10,7 @@ import tiny_models
 import torch
 from torch import Tensor
 
-from minirl.config import Config
+from minirl.config import Config, TrainConfig
 from minirl.errors import MinirlError
 from minirl.train import attention
 from minirl.train.attention import boundaries
@@ -77,21 +77,22 @@ def test_packed_equals_one_by_one(
 
 def test_the_optimizer_decays_matrices_only(tied_folder: Path) -> None:
     policy = load_policy(str(tied_folder))
-    groups = build_optimizer(policy.parameters(), lr=1e-2, weight_decay=0.1).param_groups
+    groups = build_optimizer(policy.parameters(), 1e-2, TrainConfig(weight_decay=0.1)).param_groups
     decays = {p: group["weight_decay"] for group in groups for p in group["params"]}
     assert decays == {p: 0.1 if p.ndim >= 2 else 0.0 for p in policy.parameters()}
 
 
 def test_the_learning_rate_warms_up_and_then_stays_or_falls_to_zero() -> None:
-    def of(schedule: str, warmup: int) -> list[float]:
-        steps = range(4 + warmup)
-        return [learning_rate(step, 4.0, warmup, schedule, len(steps)) for step in steps]
+    def of(schedule: Any, warmup: int) -> list[float]:
+        train = TrainConfig(schedule=schedule, warmup_steps=warmup, steps=4 + warmup)
+        return [learning_rate(step, 4.0, train) for step in range(train.steps)]
 
     assert of("constant", 3) == [1.0, 2.0, 3.0, 4.0, 4.0, 4.0, 4.0]
     assert of("linear", 0) == [4.0, 3.0, 2.0, 1.0]
     assert of("linear", 1) == [2.0, 4.0, 3.0, 2.0, 1.0]
     assert of("cosine", 0) == pytest.approx([4.0, 2 + 2 * 0.5**0.5, 2.0, 2 - 2 * 0.5**0.5])
-    assert learning_rate(9, 4.0, 1, "linear", 5) == 0.0  # a run that was made longer: no negative
+    longer = TrainConfig(schedule="linear", warmup_steps=1, steps=5)  # not negative after its end
+    assert learning_rate(9, 4.0, longer) == 0.0
 
 
 SMALL: dict[str, Any] = dict(vocab_size=300, hidden_size=64, intermediate_size=128)

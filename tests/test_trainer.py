@@ -30,7 +30,7 @@ from minirl.records import Batch, Group
 from minirl.shm.ring import TrajectoryRing
 from minirl.train import attention, policy
 from minirl.train.attention import boundaries
-from minirl.train.checkpoint import read_state, read_whole, shares_of
+from minirl.train.checkpoint import read_state, read_whole
 from minirl.train.optimizer import Replica
 from minirl.train.policy import load_policy, model_flops
 
@@ -202,11 +202,12 @@ def test_a_sharded_optimizer_is_a_whole_one(data: Data, tied_folder: Path, tmp_p
         one.save(folder)
         one.train(second)
         uninterrupted = one.weights()
-        (shares_of(other) / "optimizer-1-of-2.safetensors").mkdir(parents=True)  # in the way
+        shares = other.with_name(f".{other.name}.shares")
+        (shares / "optimizer-1-of-2.safetensors").mkdir(parents=True)  # in the way
         one.send(Save(str(other), ranks.STATE))
         error = one.inbox.take(one.workers[0], Saved).error
         assert error == "it could not be written (another rank could not write its share)"
-        assert not other.exists() and not shares_of(other).exists()
+        assert not other.exists() and not shares.exists()
         one.save(other)
     names = sorted(path.name for path in (folder / "trainer").iterdir())
     assert names == [*(f"optimizer-{i}-of-2.safetensors" for i in (0, 1)), "state.json"]

@@ -103,7 +103,8 @@ def _warm_up(rank: SftRank, tokenizer: Tokenizer, seed: int) -> None:
     }
     for phase, rates in phases.items():
         for lr, examples in zip(rates, _batches(tokenizer, seed, phase), strict=False):
-            rank.replica.set_learning_rate(lr)
+            for group in rank.replica.optimizer.param_groups:
+                group["lr"] = lr
             rank.learn(examples)
 
 

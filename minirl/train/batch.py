@@ -106,13 +106,6 @@ def num_trainable(items: Sequence[Item]) -> int:
     return sum(int(item.trainable.sum()) for item in items)
 
 
-def minibatches(groups: list[list[Item]], count: int) -> list[list[Item]]:
-    """The batch in `count` parts of equally many whole groups."""
-    size = len(groups) // count
-    parts = [groups[i * size : (i + 1) * size] for i in range(count)]
-    return [[item for group in part for item in group] for part in parts]
-
-
 def loss_weights(counts: Sequence[int], kind: str, max_new_tokens: int) -> list[float]:
     """What each trained token of a trajectory counts, where a mean over tokens has 1.
 

@@ -2,7 +2,8 @@
 
     step-000040/          config.json, model.safetensors, tokenizer and chat template
     step-000040/trainer/  state.json (the controller's part), optimizer.safetensors,
-                          master.safetensors where the model is saved in less than float32,
+                          master.safetensors where the model is saved in less than float32 or
+                          merged: of what is trained,
                           critic.safetensors and critic_optimizer.safetensors where there is one;
                           of what is sharded each rank's share: optimizer-0-of-2.safetensors
     step-000040/adapter/  with LoRA: the adapter alone, as peft reads it; the model above is merged
@@ -51,11 +52,6 @@ def _flush(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
-
-
-def shares_of(folder: Path) -> Path:
-    """Where ranks put what they hold before rank 0 saves the model."""
-    return folder.with_name(f".{folder.name}.shares")
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:

@@ -193,17 +193,9 @@ def micro_loss(
     if micro.prox_T is None and config.train.proximal == "loglinear":
         prox_T = loglinear_prox(logprobs_T, micro.behav_T, micro.staleness_T, progress)
     assert micro.advantages_T is not None
-    tokens = Tokens(
-        logprobs_T,
-        prox_T,
-        micro.behav_T,
-        micro.advantages_T,
-        micro.trainable_T,
-        micro.sequence_T,
-        len(micro.bounds.cu_seqlens_S1) - 1,
-        micro.weights_T,
-        micro.ref_T,
-    )
+    num_sequences = len(micro.bounds.cu_seqlens_S1) - 1
+    given = micro.behav_T, micro.advantages_T, micro.trainable_T, micro.sequence_T, num_sequences
+    tokens = Tokens(logprobs_T, prox_T, *given, micro.weights_T, micro.ref_T)
     loss, sums = loss_of(config.train.objective, tokens, config.train)
     is_comparable = progress == 0 or micro.prox_T is not None  # else the weights have moved on
     sums |= gaps(micro, prox_T, is_comparable)

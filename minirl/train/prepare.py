@@ -26,7 +26,6 @@ from minirl.train.batch import (
     MicroBatch,
     items_of,
     loss_weights,
-    minibatches,
     num_trainable,
     own_micro_batches,
 )
@@ -68,7 +67,9 @@ class Preparer:
         train, device = self.setup.config.train, self.setup.placement.torch_device
         groups = items_of(batch, self.setup.ring, self.setup.config.buffer.max_staleness)
         items = [item for group in groups for item in group]
-        parts = minibatches(groups, train.num_minibatches)
+        size = len(groups) // train.num_minibatches  # whole groups, equally many in each
+        starts = range(0, size * train.num_minibatches, size)
+        parts = [[item for group in groups[i : i + size] for item in group] for i in starts]
         mine = [[self.with_forwards(m) for m in self.micro_batches(part)] for part in parts]
         flat = [micro for micro_batches in mine for micro in micro_batches]
         if self.critic is None:

@@ -65,16 +65,15 @@ class Trainer:
             self.critic = Replica(Critic(start), setup, train.critic_lr)
         self.replicas = [self.learner] + ([self.critic] if self.critic else [])
         if setup.is_resumed:  # every rank from the same file
-            if train.lora_rank:
-                lora.load_adapter(self.policy.model, Path(setup.folder) / "adapter")
-            for replica in self.replicas:
-                replica.load(Path(setup.folder) / "trainer")
+            with checkpoint.as_one_line(Path(setup.folder)):
+                for replica in self.replicas:
+                    replica.load(Path(setup.folder) / "trainer")
         reference = None  # the model that the run began with, frozen
         if train.kl_coef:
             reference = load_policy(setup.tokenizer_folder, model.dtype)
             placed(reference.requires_grad_(False), setup)
-        critic_module = self.critic.module if self.critic else None
-        self.preparer = Preparer(setup, self.policy, reference, critic_module, self.heartbeat)
+        critic = self.critic.module if self.critic else None
+        self.preparer = Preparer(setup, self.policy, reference, critic, self.heartbeat)
 
     def heartbeat(self, phase: str) -> None:
         self.board.enter(State.TRAINING, phase=phase)
@@ -273,7 +272,8 @@ class Trainer:
         self.board.enter(State.SAVING)
         folder, setup = Path(request.folder), self.setup
         num_done = torch.zeros((), device=self.device)
-        weights, shares = self.policy.gather(setup.rank == 0), checkpoint.shares_of(folder)
+        shares = folder.with_name(f".{folder.name}.shares")  # what ranks hold is put there first
+        weights = self.policy.gather(setup.rank == 0)
         try:
             try:
                 shares.mkdir(parents=True, exist_ok=True)

@@ -29,9 +29,8 @@ from minirl.config import Config, DevicesConfig, ModelConfig, TrainConfig
 from minirl.devices import Placement
 from minirl.tools.plan import GIB, GPUS, LIBRARIES, SHAPES, Plan, usual_lengths
 from minirl.train import attention, optimizer, policy
-from minirl.train.optimizer import placed
+from minirl.train.optimizer import own_slice, placed
 from minirl.train.policy import Policy
-from minirl.train.slices import own_slice
 from tests.bench import Figure, Options, at_most, median
 from tests.bench.batches import draw, write_model
 from tests.bench.models import SHAPES as MODELS
