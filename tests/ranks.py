@@ -3,10 +3,10 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import plain_script
@@ -39,8 +39,7 @@ CONFIG = Config(
 )
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """How the trajectories of a batch are made up."""
 
     num_groups: int = 4
@@ -65,8 +64,7 @@ def with_train(**values: Any) -> Config:
     return replace(CONFIG, train=replace(CONFIG.train, **values))
 
 
-@dataclass(frozen=True)
-class Data:
+class Data(NamedTuple):
     ring: TrajectoryRing
     batches: tuple[Batch, ...]
 
@@ -108,12 +106,10 @@ class GroupWriter:
             ages = zip(spans, recipe.versions, strict=True)
             versions = [version + age for span, age in ages for _ in span]
             self.ring.write(cell, group_id, prompt, answer, logprobs, versions)
-            sizes = (len(prompt) + num_written, num_written)
-            ends = (versions[0], versions[-1])
+            sizes, ends = (len(prompt) + num_written, num_written), (versions[0], versions[-1])
             trajectories.append(Trajectory(cell, *sizes, StopReason.LENGTH, *ends))
-        rewards = [1.0] * recipe.group_size
-        if not recipe.is_reward_equal:
-            rewards = [float(i % 2) + i / 8 for i in range(recipe.group_size)]
+        places = range(recipe.group_size)
+        rewards = [1.0 if recipe.is_reward_equal else i % 2 + i / 8 for i in places]
         return Group(group_id, group_id, tuple(trajectories), tuple(rewards))
 
 

@@ -13,14 +13,11 @@ from torch import Tensor
 from minirl.config import Config, TrainConfig
 from minirl.errors import MinirlError
 from minirl.train import attention
-from minirl.train.attention import boundaries
+from minirl.train.attention import boundaries, packed_attention
 from minirl.train.optimizer import build_optimizer, learning_rate
 from minirl.train.policy import Head, Policy, build_policy, check_head, load_policy
 
 import transformers  # isort: skip  (after minirl, which hides a broken torchvision)
-from transformers import (  # isort: skip
-    AutoModelForCausalLM,
-)
 
 LENGTHS = [9, 5, 5, 1, 12, 1]
 TEMPERATURE = 0.7
@@ -95,6 +92,21 @@ def test_the_learning_rate_warms_up_and_then_stays_or_falls_to_zero() -> None:
     assert learning_rate(9, 4.0, longer) == 0.0
 
 
+def test_packed_attention_refuses_what_it_cannot_do_only_where_it_matters() -> None:
+    torch.manual_seed(0)
+    qkv, bounds = [torch.randn(1, heads, 8, 8) for heads in (4, 2, 2)], boundaries([5, 3])
+
+    def packed(**rest: Any) -> Tensor:
+        given = dict(cu_seqlens=bounds.cu_seqlens_S1, max_seqlen=5, scaling=0.3, **rest)
+        return packed_attention(torch.nn.Identity(), *qkv, None, **given)[0]
+
+    torch.testing.assert_close(packed(sliding_window=5), packed())
+    with pytest.raises(MinirlError, match="sliding window of 4 tokens for sequences of 5"):
+        packed(sliding_window=4)
+    with pytest.raises(MinirlError, match="needs softcap"):
+        packed(softcap=30.0)
+
+
 SMALL: dict[str, Any] = dict(vocab_size=300, hidden_size=64, intermediate_size=128)
 SMALL |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16)
@@ -123,7 +135,8 @@ def test_a_model_that_packing_would_change_is_refused(name: str) -> None:
     layers, values = FAMILIES[name]
     torch.manual_seed(0)
     config = getattr(transformers, name)(**SMALL, **values)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    kind = transformers.AutoModelForCausalLM
+    model = kind.from_config(config, attn_implementation=attention.NAME)
     for parameter in model.parameters():
         if parameter.ndim >= 2:
             torch.nn.init.normal_(parameter, std=0.1)

@@ -99,7 +99,7 @@ def _sliced_bytes(config: Config, sizes: PretrainedConfig, is_held: bool) -> flo
     bounds = attention.Boundaries(fake(num, torch.int64), ends, LENGTH)
     needed = fake((int(WRITTEN * num), 1), torch.int64)
     setup: Any = SimpleNamespace(config=config, num_ranks=2, placement=Placement("cpu"))
-    model, counter = faked(sizes, fake), SliceCounter()
+    model, counter = faked(sizes, mode), SliceCounter()
     model.get_input_embeddings().register_forward_hook(policy.widen)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with ExitStack() as stack:
