@@ -101,9 +101,10 @@ def algorithm(name: str, **values: Any) -> Config:
     return with_train(**{**parts, "kl_coef": 0.05, **values})
 
 
+LORA = {"lora_rank": 4, "gradient_checkpointing": True}
 CONFIGS = {
     **{name: algorithm(name, num_minibatches=2, critic_lr=1e-3) for name in ALGORITHMS},
-    "lora": algorithm("grpo", lora_rank=4, gradient_checkpointing=True),
+    "lora": algorithm("grpo", num_minibatches=2, **LORA),
 }
 
 
