@@ -265,10 +265,12 @@ def check_memory(config: Config, available_bytes: int) -> None:
 
 
 def check_packages(config: Config) -> None:
-    """The packages behind log.to and train.optimizer are here. Imports none of them."""
+    """The packages behind log.to and [train] are here. Imports none of them."""
     needed: list[tuple[str, str, str]] = [("log.to", name, name) for name in config.log.to]
     if config.train.optimizer == "adamw8bit":
         needed.append(("train.optimizer", "bitsandbytes", "adamw8bit"))
+    if config.train.lora_rank:
+        needed.append(("train.lora_rank", "peft", "lora"))
     for key, package, extra in needed:
         remedy = f'pip install "minirl[{extra}]", or take it out'
         need(config, key, find_spec(package) is not None, f"{package} is not installed", remedy)

@@ -104,7 +104,7 @@ def mean_loss(policy, groups: list[list[Written]], config) -> Tensor:
     lengths = [len(answer.tokens) for answer in written]
     tokens_T, mask_T = packed(written)
     temperature = config.rollout.temperature
-    logprobs_T, _ = policy(tokens_T, *boundaries(lengths), temperature, mask_T)
+    logprobs_T, _ = policy(tokens_T, boundaries(lengths), temperature, mask_T)
     index_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     # The policy that samples is the one that is trained: behaviour = proximal = current.
     behav_T = logprobs_T.detach()
@@ -127,7 +127,7 @@ def update(policy, optimizer, groups: list[list[Written]], config, step: int) ->
     loss.backward()
     torch.nn.utils.clip_grad_norm_(policy.parameters(), train.grad_clip)
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(step, train.lr, train.warmup_steps)
+        group["lr"] = learning_rate(step, train.lr, train)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss.item()
@@ -156,7 +156,7 @@ def run(steps: int | None = None, seed: int = 0, folder: Path | None = None, say
     self_check(task, config.tasks.kind)
     folder = folder or local_folder(config)
     policy = load_policy(str(folder), config.model.dtype)
-    optimizer = build_optimizer(policy, train.lr, train.weight_decay)
+    optimizer = build_optimizer(policy.parameters(), train.lr, train)
     sampler = Sampler(folder, task, config)
     heldout = list(task.heldout(config.eval.num_prompts))
     before = accuracy(sampler, heldout)

@@ -11,8 +11,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -57,49 +57,33 @@ class Counter(TorchDispatchMode):
 def peak_bytes(config: Config, shape: PretrainedConfig) -> float:
     """Of one rank: weights, gradients, AdamW's state, activations and copies."""
     mode, num_tokens = FakeTensorMode(allow_non_fake_inputs=True), config.train.max_tokens
-
-    def fake(size: Any, dtype: torch.dtype) -> Tensor:
-        with mode:
-            meta = torch.empty(size, dtype=dtype, device="meta")
-            return FakeTensor(mode, meta, torch.device("cpu"))
-
-    model = faked(shape, fake)
+    model = faked(shape, mode)
     num_parameters = sum(p.numel() for p in model.parameters())
-    num_needed = int(WRITTEN * num_tokens)
-    bounds = (fake(num_tokens, torch.int64), fake(num_tokens // LENGTH + 1, torch.int32), LENGTH)
     with ExitStack() as stack:
-        needed = lambda self: fake((num_needed, 1), torch.int64)  # noqa: E731
+        stack.enter_context(mode)
+        tokens_T = torch.empty(num_tokens, dtype=torch.int64)
+        ends = torch.empty(num_tokens // LENGTH + 1, dtype=torch.int32)
+        bounds = attention.Boundaries(tokens_T, ends, LENGTH)
+        needed = lambda self: tokens_T[: int(WRITTEN * num_tokens), None]  # noqa: E731
         stack.enter_context(patch.object(attention, "VARLEN_ON", {"cpu"}))
         stack.enter_context(patch.object(policy, "AUTOCAST_ON", {"cpu"}))
         stack.enter_context(patch.object(Tensor, "nonzero", needed))
-        stack.enter_context(mode)
         if config.train.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         own = Policy(model, getattr(torch, config.model.dtype)).train()
         known = {p.untyped_storage()._cdata for p in own.parameters()}
         counter = stack.enter_context(Counter(known))
         for _ in range(2):
-            logprobs_T, _entropy_T = own(fake(num_tokens, torch.int64), *bounds)
+            logprobs_T, _entropy_T = own(tokens_T, bounds)
             logprobs_T.sum().backward()
             del logprobs_T, _entropy_T
     shards = config.devices.train if config.train.shard == "optimizer" else 1
     return 4.0 * num_parameters + 8.0 * num_parameters / shards + counter.peak
 
 
-def faked(shape: PretrainedConfig, fake: Any) -> Any:
+def faked(shape: PretrainedConfig, mode: FakeTensorMode) -> Any:
     """The model, each tensor a fake one; tied ones stay tied."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+    with mode:
+        return AutoModelForCausalLM.from_config(
             shape, attn_implementation=attention.NAME, dtype=torch.float32
         )
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(fake(parameter.shape, parameter.dtype))
-                module._parameters[name] = made[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = fake(buffer.shape, buffer.dtype)
-    return model

@@ -24,7 +24,7 @@ from minirl.records import Batch, Group, StopReason, Trajectory
 from minirl.shm.board import Board
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
-from minirl.train.checkpoint import shares
+from minirl.train.optimizer import shares
 from minirl.train.trainer import Trainer
 from minirl.workers import Worker
 
@@ -230,7 +230,7 @@ def are_equal(ours: Weights, theirs: Weights) -> bool:
 def momentum(checkpoint: Path) -> Weights:
     """From one file, or from all shares."""
     end = "/exp_avg"
-    state = shares([*(checkpoint / "trainer").glob("optimizer*.safetensors")])
+    state = shares(checkpoint / "trainer", "optimizer")
     return {key.removesuffix(end): state[key]() for key in state if key.endswith(end)}
 
 

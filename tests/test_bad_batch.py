@@ -5,18 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import ranks
 from crew import files_up_to
-from ranks import (
-    CONFIG,
-    FIRST_VERSION,
-    FRESH,
-    MIXED,
-    STATE,
-    Data,
-    LocalRank,
-    are_equal,
-    with_reward,
-)
+from ranks import CONFIG, FIRST_VERSION, FRESH, MIXED, STATE, Data, LocalRank, are_equal
 from typer.testing import CliRunner
 
 from minirl.cli import app
@@ -52,11 +43,9 @@ def test_replay_is_exact(data: Data, rank: LocalRank, saver: BatchSaver, tmp_pat
     values = [f"step 1: {name} {expected[name]!r}" for name in bad_batch.SHOWN]
     assert expected["train/loss"] != 0 and done.exit_code == 0
     assert done.stdout.splitlines() == ["low", *values]
-    result = CliRunner().invoke(app, ["replay", str(tmp_path)])
-    assert isinstance(result.exception, RecipeError) and "\n" not in str(result.exception)
-    assert "holds no saved batch; name a folder of a run's bad_batches/ or record/" in str(
-        result.exception
-    )
+    error = CliRunner().invoke(app, ["replay", str(tmp_path)]).exception
+    assert isinstance(error, RecipeError) and "\n" not in str(error)
+    assert "holds no saved batch; name a folder of a run's bad_batches/ or record/" in str(error)
 
 
 @pytest.mark.parametrize("value", [float("-inf"), float("nan")])
@@ -85,7 +74,7 @@ def test_a_logprob_of_vllm_that_is_not_finite_costs_the_update_and_is_found(
 def test_infinite_reward(data: Data, rank: LocalRank, saver: BatchSaver, tmp_path: Path) -> None:
     """The command finds it, and only the first few such batches are kept."""
     for step in range(1, 5):
-        bad = with_reward(data.of(FRESH, step), 0, float("inf"))
+        bad = ranks.with_reward(data.of(FRESH, step), 0, float("inf"))
         assert rank.train(bad)["train/skipped_updates"] == 1
         said = saver.save_bad(bad, rank.store.latest, rank.trainer.problem, must_save=step == 4)
         folder = tmp_path / "bad_batches" / f"step-00000{step}"

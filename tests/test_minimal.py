@@ -37,7 +37,7 @@ def test_its_step_is_the_trainers(tied_folder: Path) -> None:
     config = load(minimal.RECIPE, sets).config
     size = config.rollout.group_size
     policy = load_policy(str(tied_folder), config.model.dtype)
-    optimizer = build_optimizer(policy, config.train.lr, config.train.weight_decay)
+    optimizer = build_optimizer(policy.parameters(), config.train.lr, config.train)
     ring = TrajectoryRing(3 * NUM_GROUPS * size, LONGEST)
     rank, engine = LocalRank(tied_folder, config, ring), plain_script.load(tied_folder)
     writer, own = GroupWriter(engine, ring, config), dict(policy.model.named_parameters())

@@ -69,16 +69,16 @@ def test_decoupled_by_hand() -> None:
     )
     gradient = [1.1, 0.0, -1.5, 0.0, 2.0, 0.0, 0.0]
     sums = check("decoupled", tokens, 1.1 + 2.6 - 1.5 - 1.6 + 2.0, gradient)
-    assert (sums["tokens"], sums["clipped"], sums["capped"]) == (6, 2, 1)
-    assert sums["behav_ratio"].item() == pytest.approx(14.5, abs=1e-4)
+    assert (sums["tokens"], sums["clip_frac"], sums["capped_frac"]) == (6, 2, 1)
+    assert sums["behav_ratio_mean"].item() == pytest.approx(14.5, abs=1e-4)
 
 
 def test_naive_by_hand() -> None:
     # π_θ/π_behav = u·w: 1.1, 3, 0.4. min(1.1·2, …) = 2.2; min(3, 1.3) = 1.3; min(-0.4, -0.8) = -0.8
     tokens = tokens_of(u=[1.1, 1.5, 0.8], w=[1.0, 2.0, 0.5], advantages=[2.0, 1.0, -1.0])
     sums = check("naive", tokens, 2.7, [2.2, 0.0, 0.0])
-    assert (sums["clipped"], sums["capped"]) == (2, 0)
-    assert sums["behav_ratio"].item() == pytest.approx(4.5, abs=1e-4)
+    assert (sums["clip_frac"], sums["capped_frac"]) == (2, 0)
+    assert sums["behav_ratio_mean"].item() == pytest.approx(4.5, abs=1e-4)
 
 
 def test_gspo_by_hand() -> None:
@@ -94,8 +94,8 @@ def test_gspo_by_hand() -> None:
     )
     gradient = [4.4, 4.4, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     sums = check("gspo", tokens, 4.4 + 4.4 + 1.3 + 1.3 - 0.8, gradient)
-    assert (sums["clipped"], sums["capped"]) == (3, 2)
-    assert sums["behav_ratio"].item() == pytest.approx(8 + 2 + 1 + 2 * sqrt(30), abs=1e-3)
+    assert (sums["clip_frac"], sums["capped_frac"]) == (3, 2)
+    assert sums["behav_ratio_mean"].item() == pytest.approx(8 + 2 + 1 + 2 * sqrt(30), abs=1e-3)
 
 
 def test_cispo_by_hand() -> None:
@@ -104,12 +104,12 @@ def test_cispo_by_hand() -> None:
     tokens = tokens_of(u=[1.1, 3.0, 0.1], w=[2.0, 1.0, 1.0], advantages=[1.0, 1.0, -1.0])
     value = 2.2 * log(0.11) + 2.0 * log(0.3) - 0.1 * log(0.01)
     sums = check("cispo", tokens, value, [2.2, 2.0, -0.1], clip_low=1.0, clip_high=1.0)
-    assert sums["clipped"] == 1
+    assert sums["clip_frac"] == 1
 
 
 def test_w_above_the_cap_is_left_out_and_else_a_constant_in_the_gradient() -> None:
     overflowed = tokens_of(u=[1.0, 1.0], w=[1.0, float("inf")], advantages=[1.0, 1.0])
-    assert check("decoupled", overflowed, 1.0, [1.0, 0.0])["capped"] == 1
+    assert check("decoupled", overflowed, 1.0, [1.0, 0.0])["capped_frac"] == 1
     # With prox = logprobs of the same graph, a w that were not constant would add w·A once more.
     tokens = tokens_of(u=[1.0, 1.0], w=[2.0, 0.5], advantages=[1.0, -3.0])
     check("decoupled", replace(tokens, prox_T=tokens.logprobs_T * 1.0), 0.5, [2.0, -1.5])

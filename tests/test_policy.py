@@ -10,17 +10,14 @@ import tiny_models
 import torch
 from torch import Tensor
 
-from minirl.config import Config
+from minirl.config import Config, TrainConfig
 from minirl.errors import MinirlError
 from minirl.train import attention
-from minirl.train.attention import boundaries
+from minirl.train.attention import boundaries, packed_attention
 from minirl.train.optimizer import build_optimizer, learning_rate
 from minirl.train.policy import Head, Policy, build_policy, check_head, load_policy
 
 import transformers  # isort: skip  (after minirl, which hides a broken torchvision)
-from transformers import (  # isort: skip
-    AutoModelForCausalLM,
-)
 
 LENGTHS = [9, 5, 5, 1, 12, 1]
 TEMPERATURE = 0.7
@@ -34,7 +31,7 @@ def random_tokens() -> Tensor:
 def run(
     policy: torch.nn.Module, tokens_T: Tensor, needed_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    return policy(tokens_T, *boundaries(LENGTHS), TEMPERATURE, needed_T)
+    return policy(tokens_T, boundaries(LENGTHS), TEMPERATURE, needed_T)
 
 
 def one_by_one(model: plain_script.PreTrainedModel, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,21 +74,37 @@ def test_packed_equals_one_by_one(
 
 def test_the_optimizer_decays_matrices_only(tied_folder: Path) -> None:
     policy = load_policy(str(tied_folder))
-    groups = build_optimizer(policy, lr=1e-2, weight_decay=0.1).param_groups
+    groups = build_optimizer(policy.parameters(), 1e-2, TrainConfig(weight_decay=0.1)).param_groups
     decays = {p: group["weight_decay"] for group in groups for p in group["params"]}
     assert decays == {p: 0.1 if p.ndim >= 2 else 0.0 for p in policy.parameters()}
 
 
 def test_the_learning_rate_warms_up_and_then_stays_or_falls_to_zero() -> None:
-    def of(schedule: str, warmup: int) -> list[float]:
-        steps = range(4 + warmup)
-        return [learning_rate(step, 4.0, warmup, schedule, len(steps)) for step in steps]
+    def of(schedule: Any, warmup: int) -> list[float]:
+        train = TrainConfig(schedule=schedule, warmup_steps=warmup, steps=4 + warmup)
+        return [learning_rate(step, 4.0, train) for step in range(train.steps)]
 
     assert of("constant", 3) == [1.0, 2.0, 3.0, 4.0, 4.0, 4.0, 4.0]
     assert of("linear", 0) == [4.0, 3.0, 2.0, 1.0]
     assert of("linear", 1) == [2.0, 4.0, 3.0, 2.0, 1.0]
     assert of("cosine", 0) == pytest.approx([4.0, 2 + 2 * 0.5**0.5, 2.0, 2 - 2 * 0.5**0.5])
-    assert learning_rate(9, 4.0, 1, "linear", 5) == 0.0  # a run that was made longer: no negative
+    longer = TrainConfig(schedule="linear", warmup_steps=1, steps=5)  # not negative after its end
+    assert learning_rate(9, 4.0, longer) == 0.0
+
+
+def test_packed_attention_refuses_what_it_cannot_do_only_where_it_matters() -> None:
+    torch.manual_seed(0)
+    qkv, bounds = [torch.randn(1, heads, 8, 8) for heads in (4, 2, 2)], boundaries([5, 3])
+
+    def packed(**rest: Any) -> Tensor:
+        given = dict(cu_seqlens=bounds.cu_seqlens_S1, max_seqlen=5, scaling=0.3, **rest)
+        return packed_attention(torch.nn.Identity(), *qkv, None, **given)[0]
+
+    torch.testing.assert_close(packed(sliding_window=5), packed())
+    with pytest.raises(MinirlError, match="sliding window of 4 tokens for sequences of 5"):
+        packed(sliding_window=4)
+    with pytest.raises(MinirlError, match="needs softcap"):
+        packed(softcap=30.0)
 
 
 SMALL: dict[str, Any] = dict(vocab_size=300, hidden_size=64, intermediate_size=128)
@@ -122,7 +135,8 @@ def test_a_model_that_packing_would_change_is_refused(name: str) -> None:
     layers, values = FAMILIES[name]
     torch.manual_seed(0)
     config = getattr(transformers, name)(**SMALL, **values)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    kind = transformers.AutoModelForCausalLM
+    model = kind.from_config(config, attn_implementation=attention.NAME)
     for parameter in model.parameters():
         if parameter.ndim >= 2:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -144,7 +158,7 @@ def test_a_compiled_head_gives_the_same(tied_folder: Path, monkeypatch: pytest.M
     for policy.head in (Head(), compiled):
         for temperature in (1.0, TEMPERATURE):
             policy.zero_grad()
-            logprobs_T, entropy_T = policy(tokens_T, *boundaries(LENGTHS), temperature)
+            logprobs_T, entropy_T = policy(tokens_T, boundaries(LENGTHS), temperature)
             (logprobs_T * torch.linspace(-1, 1, len(tokens_T))).sum().backward()
             grads = [parameter.grad for parameter in policy.parameters()]
             found.append([logprobs_T, entropy_T, *grads])

@@ -7,24 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 import varlen_cpu  # noqa: F401  registers the kernel of packed attention
 from plain_script import Weights
-from ranks import (
-    FRESH,
-    MIXED,
-    Data,
-    LocalRank,
-    Ranks,
-    are_equal,
-    momentum,
-    ranks,
-    relative_error,
-    resumed,
-    with_reward,
-    with_train,
-)
+from ranks import FRESH, MIXED, Data, LocalRank, are_equal, momentum, relative_error, with_train
 from test_trainer import in_bfloat16
 
 from minirl import recipe
@@ -32,7 +20,10 @@ from minirl.errors import RecipeError
 from minirl.messages import Score, Train, Trained
 from minirl.resume import check_changes
 from minirl.train import attention, optimizer, policy
-from minirl.train.checkpoint import read_whole, shares
+from minirl.train.attention import boundaries
+from minirl.train.checkpoint import read_whole
+from minirl.train.optimizer import shares
+from minirl.train.policy import load_policy
 
 PPO = {"estimator": "gae", "critic_lr": 1e-3, "loss_norm": "sequence"}
 KL = {"kl_coef": 0.1}
@@ -80,7 +71,9 @@ def test_slices_train_as_whole_tensors(
 def test_in_bfloat16_slices_are_float32_and_products_are_not(
     data: Data, tied_folder: Path, one_sharded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on CUDA. What flows from layer to layer is float32."""
+    """As on CUDA. What flows from layer to layer is float32. It learns as in float32."""
+    exact = LocalRank(tied_folder, with_train(), data.ring)
+    assert exact.train(data.of(FRESH))["train/logprob_gap"] < 1e-5
     monkeypatch.setattr(policy, "AUTOCAST_ON", {"cpu"})
     monkeypatch.setattr(attention, "VARLEN_ON", {"cpu"})
     found, seen = [], set()
@@ -92,22 +85,49 @@ def test_in_bfloat16_slices_are_float32_and_products_are_not(
         assert {w.dtype for w in rank.trainer.learner.slices.values()} == {torch.float32}
         assert 1e-3 < rank.train(data.of(FRESH))["train/logprob_gap"] < 0.1
         found.append(rank.trainer.learner.state_by_name())
+        if shard == "none":
+            assert 1e-4 < relative_error(exact.momentum(), rank.momentum()) < 0.1
     assert seen == {torch.float32, torch.bfloat16, "flows torch.float32"}
     assert relative_error(*found) < 0.02  # norms are rounded too
 
 
-@pytest.mark.parametrize(("num_ranks", "options"), [(2, {}), (3, {**LORA, **PPO, **KL})])
+def test_under_ddp_gradients_are_its_buckets_from_the_start(
+    data: Data, tied_folder: Path, one_sharded: None
+) -> None:
+    """Else there would be a second copy of them, also in a micro-batch that does not sync."""
+    setup = ranks.setup_of(tied_folder, ranks.CONFIG, data.ring, num_ranks=2)
+    replica = optimizer.Replica(load_policy(str(tied_folder)), setup, 1e-3)
+    parameters = list(replica.module.parameters())
+    before = [parameter.grad.data_ptr() for parameter in parameters]
+    for is_last in (False, True, False, True):
+        with replica.syncing(is_last):
+            replica.parallel(torch.arange(9), boundaries([5, 4]))[0].sum().backward()
+        assert [parameter.grad.data_ptr() for parameter in parameters] == before
+        assert any(parameter.grad.any() for parameter in parameters)
+        replica.zero_grad()
+        assert not any(parameter.grad.any() for parameter in parameters)
+    assert len({p.grad.untyped_storage().data_ptr() for p in parameters}) < len(parameters)
+
+
+ALL = {**LORA, **PPO, **KL}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [(2, {"shard": "full"}), (3, {"shard": "full", **ALL}), (2, {"num_minibatches": 2, **ALL})],
+    ids=["sliced", "sliced with all", "whole with all"],
+)
 def test_several_ranks_give_the_update_of_one(
     num_ranks: int, options: dict[str, Any], data: Data, tied_folder: Path, tmp_path: Path
 ) -> None:
-    """Which is DDP's (test_trainer.py); also where an update is left out, and answers are scored
-    by rank 0 while all of them train."""
-    folder, config = tmp_path / "checkpoints" / "step-000001", with_train(shard="full", **options)
-    alone = LocalRank(tied_folder, with_train(**options), data.ring)
+    """With all that ranks must tell each other: values, adapters, what blew up; and where answers
+    are scored by rank 0 while all of them train."""
+    folder, config = tmp_path / "checkpoints" / "step-000001", with_train(**options)
+    alone = LocalRank(tied_folder, with_train(**{**options, "shard": "none"}), data.ring)
     before, expected = alone.weights(), train_twice(alone, data)
-    with ranks(tmp_path, tied_folder, config, data.ring, num_ranks) as some:
+    with ranks.ranks(tmp_path, tied_folder, config, data.ring, num_ranks) as some:
         assert are_equal(some.weights(), before)
-        skipped = some.train(with_reward(data.of(FRESH), 0, float("inf")))
+        skipped = some.train(ranks.with_reward(data.of(FRESH), 0, float("inf")))
         assert skipped["train/skipped_updates"] > 0 and are_equal(some.weights(), before)
         found = [train_and_score(some, data), some.train(data.of(MIXED, 2))]
         some.save(folder)
@@ -117,7 +137,7 @@ def test_several_ranks_give_the_update_of_one(
     assert relative_error(weights, alone.weights()) < 1e-6
 
 
-def train_and_score(some: Ranks, data: Data) -> dict[str, float | None]:
+def train_and_score(some: ranks.Ranks, data: Data) -> dict[str, float | None]:
     """The answers to score are there before the other ranks begin the step."""
     batch = data.of(FRESH)
     cells = tuple((t.cell, g.id) for g in batch.groups[:2] for t in g.trajectories)
@@ -129,8 +149,7 @@ def train_and_score(some: Ranks, data: Data) -> dict[str, float | None]:
 
 
 def saved(folder: Path, name: str) -> Weights:
-    found = shares([*(folder / "trainer").glob(f"{name}-*.safetensors")])
-    return {name: read() for name, read in found.items()}
+    return {key: read() for key, read in shares(folder / "trainer", name).items()}
 
 
 @pytest.mark.slow
@@ -140,15 +159,15 @@ def test_any_number_of_ranks_resumes_from_slices(
     config = in_bfloat16(with_train(shard="full", lr=1e-4, **PPO))
     folder, *others = (tmp_path / str(i) / "checkpoints" / "step-000001" for i in range(4))
     second = data.of(MIXED, 2)
-    with ranks(tmp_path / "0", tied_folder, config, data.ring, 2) as two:
+    with ranks.ranks(tmp_path / "0", tied_folder, config, data.ring, 2) as two:
         two.train(data.of(FRESH))
         two.save(folder)
         two.train(second)
         two.save(others[0])
     read_whole(folder)
-    again = resumed(folder, second.version)
+    again = ranks.resumed(folder, second.version)
     for num, other in zip((2, 3), others[1:], strict=True):
-        with ranks(tmp_path / str(num), tied_folder, config, data.ring, num, **again) as some:
+        with ranks.ranks(tmp_path / str(num), tied_folder, config, data.ring, num, **again) as some:
             some.train(second)
             some.save(other)
         for name in ("master", "critic", "optimizer", "critic_optimizer"):
@@ -191,7 +210,7 @@ def test_an_8bit_state_takes_a_quarter_and_resumes_to_the_bit(
     for rank in (plain, small):
         rank.train(data.of(FRESH))
     folder = small.save(tmp_path / "run" / "checkpoints" / "step-000001")
-    other = LocalRank(tied_folder, config, data.ring, **resumed(folder, second.version))
+    other = LocalRank(tied_folder, config, data.ring, **ranks.resumed(folder, second.version))
     for rank in (plain, small, other):
         rank.train(second)
     states = [rank.trainer.learner.state_by_name() for rank in (small, plain)]

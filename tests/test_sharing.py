@@ -1,6 +1,7 @@
 """Each prompt is trained once: loss and gradients are those of packed trajectories, for whatever is
 trained and however it is split; groups are cut where they must be."""
 
+from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch._dynamo as dynamo
 import varlen_cpu  # noqa: F401  registers the kernel of packed attention
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import FIRST_VERSION, LocalRank, ranks, relative_error, with_train
+from ranks import FIRST_VERSION, LocalRank, are_equal, ranks, relative_error, with_train
 from torch import Tensor, nn
 
 from minirl.config import ALGORITHMS, Config
@@ -91,32 +92,43 @@ def num_shared(rank: LocalRank) -> int:
     return sum(micro.shared is not None for part in parts for micro in part.micro_batches)
 
 
+NAMES = ("loss", "grad_norm", "value_loss", "kl", "entropy", "clip_frac", "behav_ratio_mean")
+COMPARED = {f"train/{name}" for name in NAMES}
+
+
 def algorithm(name: str, **values: Any) -> Config:
     parts = {key.removeprefix("train."): value for key, value in ALGORITHMS[name].items()}
     return with_train(**{**parts, "kl_coef": 0.05, **values})
 
 
+LORA = {"lora_rank": 4, "gradient_checkpointing": True}
 CONFIGS = {
-    **{name: algorithm(name, max_tokens=160) for name in ALGORITHMS},
-    "lora": algorithm("grpo", lora_rank=4, gradient_checkpointing=True),
+    **{name: algorithm(name, num_minibatches=2, critic_lr=1e-3) for name in ALGORITHMS},
+    "lora": algorithm("grpo", num_minibatches=2, **LORA),
 }
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_step_is_that_of_packed_trajectories(
+def test_a_step_is_that_of_packed_trajectories_in_any_split(
     name: str, batch: tuple[TrajectoryRing, Batch], tied_folder: Path, monkeypatch: Any
 ) -> None:
-    found = []
-    for least in (1.15, float("inf")):
+    found, config = [], CONFIGS[name]
+    for least, max_tokens in ((1.15, 160), (float("inf"), 160), (float("inf"), 4096)):
         monkeypatch.setattr(packing, "MIN_SAVING", least)
-        rank = LocalRank(tied_folder, CONFIGS[name], batch[0])
-        values = rank.train(batch[1])
-        parameters = chain(*(replica.module.parameters() for replica in rank.trainer.replicas))
-        found.append((num_shared(rank), values, [p.grad for p in parameters if p.requires_grad]))
-    (some, ours, our_grads), (none, theirs, their_grads) = found
-    assert some and not none and gap(our_grads, their_grads) < 1e-5
-    for key in ("train/loss", "train/grad_norm", "train/kl", "train/entropy"):
-        assert ours[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-7), key
+        split = replace(config, train=replace(config.train, max_tokens=max_tokens))
+        rank = LocalRank(tied_folder, split, batch[0])
+        before, values = rank.weights(), rank.train(batch[1])
+        assert values["train/skipped_updates"] == 0 and not are_equal(rank.weights(), before)
+        assert values["train/grad_norm"] > 0 and values["train/kl"] > 0
+        states = [replica.state_by_name() for replica in rank.trainer.replicas]
+        momenta = [state[key] for state in states for key in state if key.endswith("/exp_avg")]
+        found.append((num_shared(rank), values, momenta))
+    (some, ours, momenta), *others = found
+    assert some and ("train/value_loss" in ours) == (name == "ppo")
+    for none, theirs, their_momenta in others:
+        assert not none and gap(momenta, their_momenta) < 1e-5
+        for key in COMPARED & {*ours}:
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-7), key
 
 
 def test_two_ranks_make_the_step_of_one_whose_first_ratio_is_1_to_the_bit(
@@ -146,12 +158,14 @@ def test_a_model_whose_layers_look_at_the_token_before_is_never_shared(tied_fold
 
 
 def test_bfloat16_is_as_near_and_one_graph_serves_all(tied_folder: Path, monkeypatch: Any) -> None:
-    """The branch that CUDA takes."""
-    model, tokens_T = load_policy(str(tied_folder), "bfloat16"), random_tokens()
+    """The branch that CUDA takes, packed and shared: one graph each, without a break."""
+    model, all_T = load_policy(str(tied_folder), "bfloat16"), random_tokens()
 
-    def run(units: list[Unit]) -> list[Tensor]:
-        bounds, once = boundaries(LENGTHS), share(units, "cpu")
-        return gradients(model, model(tokens_T, *bounds, shared=once)[0])
+    def run(units: list[Unit], num: int = len(LENGTHS)) -> list[Tensor]:
+        bounds, once = boundaries(LENGTHS[:num]), share(units, "cpu")
+        found = gradients(model, model(all_T[: sum(LENGTHS[:num])], bounds, shared=once)[0])
+        assert {tensor.dtype for tensor in found} == {torch.float32}
+        return found
 
     exact = run([])
     monkeypatch.setattr(attention, "VARLEN_ON", {"cpu"})
@@ -163,8 +177,10 @@ def test_bfloat16_is_as_near_and_one_graph_serves_all(tied_folder: Path, monkeyp
     model.model.base_model.compile(dynamic=True, backend="aot_eager")
     for units in (UNITS, [*chain(*(unit.apart for unit in UNITS[:2])), UNITS[2]]):
         assert gap(run(units), exact) < most
+    assert gap(run([]), exact) < most
+    run([], num=3)
     assert not dynamo.utils.counters["graph_break"]
-    assert dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 @given(

@@ -94,7 +94,7 @@ def training(kind: str, config: Config) -> Figures:
     tokens_T = torch.randint(0, 100, (sum(lengths),), device=kind)
 
     def step() -> None:
-        trainer.policy(tokens_T, *packed.boundaries(lengths, kind))[0].sum().backward()
+        trainer.policy(tokens_T, packed.boundaries(lengths, kind))[0].sum().backward()
         trainer.learner.optimizer.step()
 
     speed = len(tokens_T) / seconds(kind, step)
@@ -189,7 +189,7 @@ def gap(trainer: Trainer, answer: AnswerOf) -> float:
     """Mean |engine - trainer| of an answer's logprobs."""
     tokens = [*trainer.canary_tokens, *answer[0]]
     bounds = packed.boundaries([len(tokens)], trainer.device)
-    logprobs_T, _ = trainer.policy(torch.tensor(tokens, device=trainer.device), *bounds)
+    logprobs_T, _ = trainer.policy(torch.tensor(tokens, device=trainer.device), bounds)
     own = logprobs_T[-len(answer[0]) :].float().cpu()
     return (own - torch.tensor(answer[1])).abs().mean().item()
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from pydantic import TypeAdapter
+from safetensors import safe_open
+from safetensors.numpy import save_file as save_arrays
 
 from minirl import model
 from minirl.config import Config
@@ -53,16 +55,7 @@ class SavedBatch:
 HEADER = TypeAdapter(SavedBatch)
 
 
-def write(path: Path, saved: SavedBatch) -> None:
-    from safetensors.numpy import save_file
-
-    about = HEADER.dump_python(saved, mode="json", exclude={"columns"})
-    save_file(saved.columns, path, {"batch": json.dumps(about)})
-
-
 def read(path: Path) -> SavedBatch:
-    from safetensors import safe_open
-
     with checkpoint.as_one_line(path, "cannot be computed again"):
         with safe_open(path, framework="np") as file:
             saved = HEADER.validate_json((file.metadata() or {})["batch"])
@@ -113,7 +106,9 @@ class BatchSaver:
                 save_file(found, weights / "model.safetensors", {"format": "pt"})
                 shutil.copy2(self.source / "config.json", weights)
                 checkpoint.copy_tokenizer(self.source, weights)
-                write(aside / FILE, self.take(batch, why))
+                saved = self.take(batch, why)
+                about = HEADER.dump_python(saved, mode="json", exclude={"columns"})
+                save_arrays(saved.columns, aside / FILE, {"batch": json.dumps(about)})
         except Exception as error:  # safetensors has its own kind for a full disk
             return f"; its batch could not be saved: {one_line(str(error))}"
         return f"; look at its batch with: minirl replay {folder}"

@@ -10,9 +10,8 @@ where a micro-batch's tokens are in it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,20 +21,19 @@ from torch import Tensor
 from minirl.messages import RankSetup
 from minirl.records import Batch
 from minirl.shm.ring import TrajectoryRing, TrajectoryView
-from minirl.train import attention
+from minirl.train.attention import Boundaries, boundaries
 from minirl.train.packing import Unit, split_units
 from minirl.train.sharing import Shared, share
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """One trajectory of the batch, in place, with what the step needs to know of it."""
 
     view: TrajectoryView
     reward: float
     start: int  # of its tokens in a column of the whole batch
     written: NDArray[np.bool_]  # by the model
-    staleness: NDArray[np.int32]  # 0 where the model did not write
+    staleness: NDArray[np.int32]  # -1 where the model did not write
     trainable: NDArray[np.bool_]  # written by the model, and not too stale
 
     @property
@@ -51,54 +49,34 @@ class Item:
     def place(self) -> slice:
         return slice(self.start, self.start + self.length)
 
-    @property
-    def at_equal_version(self) -> NDArray[np.bool_]:
-        """Written by the very version that the step starts from."""
-        return self.written & (self.staleness == 0)
 
-
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """`None`: not known yet, or not needed by the recipe."""
 
     tokens_T: Tensor
-    positions_T: Tensor
-    cu_seqlens_S1: Tensor
-    max_seqlen: int
+    bounds: Boundaries
     index_T: Tensor
     sequence_T: Tensor
     behav_T: Tensor
     staleness_T: Tensor
     trainable_T: Tensor
-    at_equal_version_T: Tensor
-    is_dummy: bool = False
     shared: Shared | None = None
     prox_T: Tensor | None = None
     ref_T: Tensor | None = None
     advantages_T: Tensor | None = None
     weights_T: Tensor | None = None
-    values_T: Tensor | None = None
     returns_T: Tensor | None = None
-
-    @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Of a policy or a critic."""
-        return self.tokens_T, self.positions_T, self.cu_seqlens_S1, self.max_seqlen
 
     @property
     def lengths(self) -> tuple[list[int], list[int]]:
         """Of what attention computes: queries, and the keys that they see."""
-        at = (self.shared.segments, self.shared.keys) if self.shared else (self, self)
-        return at[0].cu_seqlens_S1.diff().tolist(), at[1].cu_seqlens_S1.diff().tolist()
+        queries, keys = self.shared[2:] if self.shared else (self.bounds, self.bounds)
+        return queries.cu_seqlens_S1.diff().tolist(), keys.cu_seqlens_S1.diff().tolist()
 
     @property
     def needed_T(self) -> Tensor:
         """Tokens whose logprob is of use: those that train, and those that can be compared."""
-        return self.trainable_T | self.at_equal_version_T
-
-    def with_columns(self, columns_A: dict[str, Any]) -> "MicroBatch":
-        """With its own part of columns of the whole batch."""
-        return replace(self, **{name: column[self.index_T] for name, column in columns_A.items()})
+        return self.trainable_T | (self.staleness_T == 0)
 
 
 def items_of(batch: Batch, ring: TrajectoryRing, max_staleness: int) -> list[list[Item]]:
@@ -111,7 +89,7 @@ def items_of(batch: Batch, ring: TrajectoryRing, max_staleness: int) -> list[lis
             item = item_of(view, batch.version, max_staleness)
             trainable = item.trainable & (place not in group.masked)
             reward = group.rewards[place]
-            items.append(replace(item, reward=reward, start=start, trainable=trainable))
+            items.append(item._replace(reward=reward, start=start, trainable=trainable))
             start += len(view.tokens)
         groups.append(items)
     return groups
@@ -120,19 +98,12 @@ def items_of(batch: Batch, ring: TrajectoryRing, max_staleness: int) -> list[lis
 def item_of(view: TrajectoryView, version: int, max_staleness: int = 0) -> Item:
     """Alone, for a step that starts from `version`."""
     written = view.mask == 1
-    staleness = np.where(written, version - view.versions, 0).astype(np.int32)
+    staleness = np.where(written, version - view.versions, -1).astype(np.int32)
     return Item(view, 0.0, 0, written, staleness, written & (staleness <= max_staleness))
 
 
 def num_trainable(items: Sequence[Item]) -> int:
     return sum(int(item.trainable.sum()) for item in items)
-
-
-def minibatches(groups: list[list[Item]], count: int) -> list[list[Item]]:
-    """The batch in `count` parts of equally many whole groups."""
-    size = len(groups) // count
-    parts = [groups[i * size : (i + 1) * size] for i in range(count)]
-    return [[item for group in part for item in group] for part in parts]
 
 
 def loss_weights(counts: Sequence[int], kind: str, max_new_tokens: int) -> list[float]:
@@ -173,8 +144,7 @@ def by_prompt(items: Sequence[Item]) -> list[Unit]:
 
 def pack(items: Sequence[Item], device: str, units: Sequence[Unit] = ()) -> MicroBatch:
     """Without padding. No items: a dummy of one token that trains nothing, which DDP needs."""
-    if not items:
-        return replace(pack([example_item([0], [])], device), is_dummy=True)
+    items = items or [example_item([0], [])]
     lengths = [item.length for item in items]
 
     def column(arrays: list[NDArray], dtype: torch.dtype) -> Tensor:
@@ -182,13 +152,12 @@ def pack(items: Sequence[Item], device: str, units: Sequence[Unit] = ()) -> Micr
 
     return MicroBatch(
         column([item.view.tokens for item in items], torch.int64),
-        *attention.boundaries(lengths, device),
+        boundaries(lengths, device),
         index_T=column([np.arange(i.start, i.start + i.length) for i in items], torch.int64),
         sequence_T=column([np.repeat(np.arange(len(items)), lengths)], torch.int64),
         behav_T=column([item.view.logprobs for item in items], torch.float32),
         staleness_T=column([item.staleness for item in items], torch.float32),
         trainable_T=column([item.trainable for item in items], torch.bool),
-        at_equal_version_T=column([item.at_equal_version for item in items], torch.bool),
         shared=share(units, device),
     )
 

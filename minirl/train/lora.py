@@ -2,7 +2,7 @@
 
 peft puts the layers in; only this file knows it. What leaves the trainer is always the merged
 model: engines and checkpoints know nothing of adapters. A checkpoint has the adapter beside it, in
-peft's format; a resumed run loads the model that it began with, and then that adapter.
+peft's format; a resumed run loads the model that it began with, and the adapter's masters.
 """
 
 from collections.abc import Callable
@@ -11,38 +11,25 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
-
-from minirl.errors import MinirlError
-from minirl.train.slices import own_slice, slice_for, whole
+from torch.distributed.tensor import DTensor
 
 NAME = "default"  # peft's name of an adapter
 INSIDE = ".base_layer."  # where peft moves a layer's own weights
-FILE = "adapter_model.safetensors"
+ADAPTER = ".lora_"  # in the names of its weights
 
 
 def add_adapters(model: nn.Module, rank: int, dtype: torch.dtype) -> None:
     """In place. B starts at 0: the first forward is the model's own. Matrices that rest are kept in
     `dtype`, which products are computed in anyway; adapters are float32."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        remedy = 'pip install "minirl[lora]"'
-        raise MinirlError(f"train.lora_rank = {rank} needs peft ({error}): {remedy}") from None
+    from peft import LoraConfig, inject_adapter_in_model
+
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
     inject_adapter_in_model(config, model)
     for name, parameter in model.named_parameters():
-        if parameter.ndim >= 2 and not is_adapters(name):
+        if parameter.ndim >= 2 and ADAPTER not in name:
             parameter.data = parameter.data.to(dtype)
-
-
-def is_adapters(name: str) -> bool:
-    return ".lora_" in name
-
-
-def is_adapted(model: nn.Module) -> bool:
-    return bool(_adapters(model))
 
 
 def merged(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
@@ -53,7 +40,7 @@ def merged(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
     return {
         name.replace(INSIDE, "."): partial(_merge, parameter.detach(), adapted.get(name))
         for name, parameter in model.named_parameters()
-        if not is_adapters(name)
+        if ADAPTER not in name
     }
 
 
@@ -63,29 +50,24 @@ def _merge(tensor: Tensor, layer: Any) -> Tensor:
     return whole(tensor if layer is None else tensor.float() + layer.get_delta_weight(NAME))
 
 
-def _adapters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By their names in an adapter's file."""
-    found = {name: p for name, p in model.named_parameters() if is_adapters(name)}
-    return {f"base_model.model.{n.replace(f'.{NAME}.', '.')}": p for n, p in found.items()}
+def whole(tensor: Tensor) -> Tensor:
+    """Of slices (FSDP2), gathered: a collective. Else the tensor itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def adapter(model: nn.Module) -> dict[str, Tensor]:
-    """Whole, by its file's names."""
-    found = _adapters(model).items()
-    return {name: whole(p.detach()).cpu().contiguous() for name, p in found}
+    """Whole, by the names that peft's file has."""
+    return {
+        f"base_model.model.{name.replace(f'.{NAME}.', '.')}": whole(p.detach()).cpu().contiguous()
+        for name, p in model.named_parameters()
+        if ADAPTER in name
+    }
 
 
 def save_adapter(model: nn.Module, tensors: dict[str, Tensor], folder: Path, base: str) -> None:
     """As peft's `PeftModel.from_pretrained` reads it."""
     folder.mkdir(parents=True)
-    save_file(tensors, folder / FILE)
+    save_file(tensors, folder / "adapter_model.safetensors")
     config: Any = cast(Any, model).peft_config[NAME]
     config.base_model_name_or_path, config.task_type = base, "CAUSAL_LM"
     config.save_pretrained(folder)
-
-
-@torch.no_grad()
-def load_adapter(model: nn.Module, folder: Path) -> None:
-    found = load_file(folder / FILE)
-    for name, parameter in _adapters(model).items():
-        own_slice(parameter).copy_(slice_for(parameter, found[name]))

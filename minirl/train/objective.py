@@ -147,7 +147,7 @@ def loglinear_prox(
 
 
 def loss_of(name: str, tokens: Tokens, train: TrainConfig) -> tuple[Tensor, Sums]:
-    """Minus the objective of this name, summed over tokens, and sums of metrics."""
+    """Minus the objective of this name, and metrics: sums over tokens, all of them."""
     terms = (OBJECTIVES.get(name) or load_function("train.objective", name))(tokens, train)
     mask_T, objective_T = tokens.mask_T, terms.objective_T
     if objective_T.shape != mask_T.shape:
@@ -168,9 +168,9 @@ def loss_of(name: str, tokens: Tokens, train: TrainConfig) -> tuple[Tensor, Sums
         objective_T = objective_T * tokens.weights_T
     return -objective_T.sum(), {
         "tokens": mask_T.sum(),
-        "clipped": (clipped_T & kept_T).sum(),
-        "capped": (mask_T & ~kept_T).sum(),
-        "behav_ratio": torch.where(mask_T, ratio_T, 0.0).sum(),  # capped tokens included
+        "clip_frac": (clipped_T & kept_T).sum(),
+        "capped_frac": (mask_T & ~kept_T).sum(),
+        "behav_ratio_mean": torch.where(mask_T, ratio_T, 0.0).sum(),  # capped tokens included
         **kl,
     }
 
@@ -178,7 +178,7 @@ def loss_of(name: str, tokens: Tokens, train: TrainConfig) -> tuple[Tensor, Sums
 def value_loss(critic: nn.Module, micro: MicroBatch) -> Tensor:
     """Half the squared error, summed over the tokens that train."""
     assert micro.returns_T is not None
-    errors_T = critic(*micro.inputs, shared=micro.shared) - micro.returns_T
+    errors_T = critic(micro.tokens_T, micro.bounds, shared=micro.shared) - micro.returns_T
     return torch.where(micro.trainable_T, errors_T, 0.0).square().sum() / 2
 
 
@@ -187,23 +187,15 @@ def micro_loss(
 ) -> tuple[Tensor, Tensor, Sums]:
     """The loss, summed over tokens, log π_θ, detached, and sums of metrics. `progress` is the share
     of the step's minibatches that were trained before this one."""
-    temperature = config.rollout.temperature
-    logprobs_T, entropy_T = policy(*micro.inputs, temperature, micro.needed_T, micro.shared)
+    how = config.rollout.temperature, micro.needed_T, micro.shared
+    logprobs_T, entropy_T = policy(micro.tokens_T, micro.bounds, *how)
     prox_T = logprobs_T.detach() if micro.prox_T is None else micro.prox_T
     if micro.prox_T is None and config.train.proximal == "loglinear":
         prox_T = loglinear_prox(logprobs_T, micro.behav_T, micro.staleness_T, progress)
     assert micro.advantages_T is not None
-    tokens = Tokens(
-        logprobs_T,
-        prox_T,
-        micro.behav_T,
-        micro.advantages_T,
-        micro.trainable_T,
-        micro.sequence_T,
-        len(micro.cu_seqlens_S1) - 1,
-        micro.weights_T,
-        micro.ref_T,
-    )
+    num_sequences = len(micro.bounds.cu_seqlens_S1) - 1
+    given = micro.behav_T, micro.advantages_T, micro.trainable_T, micro.sequence_T, num_sequences
+    tokens = Tokens(logprobs_T, prox_T, *given, micro.weights_T, micro.ref_T)
     loss, sums = loss_of(config.train.objective, tokens, config.train)
     is_comparable = progress == 0 or micro.prox_T is not None  # else the weights have moved on
     sums |= gaps(micro, prox_T, is_comparable)
@@ -213,6 +205,6 @@ def micro_loss(
 
 def gaps(micro: MicroBatch, logprobs_T: Tensor, is_comparable: bool = True) -> Sums:
     """|the engine's logprob - the trainer's|, under the version that the step starts from."""
-    at_T = micro.at_equal_version_T & is_comparable
+    at_T = (micro.staleness_T == 0) & is_comparable
     gap_T = torch.where(at_T, (logprobs_T - micro.behav_T).abs(), 0.0)
     return {"gap": gap_T.sum(), "compared": at_T.sum()}

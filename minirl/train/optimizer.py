@@ -6,45 +6,42 @@ them. With "full" a rank has a slice of every parameter, of its gradient and its
 forward is then a collective. Leaves out: tensor parallelism, offloading.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import cos, pi
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from minirl.config import TrainConfig
 from minirl.messages import RankSetup
 from minirl.train import attention, policy
-from minirl.train.slices import own_slice, slice_for
 
 
 def build_optimizer(
-    module: nn.Module, lr: float, weight_decay: float, kind: str = "adamw"
-) -> optim.Optimizer:
-    trained = [p for p in module.parameters() if p.requires_grad]
-    return optimizer_of(trained, lr, weight_decay, kind)
-
-
-def optimizer_of(
-    trained: Sequence[Tensor], lr: float, weight_decay: float, kind: str, is_zero: bool = False
+    parameters: Iterable[Tensor], lr: float, train: TrainConfig, is_zero: bool = False
 ) -> optim.Optimizer:
     """AdamW; norms and biases (fewer than two axes) are not decayed."""
+    trained = [p for p in parameters if p.requires_grad]
     matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
-    decays = ((matrices, weight_decay), (vectors, 0.0))
+    decays = ((matrices, train.weight_decay), (vectors, 0.0))
     groups = [{"params": own, "weight_decay": decay} for own, decay in decays if own]
     options: dict[str, Any] = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8}
-    cls: Any = optim.AdamW
-    if kind == "adamw8bit":
-        import bitsandbytes
-
-        cls = bitsandbytes.optim.AdamW8bit
+    if train.optimizer == "adamw8bit":
+        from bitsandbytes.optim import AdamW8bit as cls
     else:  # Fused, also on CPU: 27 ms against 96 ms (20 M weights).
-        options["fused"] = True
+        cls, options["fused"] = optim.AdamW, True
     if is_zero:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -52,27 +49,21 @@ def optimizer_of(
     return cls(groups, **options)
 
 
-def learning_rate(
-    step: int, base: float, warmup_steps: int, schedule: str = "constant", num_steps: int = 1
-) -> float:
+def learning_rate(step: int, base: float, train: TrainConfig) -> float:
     """Of step 0, 1, …: rises in equal parts over `warmup_steps` to `base`, and stays there
-    ("constant") or falls so that it would be 0 at `num_steps` ("linear", "cosine")."""
-    if step < warmup_steps:
-        return base * ((step + 1) / (warmup_steps + 1))
-    done = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
+    ("constant") or falls so that it would be 0 at `steps` ("linear", "cosine")."""
+    if step < train.warmup_steps:
+        return base * ((step + 1) / (train.warmup_steps + 1))
+    done = min(1.0, (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps))
     scale = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + cos(pi * done)) / 2}
-    return base * scale[schedule]
+    return base * scale[train.schedule]
 
 
 def join_ranks(setup: RankSetup) -> None:
     """The process group of DDP, where there are several ranks."""
     if setup.num_ranks > 1:
-        dist.init_process_group(
-            setup.placement.process_group_backend,
-            init_method=f"file://{setup.rendezvous}",
-            rank=setup.rank,
-            world_size=setup.num_ranks,
-        )
+        backend, where = setup.placement.process_group_backend, f"file://{setup.rendezvous}"
+        dist.init_process_group(backend, where, rank=setup.rank, world_size=setup.num_ranks)
 
 
 def over_ranks(value: Tensor) -> Tensor:
@@ -80,6 +71,20 @@ def over_ranks(value: Tensor) -> Tensor:
     if dist.is_initialized():
         dist.all_reduce(value)
     return value
+
+
+def own_slice(tensor: Tensor) -> Tensor:
+    """What this rank holds, without a copy: all of it, or under FSDP2 a slice."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def slice_for(parameter: Tensor, given: Tensor) -> Tensor:
+    """The part of a whole tensor that belongs to this rank's slice of a parameter."""
+    given = given.to(parameter.device)
+    if not isinstance(parameter, DTensor) or not given.ndim:
+        return given
+    mesh, how = parameter.device_mesh, parameter.placements
+    return distribute_tensor(given, mesh, how, src_data_rank=None).to_local()
 
 
 def is_fully_sharded(setup: RankSetup) -> bool:
@@ -117,13 +122,17 @@ class Replica:
         self.num_shares = setup.num_ranks if self.config.shard != "none" else 1
         self.module = self.parallel = placed(module, setup)
         self.named: Any = getattr(module, "model", module)  # whose names a checkpoint has
+        is_critic, is_exact = self.named is module, module.dtype == torch.float32
+        self.files = ("critic_optimizer", "critic") if is_critic else ("optimizer", "master")
+        # The model's own file does not hold its weights as they are.
+        self.has_masters = is_critic or not is_exact or self.config.lora_rank > 0
         trained = {n: p for n, p in self.named.named_parameters() if p.requires_grad}
         if self.is_sharded:
             parts = {n: own_slice(p.detach()) for n, p in trained.items()}
             trained = {n: nn.Parameter(part) for n, part in parts.items() if part.numel()}
-        self._slices, kind, decay = trained, self.config.optimizer, self.config.weight_decay
-        self.is_8bit, is_zero = kind == "adamw8bit", self.num_shares > 1 and not self.is_sharded
-        self.optimizer = optimizer_of([*trained.values()], lr, decay, kind, is_zero)
+        self._slices, self.is_8bit = trained, self.config.optimizer == "adamw8bit"
+        is_zero = self.num_shares > 1 and not self.is_sharded
+        self.optimizer = build_optimizer(trained.values(), lr, self.config, is_zero)
         self._local: Any = getattr(self.optimizer, "optim", self.optimizer)  # of its own share
         if setup.num_ranks > 1 and not self.is_sharded:
             ids = [0] if setup.placement.kind == "cuda" else None
@@ -133,7 +142,7 @@ class Replica:
             device = setup.placement.torch_device
             tokens_T, bounds = torch.arange(2, device=device), attention.boundaries([2], device)
             for _ in range(2):
-                out = self.parallel(tokens_T, *bounds)
+                out = self.parallel(tokens_T, bounds)
                 (out[0] if isinstance(out, tuple) else out).sum().backward()
 
     def zero_grad(self) -> None:
@@ -142,14 +151,10 @@ class Replica:
 
     def begin_step(self, step: int) -> float:
         """Sets the learning rate of step 0, 1, … and gives it."""
-        config = self.config
-        lr = learning_rate(step, self.lr, config.warmup_steps, config.schedule, config.steps)
-        self.set_learning_rate(lr)
-        return lr
-
-    def set_learning_rate(self, lr: float) -> None:
+        lr = learning_rate(step, self.lr, self.config)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        return lr
 
     def syncing(self, is_last: bool) -> AbstractContextManager[None]:
         if is_last or self.parallel is self.module:
@@ -185,14 +190,9 @@ class Replica:
 
     @property
     def slices(self) -> dict[str, Tensor]:
-        """This rank's part of every weight, by name."""
-        return {name: own_slice(p.detach()) for name, p in self.named.named_parameters()}
-
-    @torch.no_grad()
-    def load_weights(self, found: Mapping[str, Callable[[], Tensor]]) -> None:
-        """Each rank is given all of it and keeps what is its own; so below."""
-        for name, p in self.named.named_parameters():
-            own_slice(p).copy_(slice_for(p, found[name]()))
+        """This rank's part of every weight that is trained, by name."""
+        named = self.named.named_parameters()
+        return {name: own_slice(p.detach()) for name, p in named if p.requires_grad}
 
     def state_by_name(self) -> dict[str, Tensor]:
         """Of a sharded optimizer: this rank's share. All 8-bit states share one table of values,
@@ -203,18 +203,57 @@ class Replica:
             for field, value in self._local.state.get(parameter, {}).items()
         }
 
-    def load_state(self, found: Mapping[str, Callable[[], Tensor]]) -> None:
-        """With `step`: a fused AdamW keeps it where the weights are, an 8-bit one as a number."""
+    def save(self, folder: Path) -> None:
+        """This rank's part of the optimizer's state, and of weights."""
+        if self.rank >= self.num_shares:
+            return
+        end = f"-{self.rank}-of-{self.num_shares}" if self.num_shares > 1 else ""
+        _write(folder, self.files[0] + end, self.state_by_name())
+        if self.has_masters and (self.is_sharded or self.rank == 0):
+            _write(folder, self.files[1] + (end if self.is_sharded else ""), self.slices)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Each rank is given all that was saved, and keeps what is its own."""
         named, owned = dict(self.named.named_parameters()), dict(self._owned())
-        for key, read in found.items():
+        weights = shares(folder, self.files[1])
+        for name, own in self.slices.items() if self.has_masters else ():
+            own.copy_(slice_for(named[name], weights[name]()))
+        # The blocks of an 8-bit state are those of a rank's own slices.
+        only = self.rank if self.is_8bit and self.is_sharded else None
+        for key, read in shares(folder, self.files[0], only).items():
             name, _, field = key.rpartition("/")
-            if (own := owned.get(name)) is not None:
+            if (part := owned.get(name)) is not None:
                 value = read() if self.is_8bit else slice_for(named[name], read())
+                # A fused AdamW keeps it where the weights are, an 8-bit one as a number.
                 is_number = self.is_8bit and field == "step"
-                self._local.state[own][field] = int(value) if is_number else value.to(own.device)
+                self._local.state[part][field] = int(value) if is_number else value.to(part.device)
 
     def _owned(self) -> list[tuple[str, Tensor]]:
         """Names and what the optimizer updates."""
         names = {id(own): name for name, own in self._slices.items()}
         groups = self._local.param_groups
         return [(names[id(p)], p) for group in groups for p in group["params"]]
+
+
+def _write(folder: Path, name: str, tensors: dict[str, Tensor]) -> None:
+    on_cpu = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    save_file(on_cpu, folder / f"{name}.safetensors")
+
+
+def shares(folder: Path, name: str, only: int | None = None) -> dict[str, Callable[[], Tensor]]:
+    """Tensors that ranks saved (or one of them), each read when it is asked for: whole, or the
+    slices of all ranks in order."""
+    found = folder.glob(f"{name}[-.]*")
+    paths = sorted(found, key=lambda path: int(f"{path.stem}-0".split("-")[1]))
+    files = defaultdict(list)
+    for path in paths if only is None else [paths[only]]:
+        file = safe_open(path, framework="pt")
+        for key in file.keys():  # noqa: SIM118
+            files[key].append(file)
+    return {key: partial(_joined, key, some) for key, some in files.items()}
+
+
+def _joined(key: str, files: list[Any]) -> Tensor:
+    first, *rest = [file.get_tensor(key) for file in files]
+    return torch.cat([first, *rest]) if rest and first.ndim else first

@@ -58,7 +58,8 @@ def split_units(groups: Sequence[Unit], num_ranks: int, max_tokens: int) -> list
     most = max((len(group.places) for group in groups), default=1) if num_ranks > 1 else 1
     nums = [*(2**n for n in range(most.bit_length())), most]
     choices = [[part for group in groups for part in cut(group, max_tokens, n)] for n in nums]
-    owned = min((balanced(units, num_ranks) for units in choices), key=heaviest)
+    shares = (balanced(units, num_ranks) for units in choices)
+    owned = min(shares, key=lambda split: max(sum(unit.cost for unit in own) for own in split))
 
     def packed(own: list[Unit], count: int) -> list[list[Unit]]:
         batches = micro_batches([unit.size for unit in own], max_tokens, count)
@@ -117,10 +118,6 @@ def balanced(units: Sequence[Unit], num_ranks: int) -> list[list[Unit]]:
         owned[rank].append(units[index])
         heapq.heappush(loads, (load + units[index].cost, rank))
     return owned
-
-
-def heaviest(owned: list[list[Unit]]) -> float:
-    return max(sum(unit.cost for unit in own) for own in owned)
 
 
 def cost(length: int) -> float:

@@ -12,6 +12,7 @@ V vocabulary, E width of the model, S1 sequences + 1, U tokens that the backbone
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,8 @@ from torch import Tensor, nn
 from minirl.config import Config
 from minirl.devices import hide_broken_torchvision
 from minirl.errors import MinirlError, RecipeError
-from minirl.train import attention, lora
+from minirl.train import attention, checkpoint, lora
+from minirl.train.attention import Boundaries, boundaries
 from minirl.train.packing import Unit
 from minirl.train.sharing import Shared, share
 
@@ -32,6 +34,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 CHUNK = 1024  # rows of logits in memory at once: 600 MB at a vocabulary of 150 k
 SEPARABLE = {"full_attention", "sliding_attention", "attention"}  # layers that can be packed
 AUTOCAST_ON = {"cuda"}  # on a CPU bfloat16 is slower than float32
+Gathered = tuple[dict[str, Tensor], dict[str, Tensor]]  # of the model, and of its adapters
 
 
 class Policy(nn.Module):
@@ -45,9 +48,7 @@ class Policy(nn.Module):
     def forward(
         self,
         tokens_T: Tensor,
-        positions_T: Tensor,
-        cu_seqlens_S1: Tensor,
-        max_seqlen: int,
+        bounds: Boundaries,
         temperature: float = 1.0,
         needed_T: Tensor | None = None,
         shared: Shared | None = None,
@@ -58,12 +59,9 @@ class Policy(nn.Module):
         the graph even when no token is needed: a dummy micro-batch gives zero gradients to DDP."""
         # transformers shares config objects between models: another may have switched ours.
         assert self.model.config._attn_implementation == attention.NAME
-        bounds = attention.Boundaries(positions_T, cu_seqlens_S1, max_seqlen)
-        hidden_UE, dtype = hidden_states(
-            self.model.base_model, self.dtype, tokens_T, bounds, shared
-        )
-        predicted_T = positions_T > 0 if needed_T is None else (positions_T > 0) & needed_T
-        at_N = predicted_T.nonzero()[:, 0]
+        backbone, predicted_T = self.model.base_model, bounds.positions_T > 0
+        hidden_UE, dtype = hidden_states(backbone, self.dtype, tokens_T, bounds, shared)
+        at_N = (predicted_T if needed_T is None else predicted_T & needed_T).nonzero()[:, 0]
         before_N = at_N - 1 if shared is None else shared.unique_T[at_N - 1]
         hidden_NE = hidden_UE.index_select(0, before_N)
         weight_VE = self.model.get_output_embeddings().weight
@@ -72,32 +70,51 @@ class Policy(nn.Module):
         zeros_T = logprobs_N.new_zeros(len(tokens_T))
         return zeros_T.index_put((at_N,), logprobs_N), zeros_T.index_put((at_N,), entropy_N)
 
+    def gather(self, must_keep: bool) -> Gathered:
+        """All weights, merged, and those of adapters: in the memory of the one rank that keeps
+        them. Where weights are sharded each is a collective: every rank calls this."""
+        kept = {}
+        for name, weight in lora.merged(self.model).items():
+            tensor = weight()
+            if must_keep:
+                kept[name] = tensor.to(self.dtype).cpu()
+        return kept, lora.adapter(self.model)
+
+    def save(self, folder: Path, gathered: Gathered, source: Path) -> None:
+        """Weights, config and, from the folder `source`, the tokenizer: what transformers and vLLM
+        load; with LoRA, the adapter."""
+        weights, adapter = gathered
+        self.model.config.dtype = self.dtype
+        self.model.save_pretrained(folder, state_dict=weights, max_shard_size="1TB")
+        checkpoint.copy_tokenizer(source, folder)
+        if adapter:
+            lora.save_adapter(self.model, adapter, folder / "adapter", str(source))
+
 
 class Critic(nn.Module):
     """What reward is still to come, at every token. The head starts at 0: the first step's
     advantages are then the rewards themselves."""
 
-    def __init__(self, backbone: PreTrainedModel, dtype: torch.dtype = torch.float32):
+    def __init__(self, policy: Policy):
         super().__init__()
-        self.backbone, self.dtype = backbone, dtype
-        self.head = nn.Linear(backbone.config.get_text_config().hidden_size, 1)
+        self.backbone, self.dtype = policy.model.base_model, policy.dtype
+        self.head = nn.Linear(policy.model.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, tokens_T: Tensor, *bounds: Any, shared: Shared | None = None) -> Tensor:
+    def forward(self, tokens_T: Tensor, bounds: Boundaries, shared: Shared | None = None) -> Tensor:
         """The value of the tokens before each token; 0 for the first of a sequence."""
-        at = attention.Boundaries(*bounds)
-        hidden_UE, _ = hidden_states(self.backbone, self.dtype, tokens_T, at, shared)
+        hidden_UE, _ = hidden_states(self.backbone, self.dtype, tokens_T, bounds, shared)
         values_U = self.head(hidden_UE.float())[:, 0]
         values_T = values_U if shared is None else values_U.index_select(0, shared.unique_T)
-        return torch.where(at.positions_T > 0, F.pad(values_T[:-1], (1, 0)), 0.0 * values_T)
+        return torch.where(bounds.positions_T > 0, F.pad(values_T[:-1], (1, 0)), 0.0 * values_T)
 
 
 def hidden_states(
     backbone: nn.Module,
     dtype: torch.dtype,
     tokens_T: Tensor,
-    bounds: attention.Boundaries,
+    bounds: Boundaries,
     shared: Shared | None,
 ) -> tuple[Tensor, torch.dtype]:
     """(hidden_UE, the dtype that products are computed in). Nothing is shared: U is T."""
@@ -125,7 +142,7 @@ def _logits(hidden_CE: Tensor, weight_VE: Tensor, temperature: float) -> Tensor:
 
 
 def _chunk_forward(
-    hidden_CE: Tensor, weight_VE: Tensor, targets_C1: Tensor, temperature: float
+    hidden_CE: Tensor, targets_C1: Tensor, weight_VE: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logprobs_C, entropy_C, the logits' log-sum-exp)."""
     logits_CV = _logits(hidden_CE, weight_VE, temperature)
@@ -164,13 +181,10 @@ class HeadLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor, head: Head
     ) -> tuple[Tensor, Tensor]:
-        product_VE = weight_VE.to(head.dtype)
-        num = len(hidden_NE)
-        logprobs_N, entropy_N, lse_N = hidden_NE.new_empty(3, num, dtype=torch.float32).unbind()
-        for at in _chunks(num):
-            logprobs_N[at], entropy_N[at], lse_N[at] = head.forward(
-                hidden_NE[at].to(head.dtype), product_VE, targets_N[at, None], head.temperature
-            )
+        given = weight_VE.to(head.dtype), head.temperature
+        pairs = zip(hidden_NE.split(CHUNK), targets_N[:, None].split(CHUNK), strict=True)
+        chunks = [head.forward(x_CE.to(head.dtype), at_C1, *given) for x_CE, at_C1 in pairs]
+        logprobs_N, entropy_N, lse_N = map(torch.cat, zip(*chunks, strict=True))
         ctx.save_for_backward(hidden_NE, weight_VE, targets_N, lse_N)
         ctx.head = head
         ctx.mark_non_differentiable(entropy_N)
@@ -184,19 +198,16 @@ class HeadLogprobs(torch.autograd.Function):
         # Under LoRA the weight is not trained.
         is_trained, wide = ctx.needs_input_grad[1], torch.float32  # also where FSDP2 gathers less
         d_weight_VE = torch.zeros_like(weight_VE, dtype=wide) if is_trained else None
-        for at in _chunks(len(hidden_NE)):
-            hidden_CE = hidden_NE[at].to(head.dtype)
-            columns_C1 = [column_N[at, None] for column_N in (targets_N, lse_N, grad_N)]
+        columns = [x_N[:, None].split(CHUNK) for x_N in (targets_N, lse_N, grad_N)]
+        rows = hidden_NE.split(CHUNK), d_hidden_NE.split(CHUNK)
+        for hidden_CE, d_hidden_CE, *columns_C1 in zip(*rows, *columns, strict=True):
+            hidden_CE = hidden_CE.to(head.dtype)
             d_product_CV = head.backward(hidden_CE, product_VE, columns_C1, head.temperature)
-            d_hidden_NE[at] = d_product_CV @ product_VE
+            d_hidden_CE.copy_(d_product_CV @ product_VE)
             if d_weight_VE is not None:
                 d_weight_VE += d_product_CV.T @ hidden_CE
             del d_product_CV  # or it would lie beside the next chunk's logits
         return d_hidden_NE, d_weight_VE, None, None
-
-
-def _chunks(num: int) -> list[slice]:
-    return [slice(start, start + CHUNK) for start in range(0, num, CHUNK)]
 
 
 def build_policy(config: Config, folder: str) -> Policy:
@@ -224,11 +235,6 @@ def model_flops(policy: Policy, lengths: Sequence[int], keys: Sequence[int] = ()
     per_token = sum((4 + 2 * p.requires_grad) * p.numel() for p in policy.parameters())
     pairs = zip(lengths, keys or lengths, strict=True)
     return float(sum(per_token * n + 6 * width * n * (2 * k - n) for n, k in pairs))
-
-
-def build_critic(config: Config, folder: str) -> Critic:
-    policy = load_policy(folder, config.model.dtype, config.train.gradient_checkpointing)
-    return Critic(policy.model.base_model, policy.dtype).train()
 
 
 def load_policy(
@@ -283,11 +289,11 @@ def check_head(policy: Policy) -> None:
     kinds = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - SEPARABLE
     across = f"{', '.join(sorted(kinds)) or 'its'} layers look across packed sequences"
     tokens_T, lengths = torch.arange(1, 9, device=next(model.parameters()).device), [8, 8, 5]
-    alone, packed = (attention.boundaries(n, tokens_T.device) for n in (lengths[:1], lengths))
+    alone, packed = (boundaries(n, tokens_T.device) for n in (lengths[:1], lengths))
     bounds = {"cu_seqlens": alone.cu_seqlens_S1, "max_seqlen": alone.max_seqlen}
     try:
         logits_TV = model(tokens_T[None], use_cache=False, **bounds).logits[0]
-        inputs = (torch.cat([tokens_T[:n] for n in lengths]), *packed)
+        inputs = torch.cat([tokens_T[:n] for n in lengths]), packed
         ours_A, _ = exact(*inputs)
     except TypeError:  # of a layer that takes the boundaries for another's
         raise MinirlError(f"{name}: {across}: {rest}") from None

@@ -10,14 +10,14 @@ Axes: T tokens of a micro-batch, A tokens of the whole batch, N written tokens o
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from minirl.config import Config
 from minirl.messages import TrainerSetup
 from minirl.records import Batch
 from minirl.train.advantage import EPSILON, estimate, gae
@@ -26,7 +26,6 @@ from minirl.train.batch import (
     MicroBatch,
     items_of,
     loss_weights,
-    minibatches,
     num_trainable,
     own_micro_batches,
 )
@@ -36,8 +35,7 @@ from minirl.train.policy import Policy
 Column = NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class Minibatch:
+class Minibatch(NamedTuple):
     """This rank's part of one optimizer step."""
 
     micro_batches: list[MicroBatch]
@@ -45,8 +43,7 @@ class Minibatch:
     progress: float  # the share of the step's minibatches that come before it
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(NamedTuple):
     minibatches: list[Minibatch]
     groups: list[list[Item]]  # of the whole batch
     advantages: Column  # of all its tokens
@@ -66,29 +63,29 @@ class Preparer:
     critic: nn.Module | None
     heartbeat: Callable[[str], None]  # with what is being done
 
-    @property
-    def config(self) -> Config:
-        return self.setup.config
-
     def prepare(self, batch: Batch) -> Prepared:
-        train = self.config.train
-        groups = items_of(batch, self.setup.ring, self.config.buffer.max_staleness)
+        train, device = self.setup.config.train, self.setup.placement.torch_device
+        groups = items_of(batch, self.setup.ring, self.setup.config.buffer.max_staleness)
         items = [item for group in groups for item in group]
-        parts = minibatches(groups, train.num_minibatches)
+        size = len(groups) // train.num_minibatches  # whole groups, equally many in each
+        starts = range(0, size * train.num_minibatches, size)
+        parts = [[item for group in groups[i : i + size] for item in group] for i in starts]
         mine = [[self.with_forwards(m) for m in self.micro_batches(part)] for part in parts]
         flat = [micro for micro_batches in mine for micro in micro_batches]
         if self.critic is None:
             rewards = [[item.reward for item in group] for group in groups]
             columns = {"advantages_T": over_tokens(estimate(train.estimator, rewards), groups)}
         else:
-            columns = self.by_token(items, flat)
+            columns = self.by_token(items, self.values(self.critic, flat, items))
         if train.loss_norm != "token":  # else every token counts the same
             columns["weights_T"] = self.weights(parts)
-        device = self.setup.placement.torch_device
         known = {name: torch.from_numpy(c).to(device) for name, c in columns.items()}
         finished = []
         for i, (part, micro_batches) in enumerate(zip(parts, mine, strict=True)):
-            whole = [micro.with_columns(known) for micro in micro_batches]
+            whole = []
+            for micro in micro_batches:
+                own: dict[str, Any] = {name: known[name][micro.index_T] for name in known}
+                whole.append(micro._replace(**own))
             finished.append(Minibatch(whole, max(1, num_trainable(part)), i / len(parts)))
         return Prepared(finished, groups, columns["advantages_T"])
 
@@ -97,42 +94,40 @@ class Preparer:
 
     @torch.no_grad()
     def with_forwards(self, micro: MicroBatch) -> MicroBatch:
-        """π_prox, the reference and the critic. One minibatch needs no forward for π_prox: it is
-        the detached π_θ of the step's own."""
-        train, temperature = self.config.train, self.config.rollout.temperature
+        """π_prox and the reference. One minibatch needs no forward for π_prox: it is the detached
+        π_θ of the step's own."""
+        train, temperature = self.setup.config.train, self.setup.config.rollout.temperature
+        found: dict[str, Any] = {}
         if train.num_minibatches > 1 and train.objective != "naive" and train.proximal == "forward":
             self.heartbeat("prox forward")
-            prox_T, _ = self.policy(*micro.inputs, temperature, micro.needed_T, micro.shared)
-            micro = replace(micro, prox_T=prox_T)
+            how = temperature, micro.needed_T, micro.shared
+            found["prox_T"], _ = self.policy(micro.tokens_T, micro.bounds, *how)
         if self.reference is not None:
             self.heartbeat("reference forward")
-            ref_T, _ = self.reference(*micro.inputs, temperature, micro.trainable_T, micro.shared)
-            micro = replace(micro, ref_T=ref_T)
-        if self.critic is not None:
-            self.heartbeat("critic forward")
-            values_T = self.critic(*micro.inputs, shared=micro.shared).float()
-            micro = replace(micro, values_T=values_T)
-        return micro
+            how = temperature, micro.trainable_T, micro.shared
+            found["ref_T"], _ = self.reference(micro.tokens_T, micro.bounds, *how)
+        return micro._replace(**found)
 
     # -- columns of the whole batch
 
-    def values(self, flat: list[MicroBatch], num_tokens: int) -> Column:
-        """The critic's: each rank computed those of its own tokens, and every rank gets all."""
+    @torch.no_grad()
+    def values(self, critic: nn.Module, flat: list[MicroBatch], items: list[Item]) -> Column:
+        """Each rank computes those of its own tokens, and every rank gets all."""
+        num_tokens = sum(item.length for item in items)
         column_A = torch.zeros(num_tokens, device=self.setup.placement.torch_device)
         for micro in flat:
-            assert micro.values_T is not None
-            if not micro.is_dummy:
-                column_A[micro.index_T] = micro.values_T
+            self.heartbeat("critic forward")
+            values_T = critic(micro.tokens_T, micro.bounds, shared=micro.shared).float()
+            column_A.index_add_(0, micro.index_T, values_T)
         return over_ranks(column_A).cpu().numpy()
 
-    def by_token(self, items: list[Item], flat: list[MicroBatch]) -> dict[str, Column]:
+    def by_token(self, items: list[Item], values_A: Column) -> dict[str, Column]:
         """GAE over the written tokens, advantages normalised over the batch's trained tokens."""
-        values_A = self.values(flat, sum(item.length for item in items))
         advantages_A, returns_A = np.zeros_like(values_A), np.zeros_like(values_A)
         for item in items:
             at = np.flatnonzero(item.written) + item.start
             if len(at):
-                lam = self.config.train.gae_lambda
+                lam = self.setup.config.train.gae_lambda
                 advantages_A[at], returns_A[at] = gae(item.reward, values_A[at], lam)
         trainable_A = np.concatenate([item.trainable for item in items])
         if trainable_A.any():
@@ -141,7 +136,8 @@ class Preparer:
         return {"advantages_T": advantages_A, "returns_T": returns_A}
 
     def weights(self, parts: list[list[Item]]) -> Column:
-        kind, longest = self.config.train.loss_norm, self.config.rollout.max_new_tokens
+        config = self.setup.config
+        kind, longest = config.train.loss_norm, config.rollout.max_new_tokens
         counts = [[num_trainable([item]) for item in part] for part in parts]
         return over_tokens([loss_weights(part, kind, longest) for part in counts], parts)
 

@@ -12,7 +12,7 @@ from itertools import count
 from math import isfinite
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -91,7 +91,8 @@ class SftRank:
         total = torch.zeros((), device=self.setup.placement.torch_device)
         for i, micro in enumerate(mine):
             with torch.set_grad_enabled(is_learned), self.replica.syncing(i == len(mine) - 1):
-                loss = -self.replica.parallel(*micro.inputs, needed_T=micro.trainable_T)[0].sum()
+                given = micro.tokens_T, micro.bounds
+                loss = -self.replica.parallel(*given, needed_T=micro.trainable_T)[0].sum()
                 if is_learned:
                     (loss * scale).backward()
             total += loss.detach()
@@ -103,7 +104,8 @@ def run(setup: SftSetup, board: BoardWriter, pipe: Connection) -> None:
     devices.use_training_device(setup.placement)
     join_ranks(setup)
     config, source = setup.config, Path(setup.folder)
-    own = SftRank(setup, build_policy(config, setup.folder))
+    policy = build_policy(config, setup.folder)
+    own = SftRank(setup, policy)
     tokenizer = tokenizer_of(config, source)
     data = SftData(config, make_task(config), tokenizer)
     heldout, every = data.heldout(config.eval.num_prompts), config.eval.every
@@ -118,11 +120,10 @@ def run(setup: SftSetup, board: BoardWriter, pipe: Connection) -> None:
         values = step(own, data, config.train.batch_size, done)
         if done + 1 == config.train.steps or (every and (done + 1) % every == 0):
             values["sft/heldout_loss"] = own.loss(heldout)
-    policy = cast(Policy, own.replica.module)
-    weights = checkpoint.gather(policy, must_keep=setup.rank == 0)
+    weights = policy.gather(must_keep=setup.rank == 0)
     if setup.rank == 0:
         with checkpoint.written_aside(Path(setup.output)) as aside:
-            checkpoint.save_model(aside, policy, weights, source)
+            policy.save(aside, weights, source)
         pipe.send(Saved(setup.output))
     pipe.recv()  # Stop
 

@@ -9,14 +9,15 @@ logprobs are not finite is left out on every rank: the weights stay as they were
 not finite themselves end the run before they are published.
 """
 
+import json
 import math
 import shutil
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from functools import cached_property
-from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from minirl.train import attention, checkpoint, lora
 from minirl.train.batch import MicroBatch, item_of, pack, staleness_metrics, trained_staleness
 from minirl.train.objective import Sums, gaps, micro_loss, value_loss
 from minirl.train.optimizer import Replica, join_ranks, over_ranks, placed
-from minirl.train.policy import build_critic, build_policy, load_policy, model_flops
+from minirl.train.policy import Critic, build_policy, load_policy, model_flops
 from minirl.train.prepare import Minibatch, Prepared, Preparer
 
 MAX_SHOWN_TOKENS = 512  # of an answer: a few dozen kB per step at most
@@ -51,7 +52,7 @@ class Trainer:
         self.version = setup.version  # that its step started from
         self.problem = ""  # why its first update was left out
         self.bad_gradients: list[str] = []  # parameters whose gradient was not finite then
-        self.logprobs_A: Tensor  # by the trainer; NaN: not known
+        self.logprobs_A: Tensor  # by the trainer; 0 where none is needed
         self.prepared: Prepared
         train, model = self.config.train, self.config.model
         # A checkpoint's weights are merged: LoRA resumes from the first model and the adapter.
@@ -60,17 +61,19 @@ class Trainer:
         self.learner = Replica(self.policy, setup, train.lr)
         self.critic: Replica | None = None
         if train.estimator == "gae":
-            critic = build_critic(self.config, setup.folder)
-            self.critic = Replica(critic, setup, train.critic_lr)
+            start = load_policy(setup.folder, model.dtype, train.gradient_checkpointing)
+            self.critic = Replica(Critic(start), setup, train.critic_lr)
         self.replicas = [self.learner] + ([self.critic] if self.critic else [])
         if setup.is_resumed:  # every rank from the same file
-            checkpoint.load(Path(setup.folder), self.replicas)
+            with checkpoint.as_one_line(Path(setup.folder)):
+                for replica in self.replicas:
+                    replica.load(Path(setup.folder) / "trainer")
         reference = None  # the model that the run began with, frozen
         if train.kl_coef:
             reference = load_policy(setup.tokenizer_folder, model.dtype)
             placed(reference.requires_grad_(False), setup)
-        critic_module = self.critic.module if self.critic else None
-        self.preparer = Preparer(setup, self.policy, reference, critic_module, self.heartbeat)
+        critic = self.critic.module if self.critic else None
+        self.preparer = Preparer(setup, self.policy, reference, critic, self.heartbeat)
 
     def heartbeat(self, phase: str) -> None:
         self.board.enter(State.TRAINING, phase=phase)
@@ -135,10 +138,9 @@ class Trainer:
             # Apart from the loss: a cap or a clip may hide an infinite one from it.
             logprobs += torch.where(micro.trainable_T, logprobs_T, 0.0).sum()
             behav += torch.where(micro.trainable_T, micro.behav_T, 0.0).sum()
-            if not micro.is_dummy:  # no value leaves the device: no micro-batch is waited for
-                known_T = logprobs_T if micro.prox_T is None else micro.prox_T
-                known_T = torch.where(micro.needed_T, known_T.float(), torch.nan)
-                self.logprobs_A[micro.index_T] = known_T
+            # No value leaves the device: no micro-batch is waited for.
+            known_T = logprobs_T if micro.prox_T is None else micro.prox_T
+            self.logprobs_A.index_add_(0, micro.index_T, known_T)
         if minibatch.progress == 0:  # the last moment at which the weights are those of the version
             self.take_scores(sums)
         self.heartbeat("optimizer step")
@@ -164,17 +166,17 @@ class Trainer:
     @torch.no_grad()
     def take_scores(self, sums: Sums) -> None:
         """By rank 0. Where a forward is a collective the others run one of the canary beside it."""
-        scores, is_sharded = self.read_scores(), self.learner.is_sharded
-        while True:
-            num = len(found := list(islice(scores, 1)))
-            if not (over_ranks(torch.tensor(num, device=self.device)) if is_sharded else num):
-                return
-            for micro in found:
-                logprobs_T, _ = self.policy(*micro.inputs, self.config.rollout.temperature)
-                for name, value in gaps(micro, logprobs_T).items():
-                    sums[name] += value
-            if not found:
-                self.canary()
+        found = [*self.read_scores()]
+        num = torch.tensor(len(found), device=self.device)
+        if self.learner.is_sharded:
+            over_ranks(num)
+        for micro in found:
+            temperature = self.config.rollout.temperature
+            logprobs_T, _ = self.policy(micro.tokens_T, micro.bounds, temperature)
+            for name, value in gaps(micro, logprobs_T).items():
+                sums[name] += value
+        for _ in range(int(num) - len(found)):
+            self.canary()
 
     def read_scores(self) -> Iterator[MicroBatch]:
         while self.pipe is not None and self.pipe.poll():
@@ -194,15 +196,10 @@ class Trainer:
         """Metrics, over all ranks."""
         totals = over_ranks(torch.stack(list(sums.values())))
         of = dict(zip(sums, totals.tolist(), strict=True))
-        means = {f"train/{name}": name for name in ("loss", "entropy", "value_loss", "kl")} | {
-            "train/clip_frac": "clipped",
-            "train/behav_ratio_mean": "behav_ratio",
-            "train/capped_frac": "capped",
-        }
-        equal, tokens = of["compared"], of["tokens"]
-        return {metric: of[n] / max(1, tokens) for metric, n in means.items() if n in of} | {
+        gap, compared, tokens = (of.pop(name) for name in ("gap", "compared", "tokens"))
+        return {f"train/{name}": total / max(1, tokens) for name, total in of.items()} | {
             "train/tokens": tokens,
-            "train/logprob_gap": of["gap"] / equal if equal else None,
+            "train/logprob_gap": gap / compared if compared else None,
         }
 
     # -- what readable answers show of their tokens
@@ -220,10 +217,10 @@ class Trainer:
         found = []
         for number, (item, *_) in enumerate(prepared.groups[:num_shown]):
             at = np.flatnonzero(item.written)[:MAX_SHOWN_TOKENS]
-            logprobs = self.logprobs_A[item.place].cpu().numpy()
-            gaps = np.abs(logprobs - item.view.logprobs)[at].tolist()
-            is_known = number < num_known
-            shown = [float(f"{g:.3g}") if is_known and math.isfinite(g) else None for g in gaps]
+            gaps = np.abs(self.logprobs_A[item.place].cpu().numpy() - item.view.logprobs)
+            is_known = (item.trainable | (item.staleness == 0)) & (number < num_known)
+            gaps[~is_known] = np.nan
+            shown = [float(f"{g:.3g}") if math.isfinite(g) else None for g in gaps[at].tolist()]
             alone = [[token] for token in item.view.tokens[at].tolist()]
             texts = self.tokenizer.decode_batch(alone, skip_special_tokens=False)
             found.append(AnswerTokens(texts, item.view.versions[at].tolist(), shown))
@@ -249,16 +246,10 @@ class Trainer:
                 deque(in_order, maxlen=0)
                 self.canary()
                 return 0.0
-            side = torch.cuda.Stream() if self.device != "cpu" else None  # beside the canary
-            if side is not None:
-                side.wait_stream(torch.cuda.current_stream())
             with store.publishing(version) as slot:
-                with torch.cuda.stream(side):
-                    slot.fill(in_order, 1 if self.learner.is_sharded else TENSORS_AT_ONCE)
+                slot.fill(in_order, 1 if self.learner.is_sharded else TENSORS_AT_ONCE)
                 slot.canary["tokens"] = self.canary_tokens
-                slot.canary["logprobs"] = self.canary()
-                if side is not None:
-                    side.synchronize()
+                slot.canary["logprobs"] = self.canary()  # on CUDA it waits for the copies too
         except KeyError as missing:
             raise MinirlError(f"the model has no tensor {missing}, which its file has") from None
         return time.perf_counter() - started
@@ -268,7 +259,7 @@ class Trainer:
         """Logprobs of the fixed sequence that every engine repeats after a reload (rule 6)."""
         bounds = attention.boundaries([CANARY_TOKENS], self.device)
         tokens_T = torch.tensor(self.canary_tokens, device=self.device)
-        logprobs_T, _ = self.policy(tokens_T, *bounds)
+        logprobs_T, _ = self.policy(tokens_T, bounds)
         return logprobs_T.float().cpu().numpy()
 
     @cached_property
@@ -281,18 +272,23 @@ class Trainer:
         self.board.enter(State.SAVING)
         folder, setup = Path(request.folder), self.setup
         num_done = torch.zeros((), device=self.device)
-        weights = checkpoint.gather(self.policy, must_keep=setup.rank == 0)
+        shares = folder.with_name(f".{folder.name}.shares")  # what ranks hold is put there first
+        weights = self.policy.gather(setup.rank == 0)
         try:
             try:
-                checkpoint.save_share(folder, self.replicas)
+                shares.mkdir(parents=True, exist_ok=True)
+                for replica in self.replicas:
+                    replica.save(shares)
                 num_done += 1
             finally:  # also a rank that fails: the others wait for it
                 over_ranks(num_done)
             if num_done < setup.num_ranks:
                 raise OSError("another rank could not write its share")
             if setup.rank == 0:
-                source = Path(setup.tokenizer_folder)
-                checkpoint.save(folder, self.policy, weights, source, request.state)
+                with checkpoint.written_aside(folder) as aside:
+                    self.policy.save(aside, weights, Path(setup.tokenizer_folder))
+                    shares.rename(aside / "trainer")
+                    (aside / checkpoint.STATE).write_text(json.dumps(asdict(request.state)))
                 keep, run_dir = self.config.checkpoint.keep, folder.parent.parent
                 checkpoint.prune(run_dir, keep, request.accuracies)
         except (OSError, SafetensorError) as error:
@@ -300,7 +296,7 @@ class Trainer:
             return Saved(request.folder, f"it could not be written ({one_line(reason)})")
         finally:
             if setup.rank == 0:
-                shutil.rmtree(checkpoint.shares_of(folder), ignore_errors=True)
+                shutil.rmtree(shares, ignore_errors=True)
         return Saved(request.folder)
 
 

@@ -29,9 +29,8 @@ from minirl.config import Config, DevicesConfig, ModelConfig, TrainConfig
 from minirl.devices import Placement
 from minirl.tools.plan import GIB, GPUS, LIBRARIES, SHAPES, Plan, usual_lengths
 from minirl.train import attention, optimizer, policy
-from minirl.train.optimizer import placed
+from minirl.train.optimizer import own_slice, placed
 from minirl.train.policy import Policy
-from minirl.train.slices import own_slice
 from tests.bench import Figure, Options, at_most, median
 from tests.bench.batches import draw, write_model
 from tests.bench.models import SHAPES as MODELS
@@ -96,10 +95,11 @@ def _sliced_bytes(config: Config, sizes: PretrainedConfig, is_held: bool) -> flo
             empty = torch.empty(size, dtype=dtype, device="meta")
             return FakeTensor(mode, empty, torch.device("cpu"))
 
-    bounds = (fake(num, torch.int64), fake(num // LENGTH + 1, torch.int32), LENGTH)
+    ends = fake(num // LENGTH + 1, torch.int32)
+    bounds = attention.Boundaries(fake(num, torch.int64), ends, LENGTH)
     needed = fake((int(WRITTEN * num), 1), torch.int64)
     setup: Any = SimpleNamespace(config=config, num_ranks=2, placement=Placement("cpu"))
-    model, counter = faked(sizes, fake), SliceCounter()
+    model, counter = faked(sizes, mode), SliceCounter()
     model.get_input_embeddings().register_forward_hook(policy.widen)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with ExitStack() as stack:
@@ -125,7 +125,7 @@ def _sliced_bytes(config: Config, sizes: PretrainedConfig, is_held: bool) -> flo
         own.set_requires_gradient_sync(not is_held)
         stack.enter_context(counter)
         for _ in range(2):
-            logprobs_T, _entropy_T = own(fake(num, torch.int64), *bounds)
+            logprobs_T, _entropy_T = own(fake(num, torch.int64), bounds)
             logprobs_T.sum().backward()
             del logprobs_T, _entropy_T
     return counter.peak + 8.0 * sum(part.numel() for part in slices)

@@ -134,7 +134,7 @@ def with_prox(harness: TrainerHarness) -> float:
     started = steady()
     for micro in harness.packed:
         with torch.no_grad():
-            harness.dynamic.policy(*micro.inputs, needed_T=micro.needed_T)
+            harness.dynamic.policy(micro.tokens_T, micro.bounds, needed_T=micro.needed_T)
     return steady() - started + step(harness)
 
 
@@ -146,9 +146,9 @@ def bare(harness: TrainerHarness) -> float:
     for micro in harness.packed:
         logits_TV = model(
             input_ids=micro.tokens_T[None],
-            position_ids=micro.positions_T[None],
-            cu_seqlens=micro.cu_seqlens_S1,
-            max_seqlen=micro.max_seqlen,
+            position_ids=micro.bounds.positions_T[None],
+            cu_seqlens=micro.bounds.cu_seqlens_S1,
+            max_seqlen=micro.bounds.max_seqlen,
             use_cache=False,
         ).logits[0]
         losses_T = F.cross_entropy(logits_TV[:-1], micro.tokens_T[1:], reduction="none")
