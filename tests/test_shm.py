@@ -16,6 +16,7 @@ from minirl.errors import MinirlError
 from minirl.shm import board as board_module
 from minirl.shm.board import IDLE_STATES, Board, State, Total
 from minirl.shm.ring import NOTHING, TornEntry, TrajectoryRing
+from minirl.shm.segment import opened
 from minirl.shm.weights import CANARY_TOKENS, Published, WeightStore, canary_tokens
 
 LONG_S = 120.0  # only a hang takes this long
@@ -56,7 +57,7 @@ def check_next(store: WeightStore, *versions: int) -> None:
 def test_versions_come_back_whole_also_by_path_and_from_a_resumed_runs_version() -> None:
     store = store_with(41, dtype="bfloat16")
     check_next(store, 42, 43)
-    check_version(WeightStore(TABLE, "bfloat16", store.path), 43)  # as another process does
+    check_version(WeightStore(TABLE, "bfloat16", opened(store.path)), 43)  # as another process does
     # A reader that loses the processor right after it looked at the version gets nothing.
     gone = store_with(0, 1, 2)
     assert gone.attempt(0, gone.views, is_newest=True) is None

@@ -92,7 +92,7 @@ class Stage:
 
     def signal_at(self, step: int, role: Role, number: int) -> None:
         """In the loop's own thread, right after the step: no later one can come first."""
-        self.notes.at_step[step] = lambda: os.kill(self.workers.of(role)[0].pid, number)
+        self.notes.at_step[step] = lambda: os.kill(self.workers.of(role)[0].process.pid, number)
 
     @property
     def updates(self) -> float:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from minirl import devices
+from minirl.shm.segment import opened
 from minirl.shm.weights import TensorSpec, WeightStore
 
 devices.keep_weights_writable()  # vLLM imports this file before it builds the model
@@ -28,7 +29,7 @@ class WeightLoader:
     vllm_config: Any
 
     def open_store(self, table: tuple[TensorSpec, ...], dtype: str, path: str) -> None:
-        self._store = WeightStore(table, dtype, path)
+        self._store = WeightStore(table, dtype, opened(path))
         self._loaded: LoadedTensors | None = None
         if torch.cuda.is_available():
             devices.pin(self._store.memory)

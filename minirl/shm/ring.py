@@ -8,13 +8,13 @@ an entry, and a cell that was handed on is never mistaken for its earlier conten
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from minirl.errors import MinirlError
-from minirl.shm.segment import Segment, Shared
+from minirl.shm.segment import Segment
 
 NOTHING = -1  # the seal of a cell without an entry; also the version of a token no model wrote
 
@@ -36,17 +36,19 @@ class TornEntry(Exception):
     """The cell holds no whole entry of that ticket."""
 
 
-class TrajectoryRing(Shared):
-    def __init__(self, num_cells: int, cell_tokens: int):
+class TrajectoryRing:
+    def __init__(self, num_cells: int, cell_tokens: int, segment: Segment | None = None):
+        """New and empty, or the one in `segment`."""
         self.num_cells, self.cell_tokens = num_cells, cell_tokens
         columns = [(name, kind, cell_tokens) for name, kind in COLUMNS.items()]
         self.cell = np.dtype([("seal", np.int64), ("length", np.int64), *columns], align=True)
-        self._segment = Segment(num_cells * self.cell.itemsize)
-        self._map()
-        self._cells["seal"] = NOTHING
+        self._segment = segment or Segment(num_cells * self.cell.itemsize)
+        self._cells = self._segment.array(self.cell, (num_cells,))
+        if segment is None:
+            self._cells["seal"] = NOTHING
 
-    def _map(self) -> None:
-        self._cells = self._segment.array(self.cell, (self.num_cells,))
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TrajectoryRing, (self.num_cells, self.cell_tokens, self._segment)
 
     def write(
         self,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from minirl.shm.segment import Segment, Shared, aligned
+from minirl.shm.segment import Segment, aligned
 
 if TYPE_CHECKING:
     import torch
@@ -79,14 +79,19 @@ def canary_tokens(vocab_size: int, text: Sequence[int] = ()) -> list[int]:
     return list(islice(cycle(text), CANARY_TOKENS))
 
 
-class WeightStore(Shared):
-    def __init__(self, table: tuple[TensorSpec, ...], dtype: str, path: str = ""):
-        """With the `path` of another store: that one, in a process of vLLM's own."""
+class WeightStore:
+    def __init__(self, table: tuple[TensorSpec, ...], dtype: str, segment: Segment | None = None):
+        """A new store without a version, or the one in `segment`."""
         self.table, self.dtype = table, dtype
-        self._segment = Segment(HEADER_BYTES + NUM_SLOTS * self.slot_bytes, path)
-        self._map()
-        if not path:
+        self._segment = segment or Segment(HEADER_BYTES + NUM_SLOTS * self.slot_bytes)
+        header = self._segment.array(HEADER, (1,))
+        self._latest, self._versions = header["latest"], header["versions"][0]
+        self._sequence, self._canaries = header["sequence"][0], header["canaries"][0]
+        if segment is None:
             self._latest[0] = self._versions[:] = -1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WeightStore, (self.table, self.dtype, self._segment)
 
     @property
     def path(self) -> str:
@@ -102,11 +107,6 @@ class WeightStore(Shared):
     def slot_bytes(self) -> int:
         size = ITEM_BYTES[self.dtype]
         return sum(aligned(spec.numel * size) for spec in self.table)
-
-    def _map(self) -> None:
-        header = self._segment.array(HEADER, (1,))
-        self._latest, self._versions = header["latest"], header["versions"][0]
-        self._sequence, self._canaries = header["sequence"][0], header["canaries"][0]
 
     @cached_property
     def _slots(self) -> "list[list[tuple[str, torch.Tensor]]]":
@@ -175,11 +175,6 @@ class WeightStore(Shared):
         while (found := self.attempt(self.latest, load, is_newest=True)) is None:
             time.sleep(0.0005)
         return found
-
-    def snapshot(self, version: int) -> "dict[str, torch.Tensor] | None":
-        """A copy of a version, or None where it is no longer there, or torn."""
-        found = self.attempt(version, lambda slot: {n: v.clone() for n, v in self.views(slot)})
-        return found and found.loaded
 
     def attempt(
         self, version: int, load: Callable[[int], Any], is_newest: bool = False
