@@ -146,7 +146,6 @@ class Checked:
 
     shown: str
     warning: str = ""  # held-out prompts that are trained on
-    is_offline: bool = False  # the hub was asked, and nothing answered
 
 
 # Trainer ranks ------------------------------------------------------------------------------------

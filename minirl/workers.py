@@ -140,11 +140,8 @@ class Workers:
             worker.start_there(delay_s)
             return
         worker.pipe, theirs = self._context.Pipe()
-        process: Any = self._context.Process(  # type: ignore[attr-defined]
-            target=_child,
-            args=(worker, self.board, theirs, self._log(worker), delay_s),
-            name=f"minirl-{worker.name}",
-        )
+        args = (worker, self.board, theirs, self._log(worker), delay_s)
+        process = self._context.Process(target=_child, args=args)  # type: ignore[attr-defined]
         resource_tracker.ensure_running()  # here, since its first start unblocks signals
         with _environment(worker.placement.env), _deferred_signals():
             process.start()

@@ -68,7 +68,6 @@ class Piece(NamedTuple):
 
     held: Tensor  # a view into the engine's parameter
     of: tuple[slice, ...]  # the published tensor
-    is_whole: bool
 
 
 class LoadedTensors:
@@ -88,7 +87,7 @@ class LoadedTensors:
             if piece is not None and _is_equal(piece.held, tensor[piece.of]):
                 self._pieces[name] = piece
             else:
-                is_lost = piece is not None and piece.is_whole
+                is_lost = piece is not None and piece.held.shape == tensor.shape
                 (self._lost if is_lost else self.unplaced).append(name)
 
     @property
@@ -143,11 +142,9 @@ def find_piece(region: Tensor, shape: torch.Size, rank: int, num_ranks: int) -> 
     the vocabulary is padded at its end."""
     if region.ndim != len(shape):
         return None
-    index, local = [], []
+    index = []
     for room, full in zip(region.shape, shape, strict=True):
         num_slices = max(1, -(-full // max(1, room)))
         start = min(full, room * (rank * num_slices // num_ranks))
         index.append(slice(start, min(full, start + room)))
-        local.append(slice(index[-1].stop - start))
-    is_whole = all(at == slice(0, full) for at, full in zip(index, shape, strict=True))
-    return Piece(region[tuple(local)], tuple(index), is_whole)
+    return Piece(region[tuple(slice(at.stop - at.start) for at in index)], tuple(index))

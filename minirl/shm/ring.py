@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from minirl.errors import MinirlError
 from minirl.shm.segment import Segment
 
 NOTHING = -1  # the seal of a cell without an entry; also the version of a token no model wrote
@@ -63,12 +62,7 @@ class TrajectoryRing:
         NOTHING and with it mask 0. Sealed last: x86 keeps the order of stores. Arrays are copied at
         the speed of memory; lists take 30 times as long."""
         start, end = len(prompt), len(prompt) + len(tokens)
-        if end > self.cell_tokens:
-            raise MinirlError(
-                f"a trajectory of {start} prompt and {len(tokens)} written tokens does not fit "
-                f"a ring cell of {self.cell_tokens}, which is tasks.max_prompt_tokens + "
-                "rollout.max_new_tokens"
-            )
+        assert end <= self.cell_tokens, f"{end} tokens in a ring cell of {self.cell_tokens}"
         # By hand: numpy would repeat a single value where lengths differ.
         assert len(tokens) == len(logprobs) == len(versions) and ticket != NOTHING
         entry = self._cells[cell]
