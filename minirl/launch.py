@@ -211,7 +211,6 @@ def _spawn(
         config=config,
         folder=str(folder),
         tokenizer_folder=str(source),
-        num_ranks=len(job.ranks),
         rendezvous=str(run_dir.absolute() / "rendezvous"),
         placement=job.ranks[0],
         ring=ring,
@@ -237,7 +236,7 @@ def spawn_ranks(workers: Workers, role: Role, first: RankSetup, places: list[Pla
     """`first` is rank 0's set-up."""
     Path(first.rendezvous).unlink(missing_ok=True)
     for rank, place in enumerate(places):
-        setup = replace(first, rank=rank, placement=place)
+        setup = replace(first, rank=rank, num_ranks=len(places), placement=place)
         workers.spawn(role, rank, BODIES[role], setup, place)
 
 

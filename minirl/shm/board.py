@@ -66,9 +66,7 @@ class Row(NamedTuple):
 
 
 class Board:
-    def __init__(
-        self, num_workers: int, trace: Path | None = None, segment: Segment | None = None
-    ):
+    def __init__(self, num_workers: int, trace: Path | None = None, segment: Segment | None = None):
         self.num_workers = num_workers
         self.trace = open_trace(trace) if trace else None
         self._segment = segment or Segment(8 * NUM_COLUMNS * num_workers)
