@@ -34,12 +34,7 @@ class Run:
     of these (boxes.py)."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        *extra: str,
-        small: bool = True,
-        boxes: Any = None,
-        **changes: object,
+        self, run_dir: Path, *extra: str, small: bool = True, boxes: Any = None, **changes: object
     ):
         dotted = {key.replace("__", "."): value for key, value in changes.items()}
         settings = {**SMALL, **dotted} if small else dotted
@@ -49,17 +44,10 @@ class Run:
         self.before = set(os.listdir("/dev/shm"))
         train = [sys.executable, "-m", "minirl.cli", "train", str(RECIPES / "smoke.toml")]
         train += ["--run-dir", str(run_dir), *overrides, *extra]
-        self.process = subprocess.Popen(
-            boxes.inside(0, ["nice", *train]) if boxes else train,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env={
-                **(boxes.env if boxes else os.environ),
-                "PYTHONPATH": os.pathsep.join(map(str, path)),
-            },
-        )
+        command = boxes.inside(0, ["nice", *train]) if boxes else train
+        env = (boxes.env if boxes else os.environ) | {"PYTHONPATH": os.pathsep.join(map(str, path))}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, env=env, start_new_session=True, **pipes)
 
     def workers(self) -> dict[str, int]:
         """Process ids by worker name."""

@@ -20,7 +20,7 @@ from minirl.config import Config, EvalConfig, RolloutConfig, TasksConfig
 from minirl.messages import Died, GroupRequest, Role
 from minirl.records import StopReason, Trajectory
 from minirl.rollout.worker import RolloutSetup
-from minirl.shm.board import BEAT, STATE, State, Total
+from minirl.shm.board import BEAT, STATE, Row, State, Total
 from minirl.shm.ring import TornEntry, TrajectoryRing, TrajectoryView
 from minirl.tasks.turns import Dialogue, runs
 from minirl.workers import Worker
@@ -51,6 +51,10 @@ class Station:
         self.done: dict[int, dict[int, Trajectory]] = defaultdict(dict)
         self.gone: dict[int, str] = {}
         self.waiting: dict[int, dict[int, Trajectory]] = {}  # for a reply, by group and place
+
+    @property
+    def row(self) -> Row:
+        return self.inbox.workers.board.row(self.worker.row)
 
     def request(self, size: int = GROUP_SIZE, **options: Any) -> GroupRequest:
         """`options` are a GroupRequest's, and has_replies."""
@@ -106,11 +110,7 @@ class Station:
             self.worker.send(messages.Continue(((group_id, place, ()),)))
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
-        def looked() -> bool:
-            self.read()
-            return is_so()
-
-        self.inbox.wait_until(looked, listen_s=0.001)
+        self.inbox.wait_until(lambda: self.read() or is_so(), listen_s=0.001)
 
     def wait_done(self, *groups: GroupRequest) -> None:
         self.wait_until(lambda: all(len(self.done[g.group_id]) == len(g.cells) for g in groups))
@@ -125,20 +125,16 @@ class Station:
         goal = board.total(row, Total.TOKENS) + count
         self.wait_until(lambda: board.total(row, Total.TOKENS) >= goal)
 
-    def serve_next(self, end_scale: float = 1.0, is_idle: bool = False) -> int:
-        """Publishes a version and waits until it is served, or all is done too."""
+    def serve_next(self, end_scale: float = 1.0) -> int:
+        """Publishes a version and waits until it is served."""
         version = self.versions.publish_next(end_scale)
-        self.wait_version(is_idle)
+        self.wait_until(lambda: self.row.version == version)
         return version
 
-    def wait_version(self, is_idle: bool = True) -> None:
-        def is_there() -> bool:
-            row = self.inbox.workers.board.row(self.worker.row)
-            is_new = row.version == self.versions.store.latest
-            rests = row.state is State.WAITING_FOR_PROMPTS and row.running == 0
-            return is_new and (rests or not is_idle)
-
-        self.wait_until(is_there)
+    def wait_idle(self) -> None:
+        """Until all is done, and the newest version served."""
+        rest = Row(State.WAITING_FOR_PROMPTS, 0, 0, self.versions.store.latest, running=0)
+        self.wait_until(lambda: self.row._replace(since_s=0, beat_s=0) == rest)
 
     def views(self, group: GroupRequest) -> list[TrajectoryView]:
         """The trajectories, after checking that each is what its descriptor says, that every token
@@ -205,7 +201,8 @@ def station(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def idle(station: Station) -> None:
     """Each test begins with a worker that has nothing to do, under weights that end an answer now
     and then."""
-    station.serve_next(is_idle=True)
+    station.serve_next()
+    station.wait_idle()
 
 
 @pytest.mark.parametrize("state", ["waits", "runs", "is parked"])
@@ -223,7 +220,7 @@ def test_an_aborted_group_is_gone_and_its_seats_are_free(state: str, station: St
     other = station.submit_new()
     station.wait_done(other)
     station.views(other)
-    station.wait_version()
+    station.wait_idle()
     for place, cell in enumerate(aborted.cells):
         if place in done:
             assert len(station.ring.read(cell, aborted.group_id).tokens) == done[place].length
@@ -239,7 +236,7 @@ def test_a_refused_prompt_is_gone_with_a_reason_and_the_worker_lives_on(station:
     station.wait_done(other)
     assert re.search(r"280.*longer than the maximum", station.gone[refused.group_id])
     station.views(other)
-    station.serve_next(is_idle=True)  # nothing pins the old one
+    station.serve_next()  # nothing pins the old one
 
 
 def test_an_evaluation_pins_its_version_for_all_that_run_beside_it(station: Station) -> None:
@@ -313,4 +310,4 @@ def test_an_evaluation_that_waits_for_a_reply_keeps_its_version(station: Station
     station.reply(group, (), *station.listen(group))
     ended = station.done[group.group_id].values()
     assert {v for said in ended for v in (said.head_version, said.tail_version)} == {pinned}
-    station.wait_version()  # the new one
+    station.wait_idle()  # the new one

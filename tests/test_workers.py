@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from crew import LIMIT_S, TRAINER_PLACE, wait_until
+from crew import TRAINER_PLACE, Inbox, crew, wait_until
 
 from minirl import workers as workers_module
 from minirl.errors import MinirlError  # noqa: F401 (for `end`)
@@ -50,9 +50,8 @@ def end(setup: tuple[list[Any], str], board: BoardWriter, pipe: Connection) -> N
 
 @pytest.fixture
 def workers(tmp_path: Path) -> Iterator[Workers]:
-    workers = Workers(tmp_path, num_workers=3)
-    yield workers
-    workers.kill()
+    with crew(tmp_path, num_workers=3) as inbox:
+        yield inbox.workers
 
 
 def start(workers: Workers, body: str, setup: Any = None) -> Worker:
@@ -62,12 +61,9 @@ def start(workers: Workers, body: str, setup: Any = None) -> Worker:
 
 def messages(workers: Workers, count: int) -> list[Any]:
     """The next ones, at least so many."""
-    found: list[Any] = []
-    deadline = time.monotonic() + LIMIT_S
-    while len(found) < count:
-        assert time.monotonic() < deadline, found
-        found += [message for _, message in workers.receive(1.0)]
-    return found
+    inbox = Inbox(workers)
+    inbox.wait_until(lambda: len(inbox.messages) >= count)
+    return [message for _, message in inbox.messages]
 
 
 def is_left(pids: list[int]) -> bool:
