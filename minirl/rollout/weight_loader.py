@@ -37,8 +37,8 @@ class WeightLoader:
     def load_slot(self, slot: int) -> list[str]:
         """Loads a slot in place, so that captured graphs stay valid."""
         stamp, weights = self._store.stamp(slot), dict(self._store.views(slot))
-        if self._loaded is not None and self._loaded.is_outdated:
-            self._loaded = None
+        if self._loaded and any(p.data_ptr() != at for p, at in self._loaded.addresses):
+            self._loaded = None  # some parameter was given other memory than it had
         self.copy(weights)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # for all copies: after this the slot may be overwritten
@@ -78,7 +78,7 @@ class LoadedTensors:
 
     def __init__(self, model: nn.Module, weights: Weights, rank: int, num_ranks: int):
         parameters = dict(model.named_parameters())
-        self._addresses = [(p, p.data_ptr()) for p in parameters.values()]
+        self.addresses = [(p, p.data_ptr()) for p in parameters.values()]
         self._pieces: dict[str, Piece] = {}
         self._lost, self.unplaced = list[str](), list[str]()
         for name, tensor in weights.items():
@@ -90,16 +90,10 @@ class LoadedTensors:
                 is_lost = piece is not None and piece.held.shape == tensor.shape
                 (self._lost if is_lost else self.unplaced).append(name)
 
-    @property
-    def is_outdated(self) -> bool:
-        """Some parameter was given other memory than it had."""
-        return any(parameter.data_ptr() != address for parameter, address in self._addresses)
-
     def load(self, model: nn.Module, weights: Weights) -> None:
-        direct = {name: piece for name, piece in self._pieces.items() if name in weights}
-        if direct:
-            sources = [weights[name][piece.of] for name, piece in direct.items()]
-            held = [piece.held for piece in direct.values()]
+        pairs = [(p.held, weights[n][p.of]) for n, p in self._pieces.items() if n in weights]
+        if pairs:
+            held, sources = map(list, zip(*pairs, strict=True))
             torch._foreach_copy_(held, sources, non_blocking=True)
         others = [(name, w) for name, w in weights.items() if name not in self._pieces]
         if others:

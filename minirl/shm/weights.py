@@ -11,8 +11,8 @@ Leaves out: barriers. The order of stores is x86's; an ARM port would need them 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from itertools import cycle, islice
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -42,7 +42,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def numel(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
+        return prod(self.shape)
 
 
 class Published(NamedTuple):
@@ -108,18 +108,6 @@ class WeightStore:
         size = ITEM_BYTES[self.dtype]
         return sum(aligned(spec.numel * size) for spec in self.table)
 
-    @cached_property
-    def _slots(self) -> "list[list[tuple[str, torch.Tensor]]]":
-        memory, dtype, offset = self.memory, self.torch_dtype, HEADER_BYTES
-        slots: list[list[tuple[str, torch.Tensor]]] = [[] for _ in range(NUM_SLOTS)]
-        for slot in slots:
-            for spec in self.table:
-                num_bytes = spec.numel * dtype.itemsize
-                tensor = memory[offset : offset + num_bytes].view(dtype).view(spec.shape)
-                slot.append((spec.name, tensor))
-                offset += aligned(num_bytes)
-        return slots
-
     @property
     def latest(self) -> int:
         """The newest whole version; -1 before the first."""
@@ -136,7 +124,7 @@ class WeightStore:
     def publishing(self, version: int) -> Iterator["OpenSlot"]:
         """The slot to write `version` into; whole, and the newest, when the block ends well."""
         with self._writing(version) as slot:
-            yield OpenSlot([tensor for _, tensor in self._slots[slot]], self._canaries[slot])
+            yield OpenSlot([tensor for _, tensor in self.views(slot)], self._canaries[slot])
 
     @contextmanager
     def _writing(self, version: int) -> Iterator[int]:
@@ -163,7 +151,11 @@ class WeightStore:
 
     def views(self, slot: int) -> "Iterator[tuple[str, torch.Tensor]]":
         """The named tensors of a slot, in place. Only `read` knows whether they are whole."""
-        return iter(self._slots[slot])
+        memory, dtype, offset = self.memory, self.torch_dtype, HEADER_BYTES + slot * self.slot_bytes
+        for spec in self.table:
+            num_bytes = spec.numel * dtype.itemsize
+            yield spec.name, memory[offset : offset + num_bytes].view(dtype).view(spec.shape)
+            offset += aligned(num_bytes)
 
     def stamp(self, slot: int) -> int:
         """Another number as soon as a writer has been in the slot."""
