@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from minirl import devices, model
-from minirl.balance import measured
+from minirl import balance, devices, model
 from minirl.buffer import Buffer, History, OnStale
 from minirl.config import Config
 from minirl.devices import Placement, with_own_temp
@@ -29,10 +28,7 @@ from minirl.run_dir import RunDir, hold, holds_run, write_text
 from minirl.run_log import RunLog
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
-from minirl.tasks import Task, has_turns
-from minirl.tasks.prompts import Consumed, PromptStream, short_prompts
-from minirl.tasks.registry import bounded, check_functions, make_task
-from minirl.tasks.turns import Dialogue, dialogue_of
+from minirl.tasks import Task, has_turns, prompts, registry, turns
 from minirl.tasks.verifier import VerifierSetup
 from minirl.train import checkpoint
 from minirl.train.bad_batch import BatchSaver
@@ -93,12 +89,10 @@ def _make_job(config: Config, recipe: Path, run_dir: Path) -> Job:
         if config.devices.split == "auto":
             config = plan.with_auto_split(config, gpu)
     check_memory(config, devices.free_memory_bytes())
-    task = make_task(config)
-    check_functions(config)
-    places = devices.place(config, kind, available)
-    return Job(
-        config, task, run_dir, recipe, kind, *places, 1e12 * gpu.bf16_tflops if gpu else None
-    )
+    task = registry.make_task(config)
+    registry.check_functions(config)
+    places, flops = devices.place(config, kind, available), gpu and 1e12 * gpu.bf16_tflops
+    return Job(config, task, run_dir, recipe, kind, *places, flops)
 
 
 def _prepare(job: Job, resume: bool, is_plain: bool) -> int:
@@ -143,14 +137,15 @@ def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
     load = partial(model.tokenizer_of, config, source)
     try:
         # Without turns the tokenizer loads while workers start.
-        dialogue = dialogue_of(task, config.tasks.kind, load()) if has_turns(task) else None
+        dialogue = turns.dialogue_of(task, config.tasks.kind, load()) if has_turns(task) else None
         ring, store = _spawn(workers, job, source, start, dialogue)
         tokenizer = load()
-        consumed = Consumed(state.consumed_below, state.consumed_above)
-        stream = PromptStream(task, tokenizer, config.seed, consumed, partial(bounded, config))
+        consumed = prompts.Consumed(state.consumed_below, state.consumed_above)
+        bounded = partial(registry.bounded, config)
+        stream = prompts.PromptStream(task, tokenizer, config.seed, consumed, bounded)
         first = [task.train(i) for i in range(min(64, task.num_train))]
-        short_prompts(config, first, tokenizer)
-        heldout = short_prompts(config, task.heldout(config.eval.num_prompts), tokenizer)
+        prompts.short_prompts(config, first, tokenizer)
+        heldout = prompts.short_prompts(config, task.heldout(config.eval.num_prompts), tokenizer)
         saver = BatchSaver(config, run_dir, ring, store, source)
         log = RunLog(config, run_dir, workers, view, state.step, saver, state.evaluating)
         loop = Loop(config, workers, stream, heldout, make_buffer(config, state.history), log)
@@ -173,13 +168,13 @@ def _run(job: Job, source: Path, start: Start, view: ConsoleView) -> int:
 def _finish(job: Job, loop: Loop, log: RunLog, view: ConsoleView) -> int:
     """The summary, and an error where something is not on the disk."""
     is_whole = loop.step == job.config.train.steps
-    kind, available = devices.find_devices(job.kind)
-    word = "cores" if kind == "cpu" else "GPU" if available > job.config.num_devices else ""
+    spare = devices.find_devices(job.kind)[1] - job.config.num_devices
+    word = "cores" if job.kind == "cpu" else "GPU" if spare > 0 else ""
     extra = {
         "run_dir": str(job.run_dir),
         "seed": job.config.seed,
         "drops": dict(loop.buffer.drops),
-        "balance": measured(job.config, log.metrics, word) or None,
+        "balance": balance.measured(job.config, log.metrics, word) or None,
         "ended": time.strftime(TIME_FORMAT),
         **devices.describe(job.kind),
     }
@@ -201,7 +196,7 @@ def make_buffer(config: Config, history: History | None = None) -> Buffer:
 
 
 def _spawn(
-    workers: Workers, job: Job, source: Path, start: Start, dialogue: Dialogue | None
+    workers: Workers, job: Job, source: Path, start: Start, dialogue: turns.Dialogue | None
 ) -> tuple[TrajectoryRing, WeightStore]:
     """Trainer ranks first: all workers wait for the first version."""
     config, run_dir, folder = job.config, job.run_dir, start.folder or source
@@ -212,7 +207,6 @@ def _spawn(
         config=config,
         folder=str(folder),
         tokenizer_folder=str(source),
-        num_ranks=len(job.ranks),
         rendezvous=str(run_dir.absolute() / "rendezvous"),
         placement=job.ranks[0],
         ring=ring,
@@ -238,7 +232,7 @@ def spawn_ranks(workers: Workers, role: Role, first: RankSetup, places: list[Pla
     """`first` is rank 0's set-up."""
     Path(first.rendezvous).unlink(missing_ok=True)
     for rank, place in enumerate(places):
-        setup = replace(first, rank=rank, placement=place)
+        setup = replace(first, rank=rank, num_ranks=len(places), placement=place)
         workers.spawn(role, rank, BODIES[role], setup, place)
 
 

@@ -123,7 +123,6 @@ class Checked(NamedTuple):
 
     shown: str
     warning: str = ""  # held-out prompts that are trained on
-    is_offline: bool = False  # the hub was asked, and nothing answered
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,14 +5,10 @@ safetensors headers) and its tokenizer. This is all of the model that the contro
 """
 
 import json
-import os
-import sys
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.error import HTTPError
-from urllib.request import urlopen
 
 from minirl import devices
 from minirl.config import TINY, TINY_FOLDER, Config
@@ -31,7 +27,6 @@ def local_folder(config: Config, weights: bool = True) -> Path:
     path, found = config.model.path, find_model(config)
     if path == TINY or Path(path).is_dir():
         return found or TINY_FOLDER
-    ask_hub()
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.txt", "*.jinja", "*.model", *(["*.safetensors"] if weights else ())]
@@ -41,29 +36,6 @@ def local_folder(config: Config, weights: bool = True) -> Path:
         rule = f"cannot be had from the hub ({type(error).__name__})"
         remedy = "check the name and the network, or give a local folder"
         raise RecipeError("model.path", path, rule, remedy) from None
-
-
-@cache
-def ask_hub() -> None:
-    """Without a network the hub's libraries retry each file for many seconds. So it is asked once,
-    and if nothing answers they use their cache alone, here and in all workers."""
-    if not is_offline():
-        try:
-            urlopen(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=10).close()
-        except HTTPError:
-            pass  # an answer too
-        except OSError:
-            go_offline()
-
-
-def is_offline() -> bool:
-    return bool(os.environ.get("HF_HUB_OFFLINE"))
-
-
-def go_offline() -> None:
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
-    if loaded := sys.modules.get("huggingface_hub.constants"):
-        loaded.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
 
 
 def weight_table(folder: Path) -> "tuple[TensorSpec, ...]":
@@ -144,13 +116,9 @@ class PlainTokenizer:
         self._tokenizer = Tokenizer.from_file(str(path))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.eos_token_id = self._id(about.get("eos_token"))
-        self.pad_token_id = self._id(about.get("pad_token"))
-
-    def _id(self, token: Any) -> int | None:
-        """A special token is written as its text, or as a table with its text in it."""
-        text = token.get("content") if isinstance(token, dict) else token
-        return self._tokenizer.token_to_id(text) if isinstance(text, str) else None
+        end = about.get("eos_token") or ""  # its text, or a table with its text in it
+        text = end["content"] if isinstance(end, dict) else end
+        self.eos_token_id: int | None = self._tokenizer.token_to_id(text)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

@@ -10,9 +10,9 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
-import importlib
 import multiprocessing
 import os
+import pkgutil
 import re
 import signal
 import socket
@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
@@ -57,7 +58,6 @@ class Worker:
         self.body, self.setup, self.placement = body, setup, place
         self.name, self.num_starts = f"{role}-{rank}", 0
         self.process: Any = None
-        self.pid = 0
         self.pipe: Connection
         self.failure: Died | None = None
         self.is_ready = False  # it has said so
@@ -81,7 +81,7 @@ class Worker:
 
     def ask_stacks(self) -> None:
         if self.process and self.process.is_alive():
-            os.kill(self.pid, signal.SIGUSR1)
+            os.kill(self.process.pid, signal.SIGUSR1)
 
     def send(self, message: object) -> None:
         """Never waits: what the worker does not take now goes out at a later `receive`, which also
@@ -126,10 +126,13 @@ class Workers:
 
     def add(self, worker: Worker) -> Worker:
         self.all.append(worker)
-        self._start(worker)
+        self.replace(worker)
         return worker
 
-    def _start(self, worker: Worker, delay_s: float = 0.0) -> None:
+    def replace(self, worker: Worker, delay_s: float = 0.0) -> None:
+        """A new process instead of one that died or must go. With a delay it exists at once and
+        takes messages, but begins its work later."""
+        self.retire(worker)
         worker.failure, worker.outbox, worker.is_ready = None, bytearray(), False
         worker.num_starts += 1
         self.board.reset(worker.row)
@@ -137,16 +140,12 @@ class Workers:
             worker.start_there(delay_s)
             return
         worker.pipe, theirs = self._context.Pipe()
-        process = self._context.Process(
-            target=_child,
-            args=(worker, self.board, theirs, self._log(worker), delay_s),
-            name=f"minirl-{worker.name}",
-        )
-        if self._context.get_start_method() == "spawn":
-            resource_tracker.ensure_running()  # here, since its first start unblocks signals
+        args = (worker, self.board, theirs, self._log(worker), delay_s)
+        process = self._context.Process(target=_child, args=args)  # type: ignore[attr-defined]
+        resource_tracker.ensure_running()  # here, since its first start unblocks signals
         with _environment(worker.placement.env), _deferred_signals():
-            process.start()  # type: ignore[attr-defined]
-            worker.process, worker.pid = process, process.pid  # type: ignore[attr-defined,assignment]
+            process.start()
+            worker.process = process
         theirs.close()
 
     def receive(self, timeout_s: float) -> Iterator[tuple[Worker, object]]:
@@ -218,9 +217,8 @@ class Workers:
     def is_stopped(self, worker: Worker) -> bool:
         """By SIGSTOP or a debugger: then its heartbeat cannot come."""
         stopped = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-        if worker.process is None:
-            return False
-        return worker.process.is_alive() and psutil.Process(worker.pid).status() in stopped
+        is_alive = worker.process is not None and worker.process.is_alive()
+        return is_alive and psutil.Process(worker.process.pid).status() in stopped
 
     def stacks(self, of: Sequence[Worker] = ()) -> str:
         """Python stacks of these workers, or of all, through their logs."""
@@ -239,12 +237,6 @@ class Workers:
             f"--- {worker.name}\n{text.decode(errors='replace') or '(no answer: frozen or gone)'}"
             for worker, text in written.items()
         )
-
-    def replace(self, worker: Worker, delay_s: float = 0.0) -> None:
-        """A new process instead of one that died or must go. With a delay it exists at once and
-        takes messages, but begins its work later."""
-        self.retire(worker)
-        self._start(worker, delay_s)
 
     def retire(self, worker: Worker) -> None:
         """Kills it with all its children: a tensor-parallel engine has processes of its own."""
@@ -364,11 +356,10 @@ def _child(worker: Worker, board: Board, pipe: Connection, log: Path, delay_s: f
     writer.enter(State.STARTING)
     time.sleep(delay_s)
     try:
-        name, _, function = worker.body.partition(":")
         gc.disable()  # as in engine.py
-        module = importlib.import_module(name)
+        body = pkgutil.resolve_name(worker.body)
         gc.enable()
-        getattr(module, function)(worker.setup, writer, pipe)
+        body(worker.setup, writer, pipe)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the controller is gone or has closed the pipe
     except Exception as error:
@@ -389,24 +380,20 @@ class LossyStream:
     def __init__(self, stream: TextIO):
         self._stream = stream
 
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._stream.flush()
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        found = getattr(self._stream, name)
+        return partial(_lossy, found) if name in ("write", "flush") else found
+
+
+def _lossy(action: Callable[..., object], *args: str) -> None:
+    with contextlib.suppress(OSError):
+        action(*args)
 
 
 def _write_to(log: Path) -> None:
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     sys.stdout = sys.__stdout__ = LossyStream(sys.stdout)  # type: ignore[assignment,misc]
     sys.stderr = sys.__stderr__ = LossyStream(sys.stderr)  # type: ignore[assignment,misc]
     faulthandler.enable(2)

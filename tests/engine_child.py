@@ -3,7 +3,7 @@ and calls what it is sent. vLLM needs its environment before torch is imported, 
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -15,21 +15,14 @@ from minirl.rollout.worker import RolloutSetup
 from minirl.shm.board import BoardWriter
 
 
-class Call(NamedTuple):
-    """Of a method of Engine, a function of this module, or getattr, on one of the engines."""
-
-    engine: str
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-
-
 class Result(NamedTuple):
     value: Any = None
     error: Exception | None = None
 
 
 def run(setups: dict[str, RolloutSetup], board: BoardWriter, pipe: Connection) -> None:
-    """The body of the process. A call that is not a Call ends it."""
+    """The body of the process. A call is an engine's name, a method of Engine, a function of this
+    module, or getattr, and its arguments; anything else ends the process."""
     if "TRITON_INTERPRET" in os.environ:  # `make v2`: this one kernel cannot be interpreted
         import vllm.v1.sample.ops.topk_topp_sampler as sampler
 
@@ -44,9 +37,10 @@ def run(setups: dict[str, RolloutSetup], board: BoardWriter, pipe: Connection) -
         first: Any = next(iter(engines.values()))
         assert first._engine.vllm_config.use_v2_model_runner
     pipe.send(Result())
-    while isinstance(call := pipe.recv(), Call):
+    while isinstance(call := pipe.recv(), tuple):
+        name, function, arguments = call
         try:
-            pipe.send(Result(call.function(engines[call.engine], *call.arguments)))
+            pipe.send(Result(function(engines[name], *arguments)))
         except (StaleWeights, ValueError) as error:
             pipe.send(Result(error=error))
     for engine in engines.values():

@@ -3,6 +3,7 @@
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import ascii_letters
@@ -14,10 +15,11 @@ import plain_script
 import pytest
 import torch
 from crew import CUDA_ENGINE_PLACE, ENGINE_PLACE, Inbox, crew
-from engine_child import Call, Result
+from engine_child import Result
 from versions import EXACT, Versions
 
 from minirl.config import Config, ModelConfig, RolloutConfig, TasksConfig
+from minirl.devices import Placement
 from minirl.errors import StaleWeights
 from minirl.messages import Role
 from minirl.records import StopReason
@@ -56,7 +58,7 @@ class Remote:
         self.written: dict[int, Written] = defaultdict(Written)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        self.worker.send(Call(self.name, function, arguments))
+        self.worker.send((self.name, function, arguments))
         result = self.inbox.take(self.worker, Result)
         if result.error is not None:
             raise result.error
@@ -112,28 +114,38 @@ if "TRITON_INTERPRET" not in os.environ:  # `make v2`: it would take minutes
 UPDATE = 2e-3  # about an update's: less than bfloat16's noise in the canary
 
 
-@pytest.fixture(scope="module")
-def engines(
-    tied_folder: Path,
-    llama_folder: Path,
-    biased_folder: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[dict[str, Remote]]:
-    """All in one process: most of a start is imports. The Llama has a head of its own (untied)."""
-    folders, ring = {"llama": llama_folder, "half": biased_folder}, TrajectoryRing(1, 1)
-    versions, setups = {}, {}
-    for name, config in ENGINES.items():
-        folder = folders.get(name, tied_folder)
+Settings = dict[str, tuple[Config, Path]]
+
+
+@contextmanager
+def running(logs: Path, settings: Settings, place: Placement) -> Iterator[dict[str, Remote]]:
+    """All in one process: most of a start is imports."""
+    versions, setups = dict[str, Versions](), {}
+    for name, (config, folder) in settings.items():
         versions[name] = Versions(folder, config.model.dtype)
-        versions[name].scale = UPDATE if name == "half" else versions[name].scale
+        if name == "half":
+            versions[name].scale = UPDATE
         versions[name].publish(0)
-        setups[name] = RolloutSetup(config, str(folder), "cpu", 1, ring, versions[name].store)
-    with crew(tmp_path_factory.mktemp("engines"), 1) as inbox:
-        worker = inbox.workers.spawn(Role.ROLLOUT, 0, "engine_child:run", setups, ENGINE_PLACE)
+        ring, store = TrajectoryRing(1, 1), versions[name].store
+        setups[name] = RolloutSetup(config, str(folder), place.kind, 1, ring, store)
+    with crew(logs, 1) as inbox:
+        worker = inbox.workers.spawn(Role.ROLLOUT, 0, "engine_child:run", setups, place)
         inbox.take(worker, Result)
-        remotes = {name: Remote(name, inbox, worker, versions[name]) for name in ENGINES}
+        remotes = {name: Remote(name, inbox, worker, versions[name]) for name in settings}
         for remote in remotes.values():
             remote.reload()
+        yield remotes
+        inbox.workers.stop("end")  # so that vLLM's own processes take their memory away
+
+
+@pytest.fixture(scope="module")
+def engines(
+    tied_folder: Path, llama_folder: Path, biased_folder: Path, tmp_path_factory: Any
+) -> Iterator[dict[str, Remote]]:
+    """The Llama has a head of its own (untied)."""
+    folders, logs = {"llama": llama_folder, "half": biased_folder}, tmp_path_factory.mktemp("logs")
+    settings = {name: (config, folders.get(name, tied_folder)) for name, config in ENGINES.items()}
+    with running(logs, settings, ENGINE_PLACE) as remotes:
         yield remotes
 
 
@@ -256,7 +268,8 @@ def wrong_canary(engine: Remote) -> np.ndarray:
     return plain_script.canary(engine.versions.load(version)) + 0.01
 
 
-def test_a_wrong_canary_is_noticed_by_an_idle_engine_at_once(tied: Remote) -> None:
+def test_a_wrong_canary_is_noticed(tied: Remote) -> None:
+    """By an idle engine at once, else unless newer weights overtake it."""
     version = tied.versions.store.latest + 1
     with pytest.raises(StaleWeights, match=f"version {version}: the engine's logprobs of the can"):
         tied.update(wrong_canary(tied))
@@ -264,9 +277,6 @@ def test_a_wrong_canary_is_noticed_by_an_idle_engine_at_once(tied: Remote) -> No
         tied.update(np.full(CANARY_TOKENS, np.nan, np.float32))
     tied.update()
     assert tied.call(getattr, "canary").gap < EXACT
-
-
-def test_a_wrong_canary_is_noticed_unless_newer_weights_overtake_it(tied: Remote) -> None:
     running = tied.add(PROMPT)
     tied.step(3)
     tied.update(wrong_canary(tied))
@@ -285,23 +295,17 @@ def test_a_wrong_canary_is_noticed_unless_newer_weights_overtake_it(tied: Remote
 # Sampling -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(100, 1.3),
-        Sampling(100, 1.0, top_k=10),
-        Sampling(100, 0.7, top_p=0.8),
-        Sampling(20, 0.0),
-    ],
-    ids=str,
-)
-def test_logprobs_are_of_the_distribution_sampled_from(sampling: Sampling, tied: Remote) -> None:
+CASES = [{"temperature": 1.3}, {"top_k": 10}, {"temperature": 0.7, "top_p": 0.8}]
+
+
+@pytest.mark.parametrize("case", [*CASES, {"temperature": 0.0, "max_tokens": 20}], ids=str)
+def test_logprobs_are_of_the_distribution_sampled_from(case: dict[str, Any], tied: Remote) -> None:
+    sampling = replace(FREE, **case)
     answer = tied.add(PROMPT, sampling)
     tied.step()
-    tokens = PROMPT + answer.tokens
-    all_TV = tied.versions.distributions(answer.versions[0], tokens, sampling.temperature or 1.0)[
-        len(PROMPT) - 1 :
-    ]
+    version, temperature = answer.versions[0], sampling.temperature or 1.0
+    all_TV = tied.versions.distributions(version, PROMPT + answer.tokens, temperature)
+    all_TV = all_TV[len(PROMPT) - 1 :]
     sorted_TV, order_TV = all_TV.sort(descending=True)
     before_TV = sorted_TV.exp().cumsum(-1) - sorted_TV.exp()
     is_in_TV = before_TV < sampling.top_p
@@ -346,16 +350,8 @@ def test_weights_change_in_flight_on_cuda(tied_folder: Path, tmp_path: Path) -> 
     """With captured graphs, in bfloat16: only the mean is near, but a wrong version is nats off."""
     rollout = replace(CONFIG.rollout, memory_fraction=0.3)
     config = replace(CONFIG, model=ModelConfig(dtype="bfloat16"), rollout=rollout)
-    versions = Versions(tied_folder, "bfloat16")
-    versions.publish(0)
-    setup = RolloutSetup(config, str(tied_folder), "cuda", 1, TrajectoryRing(1, 1), versions.store)
-    with crew(tmp_path, 1) as inbox:
-        body = "engine_child:run"
-        worker = inbox.workers.spawn(Role.ROLLOUT, 0, body, {"cuda": setup}, CUDA_ENGINE_PLACE)
-        inbox.take(worker, Result)
-        engine = Remote("cuda", inbox, worker, versions)
-        engine.reload()
-        answers = through_versions(engine, num_steps=12, num_updates=4)
+    with running(tmp_path, {"cuda": (config, tied_folder)}, CUDA_ENGINE_PLACE) as engines:
+        answers = through_versions(engines["cuda"], num_steps=12, num_updates=4)
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             assert answer.versions == sorted(answer.versions)
-            assert engine.errors(prompt, answer).mean() < 0.1
+            assert engines["cuda"].errors(prompt, answer).mean() < 0.1

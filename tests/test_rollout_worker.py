@@ -5,7 +5,9 @@ trainer. Its task has several turns: without a reply the first is the whole answ
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from minirl.config import Config, EvalConfig, RolloutConfig, TasksConfig
 from minirl.messages import Died, GroupRequest, Role
 from minirl.records import StopReason, Trajectory
 from minirl.rollout.worker import RolloutSetup
-from minirl.shm.board import BEAT, STATE, State, Total
+from minirl.shm.board import BEAT, STATE, Row, State, Total
 from minirl.shm.ring import TornEntry, TrajectoryRing, TrajectoryView
 from minirl.tasks.turns import Dialogue, runs
 from minirl.workers import Worker
@@ -50,23 +52,26 @@ class Station:
         self.gone: dict[int, str] = {}
         self.waiting: dict[int, dict[int, Trajectory]] = {}  # for a reply, by group and place
 
-    def request(
-        self,
-        prompt: tuple[int, ...] = PROMPT,
-        size: int = GROUP_SIZE,
-        is_eval: bool = False,
-        has_replies: bool = False,
-    ) -> GroupRequest:
+    @property
+    def row(self) -> Row:
+        return self.inbox.workers.board.row(self.worker.row)
+
+    def request(self, size: int = GROUP_SIZE, **options: Any) -> GroupRequest:
+        """`options` are a GroupRequest's, and has_replies."""
         self.num_groups += 1
         cells = tuple((self.num_cells + i) % NUM_CELLS for i in range(size))
         self.num_cells += size
-        group_id = -self.num_groups if is_eval else self.num_groups
-        if has_replies:
+        group_id = -self.num_groups if options.get("is_eval") else self.num_groups
+        if options.pop("has_replies", False):
             self.waiting[group_id] = {}
-        return GroupRequest(group_id, prompt, cells, is_eval)
+        return GroupRequest(group_id, cells=cells, **{"prompt": PROMPT, **options})
 
     def submit(self, *groups: GroupRequest) -> None:
         self.worker.send(messages.Submit(groups))
+
+    def submit_new(self, size: int = GROUP_SIZE, **options: Any) -> GroupRequest:
+        self.submit(group := self.request(size, **options))
+        return group
 
     def reply(self, group: GroupRequest, tokens: tuple[int, ...], *places: int) -> None:
         """No tokens: the turn was the last."""
@@ -86,10 +91,9 @@ class Station:
     def read(self) -> None:
         received, self.inbox.messages = self.inbox.messages, []
         for worker, message in received:
-            if isinstance(message, (messages.Finished, messages.TurnEnded)):
-                for group_id, place, trajectory in message.trajectories:
-                    assert group_id not in self.gone, "a group of which nothing was to come"
-                    self.take(group_id, place, trajectory, isinstance(message, messages.Finished))
+            if isinstance(message, messages.Finished | messages.TurnEnded):
+                for each in message.trajectories:
+                    self.take(*each, is_last=isinstance(message, messages.Finished))
             elif isinstance(message, messages.Gone):
                 assert message.group_id not in self.gone
                 self.gone[message.group_id] = message.why
@@ -97,6 +101,7 @@ class Station:
                 assert not isinstance(message, Died), self.inbox.workers.log_tail(worker)
 
     def take(self, group_id: int, place: int, trajectory: Trajectory, is_last: bool) -> None:
+        assert group_id not in self.gone, "a group of which nothing was to come"
         has_reply = not is_last and group_id in self.waiting
         found = (self.waiting if has_reply else self.done)[group_id]
         assert place not in found
@@ -105,11 +110,7 @@ class Station:
             self.worker.send(messages.Continue(((group_id, place, ()),)))
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
-        def looked() -> bool:
-            self.read()
-            return is_so()
-
-        self.inbox.wait_until(looked, listen_s=0.001)
+        self.inbox.wait_until(lambda: self.read() or is_so(), listen_s=0.001)
 
     def wait_done(self, *groups: GroupRequest) -> None:
         self.wait_until(lambda: all(len(self.done[g.group_id]) == len(g.cells) for g in groups))
@@ -124,20 +125,16 @@ class Station:
         goal = board.total(row, Total.TOKENS) + count
         self.wait_until(lambda: board.total(row, Total.TOKENS) >= goal)
 
-    def serve_next(self, end_scale: float = 1.0, is_idle: bool = False) -> int:
-        """Publishes a version and waits until it is served, or all is done too."""
+    def serve_next(self, end_scale: float = 1.0) -> int:
+        """Publishes a version and waits until it is served."""
         version = self.versions.publish_next(end_scale)
-        self.wait_version(is_idle)
+        self.wait_until(lambda: self.row.version == version)
         return version
 
-    def wait_version(self, is_idle: bool = True) -> None:
-        def is_there() -> bool:
-            row = self.inbox.workers.board.row(self.worker.row)
-            is_new = row.version == self.versions.store.latest
-            rests = row.state is State.WAITING_FOR_PROMPTS and row.running == 0
-            return is_new and (rests or not is_idle)
-
-        self.wait_until(is_there)
+    def wait_idle(self) -> None:
+        """Until all is done, and the newest version served."""
+        rest = Row(State.WAITING_FOR_PROMPTS, 0, 0, self.versions.store.latest, running=0)
+        self.wait_until(lambda: self.row._replace(since_s=0, beat_s=0) == rest)
 
     def views(self, group: GroupRequest) -> list[TrajectoryView]:
         """The trajectories, after checking that each is what its descriptor says, that every token
@@ -175,14 +172,15 @@ class Station:
         assert np.abs(exact - view.logprobs).max() < EXACT
 
 
-@pytest.fixture(scope="module")
-def station(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Station]:
-    versions = Versions(tied_folder, ends=sorted(ENDS))
-    ring = TrajectoryRing(NUM_CELLS, CONFIG.max_tokens_per_trajectory)
+@contextmanager
+def started(
+    folder: Path, logs: Path, config: Config = CONFIG, body: str = "minirl.rollout.worker:run"
+) -> Iterator[Station]:
+    versions = Versions(folder, ends=sorted(ENDS))
+    ring = TrajectoryRing(NUM_CELLS, config.max_tokens_per_trajectory)
     dialogue = Dialogue(stop=STOP_TEXTS)
-    setup = RolloutSetup(CONFIG, str(tied_folder), "cpu", 1, ring, versions.store, dialogue)
-    with crew(tmp_path_factory.mktemp("rollout"), 1) as inbox:
-        body = "minirl.rollout.worker:run"
+    setup = RolloutSetup(config, str(folder), "cpu", 1, ring, versions.store, dialogue)
+    with crew(logs, 1) as inbox:
         worker = inbox.workers.spawn(Role.ROLLOUT, 0, body, setup, ENGINE_PLACE)
         row = inbox.workers.board._rows[worker.row]
         inbox.wait_until(lambda: row[STATE] == State.RELOADING)
@@ -193,19 +191,24 @@ def station(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield Station(inbox, worker, versions, ring)
 
 
+@pytest.fixture(scope="module")
+def station(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Station]:
+    with started(tied_folder, tmp_path_factory.mktemp("rollout")) as station:
+        yield station
+
+
 @pytest.fixture(autouse=True)
 def idle(station: Station) -> None:
     """Each test begins with a worker that has nothing to do, under weights that end an answer now
     and then."""
-    station.serve_next(is_idle=True)
+    station.serve_next()
+    station.wait_idle()
 
 
 @pytest.mark.parametrize("state", ["waits", "runs", "is parked"])
 def test_an_aborted_group_is_gone_and_its_seats_are_free(state: str, station: Station) -> None:
     station.serve_next(OFTEN if state == "is parked" else SELDOM)
-    aborted = station.request(size=8, has_replies=True)
-    other = station.request()
-    station.submit(aborted)
+    aborted = station.submit_new(size=8, has_replies=True)
     if state == "runs":
         station.wait_tokens(8)
     turns = station.listen(aborted) if state == "is parked" else {}
@@ -214,10 +217,10 @@ def test_an_aborted_group_is_gone_and_its_seats_are_free(state: str, station: St
     assert station.gone[aborted.group_id] == ""
     done = {**turns, **station.done[aborted.group_id], **station.waiting[aborted.group_id]}
     assert bool(turns) == (state == "is parked")
-    station.submit(other)
+    other = station.submit_new()
     station.wait_done(other)
     station.views(other)
-    station.wait_version()
+    station.wait_idle()
     for place, cell in enumerate(aborted.cells):
         if place in done:
             assert len(station.ring.read(cell, aborted.group_id).tokens) == done[place].length
@@ -228,18 +231,18 @@ def test_an_aborted_group_is_gone_and_its_seats_are_free(state: str, station: St
 
 
 def test_a_refused_prompt_is_gone_with_a_reason_and_the_worker_lives_on(station: Station) -> None:
-    refused, other = station.request(PROMPT * 4, size=1, is_eval=True), station.request()
+    refused, other = station.request(1, prompt=PROMPT * 4, is_eval=True), station.request()
     station.submit(refused, other)
     station.wait_done(other)
     assert re.search(r"280.*longer than the maximum", station.gone[refused.group_id])
     station.views(other)
-    station.serve_next(is_idle=True)  # nothing pins the old one
+    station.serve_next()  # nothing pins the old one
 
 
 def test_an_evaluation_pins_its_version_for_all_that_run_beside_it(station: Station) -> None:
     # Eight seats: the evaluation and one group begin at once, the last group when seats are free.
     pinned = station.serve_next(SELDOM)
-    evaluation = [station.request(PROMPT[: 50 + i], 1, is_eval=True) for i in range(4)]
+    evaluation = [station.request(1, prompt=PROMPT[: 50 + i], is_eval=True) for i in range(4)]
     early, late = station.request(), station.request()
     station.submit(early, late, *evaluation)
     station.wait_tokens(16)
@@ -261,8 +264,7 @@ def test_an_evaluation_pins_its_version_for_all_that_run_beside_it(station: Stat
 def test_turns_are_one_flat_record_and_exact_across_updates(station: Station) -> None:
     """The updates come while turns wait and while they run."""
     first = station.serve_next(OFTEN)
-    group = station.request(size=8, has_replies=True)
-    station.submit(group)
+    group = station.submit_new(size=8, has_replies=True)
     so_far = {place: list(PROMPT) for place in range(8)}
     last_tokens = set()
     for number in (1, 2, 3):
@@ -300,8 +302,7 @@ def test_the_older_group_begins_first(station: Station) -> None:
 
 def test_an_evaluation_that_waits_for_a_reply_keeps_its_version(station: Station) -> None:
     pinned = station.serve_next(8.0)  # greedy, it would hardly ever end
-    group = station.request(size=2, is_eval=True, has_replies=True)
-    station.submit(group)
+    group = station.submit_new(size=2, is_eval=True, has_replies=True)
     turns = station.listen(group)
     assert turns
     station.versions.publish_next()
@@ -309,4 +310,4 @@ def test_an_evaluation_that_waits_for_a_reply_keeps_its_version(station: Station
     station.reply(group, (), *station.listen(group))
     ended = station.done[group.group_id].values()
     assert {v for said in ended for v in (said.head_version, said.tail_version)} == {pinned}
-    station.wait_version()  # the new one
+    station.wait_idle()  # the new one

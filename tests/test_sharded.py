@@ -8,40 +8,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from crew import crew
-from engine_child import Result
-from test_engine import FAULTS, HALF, UPDATE, Remote, check_healthy, check_noticed
-from versions import Versions
+from test_engine import FAULTS, HALF, Remote, check_healthy, check_noticed, running
 
 from minirl import devices
 from minirl.config import DevicesConfig
-from minirl.messages import Role
 from minirl.rollout.engine import NUM_NEARER, Canary
 from minirl.rollout.weight_loader import find_piece
-from minirl.rollout.worker import RolloutSetup
-from minirl.shm.ring import TrajectoryRing
 
 
 @pytest.fixture(scope="module")
 def engine(biased_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
     config = replace(HALF, devices=DevicesConfig(kind="cpu", rollout=2, tensor_parallel=2))
-    versions, folder = Versions(biased_folder, "bfloat16"), str(biased_folder)
-    versions.scale = UPDATE
-    versions.publish(0)
-    setup = RolloutSetup(config, folder, "cpu", 1, TrajectoryRing(1, 1), versions.store)
     (place,), _ = devices.place(config, "cpu", devices.num_cores(), ranks=False)
-    with crew(tmp_path_factory.mktemp("engine"), 1) as inbox:
-        place = devices.with_own_temp(place, inbox.workers.log_dir)
-        worker = inbox.workers.spawn(Role.ROLLOUT, 0, "engine_child:run", {"": setup}, place)
-        try:
-            inbox.take(worker, Result)
-            remote = Remote("", inbox, worker, versions)
-            remote.reload()
-            yield remote
-            inbox.workers.stop("end")  # so that vLLM's own processes take their memory away
-        finally:
-            inbox.workers.kill()
-            devices.sweep_temp(inbox.workers.log_dir)
+    logs = tmp_path_factory.mktemp("engine")
+    settings, place = {"half": (config, biased_folder)}, devices.with_own_temp(place, logs)
+    try:
+        with running(logs, settings, place) as engines:
+            yield engines["half"]
+    finally:
+        devices.sweep_temp(logs)
 
 
 @pytest.mark.vllm
@@ -69,13 +54,9 @@ def test_rank_slices(room: int, full: int, num_ranks: int, rows: list[tuple[int,
     tensor = torch.arange(3.0 * full).view(full, 3)
     for rank, (start, stop) in enumerate(rows):
         for of, held in ((tensor, torch.zeros(room, 3)), (tensor.T, torch.zeros(3, room))):
-            piece = find_piece(held, of.shape, rank, num_ranks)
+            piece, own = find_piece(held, of.shape, rank, num_ranks), tensor[start:stop]
             assert piece is not None and piece.held.shape == of[piece.of].shape
-            is_turned = of.shape[0] == 3
-            assert torch.equal(
-                of[piece.of], (tensor[start:stop].T if is_turned else tensor[start:stop])
-            )
-            assert piece.is_whole == ((start, stop) == (0, full))
+            assert torch.equal(of[piece.of], own.T if len(of) == 3 else own)
 
 
 def through(canary: Canary, noise: float, change: float, is_stale: bool, count: int) -> list[str]:
@@ -107,5 +88,4 @@ def test_the_limit_comes_from_the_first_load() -> None:
         assert (canary.judge(trainer - later, trainer) == "") == is_fine
         assert "nan off" in canary.judge(trainer * np.nan, trainer)
     for dtype, gap in (("bfloat16", 0.51), ("float32", 0.011)):
-        said = Canary(dtype).judge(np.full(63, gap), np.zeros(63))
-        assert said.endswith("they compute this model differently")
+        assert Canary(dtype).judge(np.full(63, gap), np.zeros(63)).endswith("model differently")

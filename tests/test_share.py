@@ -11,21 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from crew import ENGINE_PLACE, crew
 from processes import Run, assert_accounted
-from test_rollout_worker import CONFIG, ENDS, NUM_CELLS, OFTEN, STOP_TEXTS, Station
-from versions import Versions
+from test_rollout_worker import CONFIG, OFTEN, started
 
-from minirl import devices, messages, recipe
+from minirl import devices, recipe
 from minirl.config import BufferConfig, Config, DevicesConfig, RolloutConfig
-from minirl.messages import Role
 from minirl.rollout import worker
 from minirl.rollout.engine import Engine
 from minirl.rollout.worker import RolloutSetup
 from minirl.shm.board import BoardWriter, State, Total
-from minirl.shm.ring import TrajectoryRing
 from minirl.supervisor import memory_hint
-from minirl.tasks.turns import Dialogue
 
 SHARED = DevicesConfig(share=True)
 IN_TURNS = Config(devices=SHARED, buffer=BufferConfig(max_staleness=0))
@@ -66,11 +61,8 @@ def test_each_stays_within_its_bill(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_engine_without_memory_on_a_shared_gpu_names_its_kv_cache() -> None:
-    for words, advice in (
-        ("CUDA out of memory", "3.0 to 1.5"),
-        ("6 GiB KV cache is needed", "6.0"),
-    ):
-        assert advice in memory_hint("rollout", words, AT_ONCE, "cuda")
+    for said, advice in ("CUDA out of memory", "3.0 to 1.5"), ("6 GiB KV cache is needed", "6.0"):
+        assert advice in memory_hint("rollout", said, AT_ONCE, "cuda")
 
 
 def run_forgetful(setup: RolloutSetup, board: BoardWriter, pipe: Connection) -> None:
@@ -94,18 +86,8 @@ def test_an_engine_sleeps_after_its_work_and_wakes_with_whole_weights(
 ) -> None:
     """For a newer version, and for prompts without one; every logprob is exact."""
     config = replace(CONFIG, devices=SHARED, buffer=BufferConfig(max_staleness=0))
-    versions = Versions(tied_folder, ends=sorted(ENDS))
-    ring = TrajectoryRing(NUM_CELLS, config.max_tokens_per_trajectory)
-    dialogue = Dialogue(stop=STOP_TEXTS)
-    setup = RolloutSetup(config, str(tied_folder), "cpu", 1, ring, versions.store, dialogue)
-    versions.publish_next(OFTEN)
-    with crew(tmp_path, 1) as inbox:
-        body = "test_share:run_forgetful"
-        station = Station(
-            inbox, inbox.workers.spawn(Role.ROLLOUT, 0, body, setup, ENGINE_PLACE), versions, ring
-        )
-        inbox.take(station.worker, messages.Started)
-        board, row = inbox.workers.board, station.worker.row
+    with started(tied_folder, tmp_path, config, "test_share:run_forgetful") as station:
+        versions, board, row = station.versions, station.inbox.workers.board, station.worker.row
 
         def sleeps() -> bool:
             return board.row(row).state is State.SLEEPING
@@ -114,8 +96,7 @@ def test_an_engine_sleeps_after_its_work_and_wakes_with_whole_weights(
             if wakes_by == "version":
                 versions.publish_next(OFTEN)
                 station.wait_until(lambda: not sleeps())
-            group = station.request()
-            station.submit(group)
+            group = station.submit_new()
             station.wait_done(group)
             station.wait_until(sleeps)
             assert {view.versions[-1] for view in station.views(group)} == {versions.store.latest}

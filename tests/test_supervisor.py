@@ -78,7 +78,7 @@ class Stage:
 
     def signal_at(self, step: int, role: Role, number: int) -> None:
         """In the loop's own thread, right after the step: no later one can come first."""
-        self.at_step[step] = lambda: os.kill(self.workers.of(role)[0].pid, number)
+        self.at_step[step] = lambda: os.kill(self.workers.of(role)[0].process.pid, number)
 
     def run_and_check(self) -> list[dict[str, Any]]:
         """To its end, and what must be true then of any run that gets there."""

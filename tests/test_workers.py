@@ -1,7 +1,6 @@
 """Worker processes: whatever happens to one is reported, and nothing is left of it. That they die
 with a killed controller is in test_supervisor.py."""
 
-import contextlib
 import os
 import signal
 import struct  # noqa: F401 (for `end`)
@@ -15,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from crew import LIMIT_S, TRAINER_PLACE, wait_until
+from crew import TRAINER_PLACE, Inbox, crew, wait_until
 
 from minirl import workers as workers_module
 from minirl.errors import MinirlError  # noqa: F401 (for `end`)
@@ -51,9 +50,8 @@ def end(setup: tuple[list[Any], str], board: BoardWriter, pipe: Connection) -> N
 
 @pytest.fixture
 def workers(tmp_path: Path) -> Iterator[Workers]:
-    workers = Workers(tmp_path, num_workers=3)
-    yield workers
-    workers.kill()
+    with crew(tmp_path, num_workers=3) as inbox:
+        yield inbox.workers
 
 
 def start(workers: Workers, body: str, setup: Any = None) -> Worker:
@@ -63,23 +61,15 @@ def start(workers: Workers, body: str, setup: Any = None) -> Worker:
 
 def messages(workers: Workers, count: int) -> list[Any]:
     """The next ones, at least so many."""
-    found: list[Any] = []
-    deadline = time.monotonic() + LIMIT_S
-    while len(found) < count:
-        assert time.monotonic() < deadline, found
-        found += [message for _, message in workers.receive(1.0)]
-    return found
+    inbox = Inbox(workers)
+    inbox.wait_until(lambda: len(inbox.messages) >= count)
+    return [message for _, message in inbox.messages]
 
 
-def wait_gone(pids: list[int]) -> None:
+def is_left(pids: list[int]) -> bool:
     """A zombie is gone: its parent only has not asked yet."""
-
-    def is_there(pid: int) -> bool:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        return False
-
-    wait_until(lambda: not any(map(is_there, pids)))
+    found = [p for p in psutil.process_iter(["status"]) if p.pid in pids]
+    return any(p.info["status"] != psutil.STATUS_ZOMBIE for p in found)
 
 
 CHILDREN = """
@@ -117,17 +107,18 @@ def test_a_death_is_reported_after_all_messages(code: str, how: str, workers: Wo
 def test_a_replaced_worker_is_new_and_nothing_is_left_of_the_old_one(workers: Workers) -> None:
     worker = start(workers, "end", ([], KILL))
     assert messages(workers, 1) == [Died("was killed by SIGKILL", is_final=False)]
-    gone = [worker.pid]
+    gone = [worker.process.pid]
     worker.setup = ([], CHILDREN)
     workers.replace(worker)  # it is dead
-    gone += [*messages(workers, 1)[0], worker.pid]
+    gone += [*messages(workers, 1)[0], worker.process.pid]
     worker.body, worker.setup = "test_workers:echo", "mine"
     workers.replace(worker)  # it lives
-    assert messages(workers, 1) == [("mine", worker.pid)]
-    assert worker.num_starts == 3 and worker.pid not in gone
+    last = worker.process.pid
+    assert messages(workers, 1) == [("mine", last)]
+    assert worker.num_starts == 3 and last not in gone
     workers.retire(worker)
     assert list(workers.receive(0.05)) == []
-    wait_gone([*gone, worker.pid])
+    wait_until(lambda: not is_left([*gone, last]))
 
 
 @pytest.mark.parametrize("is_polite", [True, False])
@@ -141,7 +132,7 @@ def test_stop_and_kill(is_polite: bool, workers: Workers, monkeypatch: pytest.Mo
         assert polite.exitcode == 0
     else:
         workers.kill()
-    wait_gone([polite.pid, deaf.pid])
+    wait_until(lambda: not is_left([polite.pid, deaf.pid]))
     workers.kill()  # once more is no error
 
 
@@ -149,7 +140,7 @@ def test_a_signal_that_comes_while_a_worker_starts_waits_until_it_has(workers: W
     with pytest.raises(KeyboardInterrupt), signals():
         start(workers, "echo", Late())
     (worker,) = workers.all
-    assert messages(workers, 1)[0][1] == worker.pid, "it is there, and can be ended"
+    assert messages(workers, 1)[0][1] == worker.process.pid, "it is there, and can be ended"
 
 
 def test_stacks_name_the_function_that_a_worker_is_stuck_in(workers: Workers) -> None:

@@ -109,9 +109,7 @@ class Engine:
                 **devices.engine_arguments(config, kind),
             )
         )
-        self._stop, self._stop_tokens = list(config.rollout.stop), list(config.rollout.stop_tokens)
-        self._store = store
-        self._keeps_cache = config.rollout.on_update == "keep"
+        self._rollout, self._store = config.rollout, store
         self.canary = Canary(config.model.dtype)
         self._expected: Published | None = None  # whose canary is on its way
         self._suspect: Published | None = None  # whose canary came back wrong once
@@ -187,7 +185,7 @@ class Engine:
                 f"(and {len(lost) - 1} more) differs after the reload"
             )
         reset = self._engine.reset_prefix_cache
-        if not self._keeps_cache and not reset(reset_running_requests=True):
+        if self._rollout.on_update != "keep" and not reset(reset_running_requests=True):
             raise StaleWeights(f"version {published.version}: vLLM kept KV of older weights")
         self.version = published.version
         self._engine.set_weight_version(str(self.version))
@@ -215,11 +213,11 @@ class Engine:
 
         params = SamplingParams(
             **vars(sampling),
-            stop=self._stop,
-            stop_token_ids=self._stop_tokens,
+            stop=list(self._rollout.stop),
+            stop_token_ids=list(self._rollout.stop_tokens),
             include_stop_str_in_output=True,  # the tokens are there; the text says so too
             logprobs=0,  # of the sampled token only
-            detokenize=bool(self._stop),  # costs 13 %, and only stop texts need it
+            detokenize=bool(self._rollout.stop),  # costs 13 %, and only stop texts need it
             output_kind=RequestOutputKind.FINAL_ONLY,  # until then `step` looks for itself
         )
         try:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from minirl import devices
+from minirl.shm.segment import opened
 from minirl.shm.weights import TensorSpec, WeightStore
 
 devices.keep_weights_writable()  # vLLM imports this file before it builds the model
@@ -28,7 +29,7 @@ class WeightLoader:
     vllm_config: Any
 
     def open_store(self, table: tuple[TensorSpec, ...], dtype: str, path: str) -> None:
-        self._store = WeightStore(table, dtype, path)
+        self._store = WeightStore(table, dtype, opened(path))
         self._loaded: LoadedTensors | None = None
         if torch.cuda.is_available():
             devices.pin(self._store.memory)
@@ -36,8 +37,8 @@ class WeightLoader:
     def load_slot(self, slot: int) -> list[str]:
         """Loads a slot in place, so that captured graphs stay valid."""
         stamp, weights = self._store.stamp(slot), dict(self._store.views(slot))
-        if self._loaded is not None and self._loaded.is_outdated:
-            self._loaded = None
+        if self._loaded and any(p.data_ptr() != at for p, at in self._loaded.addresses):
+            self._loaded = None  # some parameter was given other memory than it had
         self.copy(weights)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # for all copies: after this the slot may be overwritten
@@ -67,7 +68,6 @@ class Piece(NamedTuple):
 
     held: Tensor  # a view into the engine's parameter
     of: tuple[slice, ...]  # the published tensor
-    is_whole: bool
 
 
 class LoadedTensors:
@@ -78,7 +78,7 @@ class LoadedTensors:
 
     def __init__(self, model: nn.Module, weights: Weights, rank: int, num_ranks: int):
         parameters = dict(model.named_parameters())
-        self._addresses = [(p, p.data_ptr()) for p in parameters.values()]
+        self.addresses = [(p, p.data_ptr()) for p in parameters.values()]
         self._pieces: dict[str, Piece] = {}
         self._lost, self.unplaced = list[str](), list[str]()
         for name, tensor in weights.items():
@@ -87,19 +87,13 @@ class LoadedTensors:
             if piece is not None and _is_equal(piece.held, tensor[piece.of]):
                 self._pieces[name] = piece
             else:
-                is_lost = piece is not None and piece.is_whole
+                is_lost = piece is not None and piece.held.shape == tensor.shape
                 (self._lost if is_lost else self.unplaced).append(name)
 
-    @property
-    def is_outdated(self) -> bool:
-        """Some parameter was given other memory than it had."""
-        return any(parameter.data_ptr() != address for parameter, address in self._addresses)
-
     def load(self, model: nn.Module, weights: Weights) -> None:
-        direct = {name: piece for name, piece in self._pieces.items() if name in weights}
-        if direct:
-            sources = [weights[name][piece.of] for name, piece in direct.items()]
-            held = [piece.held for piece in direct.values()]
+        pairs = [(p.held, weights[n][p.of]) for n, p in self._pieces.items() if n in weights]
+        if pairs:
+            held, sources = map(list, zip(*pairs, strict=True))
             torch._foreach_copy_(held, sources, non_blocking=True)
         others = [(name, w) for name, w in weights.items() if name not in self._pieces]
         if others:
@@ -142,11 +136,9 @@ def find_piece(region: Tensor, shape: torch.Size, rank: int, num_ranks: int) -> 
     the vocabulary is padded at its end."""
     if region.ndim != len(shape):
         return None
-    index, local = [], []
+    index = []
     for room, full in zip(region.shape, shape, strict=True):
         num_slices = max(1, -(-full // max(1, room)))
         start = min(full, room * (rank * num_slices // num_ranks))
         index.append(slice(start, min(full, start + room)))
-        local.append(slice(index[-1].stop - start))
-    is_whole = all(at == slice(0, full) for at, full in zip(index, shape, strict=True))
-    return Piece(region[tuple(local)], tuple(index), is_whole)
+    return Piece(region[tuple(slice(at.stop - at.start) for at in index)], tuple(index))

@@ -96,7 +96,6 @@ class RolloutWorker:
         self.waiting: Waiting = []
         self.waiting_eval: Waiting = []
         self.running: dict[int, Request] = {}
-        self.num_running_eval = 0
         # By group and place: turns that the model ended. They have no seat and no KV, but their
         # group still runs, and an evaluation's still pins its version.
         self.parked: dict[tuple[int, int], Request] = {}
@@ -122,8 +121,8 @@ class RolloutWorker:
     @property
     def is_pinned(self) -> bool:
         """While an evaluation waits or runs, its version stays, for training groups too."""
-        is_parked = any(request.group.is_eval for request in self.parked.values())
-        return bool(self.waiting_eval or is_parked or self.num_running_eval)
+        begun = (*self.running.values(), *self.parked.values())
+        return bool(self.waiting_eval) or any(request.group.is_eval for request in begun)
 
     def read_inbox(self) -> None:
         is_idle = not (self.engine.is_busy or self.waiting or self.waiting_eval)
@@ -189,7 +188,8 @@ class RolloutWorker:
     def admit(self) -> None:
         share = max(1, int(EVAL_SHARE * self.config.rollout.max_num_seqs))
         while (self.waiting or self.waiting_eval) and self.has_room():
-            has_share = not self.waiting or self.num_running_eval < share
+            num_eval = sum(request.group.is_eval for request in self.running.values())
+            has_share = not self.waiting or num_eval < share
             is_eval = self.waiting_eval and has_share
             priority, key, request = heapq.heappop(self.waiting_eval if is_eval else self.waiting)
             group = request.group
@@ -201,7 +201,6 @@ class RolloutWorker:
                 self.pipe.send(messages.Gone(group.group_id, str(refusal).splitlines()[0]))
                 continue
             self.running[key] = request
-            self.num_running_eval += group.is_eval
         self.board.serving(self.engine.version, len(self.running))
 
     def has_room(self) -> bool:
@@ -229,7 +228,7 @@ class RolloutWorker:
             num_tokens += len(chunk.tokens)
             if chunk.stop is None:
                 continue
-            self.leave(chunk.key)
+            del self.running[chunk.key]
             request.num_turns += 1
             if self.has_turns and chunk.stop is StopReason.STOP:
                 self.parked[request.group.group_id, request.index] = request
@@ -244,31 +243,20 @@ class RolloutWorker:
         if ended:
             self.pipe.send(messages.TurnEnded(tuple(ended)))
 
-    def leave(self, key: int) -> None:
-        self.num_running_eval -= self.running.pop(key).group.is_eval
-
     def seal(self, request: Request, stop: StopReason) -> tuple[int, int, Trajectory]:
         group, tokens, versions = request.group, request.tokens, request.versions
-        cell = group.cells[request.index]
+        cell, length = group.cells[request.index], len(group.prompt) + len(tokens)
         self.ring.write(cell, group.group_id, group.prompt, tokens, request.logprobs, versions)
-        num_replied = versions.count(NOTHING)
-        descriptor = Trajectory(
-            cell=cell,
-            length=len(group.prompt) + len(tokens),
-            num_written=len(tokens) - num_replied,
-            stop=stop,
-            head_version=versions[0],
-            tail_version=versions[-1],
-            num_replied=num_replied,
-            num_turns=request.num_turns,
-        )
-        return group.group_id, request.index, descriptor
+        num_replied, turns = versions.count(NOTHING), request.num_turns
+        num_written, ends = len(tokens) - num_replied, (versions[0], versions[-1])
+        said = Trajectory(cell, length, num_written, stop, *ends, num_replied, turns)
+        return group.group_id, request.index, said
 
     def forget(self, group_id: int) -> None:
         keys = [key for key, r in self.running.items() if r.group.group_id == group_id]
         self.engine.abort(keys)
         for key in keys:
-            self.leave(key)
+            del self.running[key]
         for heap in (self.waiting, self.waiting_eval):
             heap[:] = [entry for entry in heap if entry[2].group.group_id != group_id]
             heapq.heapify(heap)

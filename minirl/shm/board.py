@@ -7,12 +7,12 @@ the throughput and idle metrics without a message. Each field is one aligned 8-b
 import time
 from enum import IntEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from minirl.shm.segment import Segment, Shared
+from minirl.shm.segment import Segment
 from minirl.shm.tracer import Tracer, open_trace
 
 BEAT_S = 0.25  # a worker that waits says so this often
@@ -65,17 +65,17 @@ class Row(NamedTuple):
     running: int
 
 
-class Board(Shared):
-    def __init__(self, num_workers: int, trace: Path | None = None):
+class Board:
+    def __init__(self, num_workers: int, trace: Path | None = None, segment: Segment | None = None):
         self.num_workers = num_workers
         self.trace = open_trace(trace) if trace else None
-        self._segment = Segment(8 * NUM_COLUMNS * num_workers)
-        self._map()
-        for worker in range(num_workers):
+        self._segment = segment or Segment(8 * NUM_COLUMNS * num_workers)
+        self._rows = self._segment.array(np.float64, (num_workers, NUM_COLUMNS))
+        for worker in range(num_workers if segment is None else 0):
             self.reset(worker)
 
-    def _map(self) -> None:
-        self._rows = self._segment.array(np.float64, (self.num_workers, NUM_COLUMNS))
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Board, (self.num_workers, self.trace, self._segment)
 
     def reset(self, worker: int) -> None:
         """A new process takes this row over. Totals stay: they are the place's, not its own."""

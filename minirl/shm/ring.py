@@ -8,13 +8,12 @@ an entry, and a cell that was handed on is never mistaken for its earlier conten
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from minirl.errors import MinirlError
-from minirl.shm.segment import Segment, Shared
+from minirl.shm.segment import Segment
 
 NOTHING = -1  # the seal of a cell without an entry; also the version of a token no model wrote
 
@@ -36,17 +35,19 @@ class TornEntry(Exception):
     """The cell holds no whole entry of that ticket."""
 
 
-class TrajectoryRing(Shared):
-    def __init__(self, num_cells: int, cell_tokens: int):
+class TrajectoryRing:
+    def __init__(self, num_cells: int, cell_tokens: int, segment: Segment | None = None):
+        """New and empty, or the one in `segment`."""
         self.num_cells, self.cell_tokens = num_cells, cell_tokens
         columns = [(name, kind, cell_tokens) for name, kind in COLUMNS.items()]
         self.cell = np.dtype([("seal", np.int64), ("length", np.int64), *columns], align=True)
-        self._segment = Segment(num_cells * self.cell.itemsize)
-        self._map()
-        self._cells["seal"] = NOTHING
+        self._segment = segment or Segment(num_cells * self.cell.itemsize)
+        self._cells = self._segment.array(self.cell, (num_cells,))
+        if segment is None:
+            self._cells["seal"] = NOTHING
 
-    def _map(self) -> None:
-        self._cells = self._segment.array(self.cell, (self.num_cells,))
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TrajectoryRing, (self.num_cells, self.cell_tokens, self._segment)
 
     def write(
         self,
@@ -61,12 +62,7 @@ class TrajectoryRing(Shared):
         NOTHING and with it mask 0. Sealed last: x86 keeps the order of stores. Arrays are copied at
         the speed of memory; lists take 30 times as long."""
         start, end = len(prompt), len(prompt) + len(tokens)
-        if end > self.cell_tokens:
-            raise MinirlError(
-                f"a trajectory of {start} prompt and {len(tokens)} written tokens does not fit "
-                f"a ring cell of {self.cell_tokens}, which is tasks.max_prompt_tokens + "
-                "rollout.max_new_tokens"
-            )
+        assert end <= self.cell_tokens, f"{end} tokens in a ring cell of {self.cell_tokens}"
         # By hand: numpy would repeat a single value where lengths differ.
         assert len(tokens) == len(logprobs) == len(versions) and ticket != NOTHING
         entry = self._cells[cell]

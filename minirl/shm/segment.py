@@ -17,14 +17,11 @@ ALIGNMENT = 64  # a cache line: rows of different writers never share one
 
 
 class Segment:
-    def __init__(self, num_bytes: int, path: str = ""):
-        """A new one, or the one behind `path`, for a process that minirl did not spawn itself."""
+    def __init__(self, num_bytes: int, fd: int | None = None):
+        """A new one, or the one behind `fd`."""
         self.num_bytes = num_bytes
-        if path:
-            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        else:
-            self._fd = os.memfd_create("minirl", os.MFD_CLOEXEC)
-            os.ftruncate(self._fd, num_bytes)
+        self._fd = os.memfd_create("minirl", os.MFD_CLOEXEC) if fd is None else fd
+        os.ftruncate(self._fd, num_bytes)
         self._map = mmap.mmap(self._fd, num_bytes)
 
     @property
@@ -37,31 +34,18 @@ class Segment:
         count = int(np.prod(shape, dtype=np.int64))
         return np.frombuffer(self._map, dtype=dtype, count=count, offset=offset).reshape(shape)
 
-    # A segment is pickled only as an argument of a process that is being spawned.
-    def __getstate__(self) -> tuple[int, Any]:
-        return self.num_bytes, reduction.DupFd(self._fd)
-
-    def __setstate__(self, state: tuple[int, Any]) -> None:
-        self.num_bytes, fd = state
-        self._fd = fd.detach()
-        self._map = mmap.mmap(self._fd, self.num_bytes)
+    def __reduce__(self) -> tuple[Any, ...]:  # only as an argument of a process that is spawned
+        return _received, (self.num_bytes, reduction.DupFd(self._fd))
 
 
-class Shared:
-    """What lies in a segment, as views that `_map` makes anew in each process."""
+def _received(num_bytes: int, fd: Any) -> Segment:
+    return Segment(num_bytes, fd.detach())
 
-    _segment: Segment
 
-    def _map(self) -> None:
-        raise NotImplementedError
-
-    def __getstate__(self) -> dict[str, Any]:
-        items = self.__dict__.items()
-        return {name: v for name, v in items if name[0] != "_" or isinstance(v, Segment)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._map()
+def opened(path: str) -> Segment:
+    """Another process's, in a process that minirl did not spawn itself."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    return Segment(os.fstat(fd).st_size, fd)
 
 
 def aligned(num_bytes: int) -> int:

@@ -31,18 +31,16 @@ class Tracer:
         self.pid = TRACKS.get(role, 9000) + int(rank or 0)
         self._clock_ns = time.time_ns() - time.monotonic_ns()  # of the day, without its jumps
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        self._state: tuple[str, Facts, int] = ("starting", {}, self._now())
+        self._state: tuple[str, Facts, int] = ("", {}, 0)
         self._write(ph="M", name="process_name", args={"name": name})
-
-    def _now(self) -> int:
-        return (time.monotonic_ns() + self._clock_ns) // 1000
 
     def state(self, name: str, facts: Facts, anew: bool = False) -> None:
         last, about, began = self._state
         if (last, about) != (name, facts) or anew:
             words = f"{last}: {about['phase']}" if "phase" in about else last
-            now = self._now()
-            self._write(ph="X", name=words, ts=began, dur=now - began, args=about)
+            now = (time.monotonic_ns() + self._clock_ns) // 1000
+            if last:
+                self._write(ph="X", name=words, ts=began, dur=now - began, args=about)
             self._state = (name, facts, now)
 
     def close(self) -> None:

@@ -11,14 +11,14 @@ Leaves out: barriers. The order of stores is x86's; an ARM port would need them 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from itertools import cycle, islice
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from minirl.shm.segment import Segment, Shared, aligned
+from minirl.shm.segment import Segment, aligned
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def numel(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
+        return prod(self.shape)
 
 
 class Published(NamedTuple):
@@ -79,14 +79,19 @@ def canary_tokens(vocab_size: int, text: Sequence[int] = ()) -> list[int]:
     return list(islice(cycle(text), CANARY_TOKENS))
 
 
-class WeightStore(Shared):
-    def __init__(self, table: tuple[TensorSpec, ...], dtype: str, path: str = ""):
-        """With the `path` of another store: that one, in a process of vLLM's own."""
+class WeightStore:
+    def __init__(self, table: tuple[TensorSpec, ...], dtype: str, segment: Segment | None = None):
+        """A new store without a version, or the one in `segment`."""
         self.table, self.dtype = table, dtype
-        self._segment = Segment(HEADER_BYTES + NUM_SLOTS * self.slot_bytes, path)
-        self._map()
-        if not path:
+        self._segment = segment or Segment(HEADER_BYTES + NUM_SLOTS * self.slot_bytes)
+        header = self._segment.array(HEADER, (1,))
+        self._latest, self._versions = header["latest"], header["versions"][0]
+        self._sequence, self._canaries = header["sequence"][0], header["canaries"][0]
+        if segment is None:
             self._latest[0] = self._versions[:] = -1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WeightStore, (self.table, self.dtype, self._segment)
 
     @property
     def path(self) -> str:
@@ -102,23 +107,6 @@ class WeightStore(Shared):
     def slot_bytes(self) -> int:
         size = ITEM_BYTES[self.dtype]
         return sum(aligned(spec.numel * size) for spec in self.table)
-
-    def _map(self) -> None:
-        header = self._segment.array(HEADER, (1,))
-        self._latest, self._versions = header["latest"], header["versions"][0]
-        self._sequence, self._canaries = header["sequence"][0], header["canaries"][0]
-
-    @cached_property
-    def _slots(self) -> "list[list[tuple[str, torch.Tensor]]]":
-        memory, dtype, offset = self.memory, self.torch_dtype, HEADER_BYTES
-        slots: list[list[tuple[str, torch.Tensor]]] = [[] for _ in range(NUM_SLOTS)]
-        for slot in slots:
-            for spec in self.table:
-                num_bytes = spec.numel * dtype.itemsize
-                tensor = memory[offset : offset + num_bytes].view(dtype).view(spec.shape)
-                slot.append((spec.name, tensor))
-                offset += aligned(num_bytes)
-        return slots
 
     @property
     def latest(self) -> int:
@@ -136,7 +124,7 @@ class WeightStore(Shared):
     def publishing(self, version: int) -> Iterator["OpenSlot"]:
         """The slot to write `version` into; whole, and the newest, when the block ends well."""
         with self._writing(version) as slot:
-            yield OpenSlot([tensor for _, tensor in self._slots[slot]], self._canaries[slot])
+            yield OpenSlot([tensor for _, tensor in self.views(slot)], self._canaries[slot])
 
     @contextmanager
     def _writing(self, version: int) -> Iterator[int]:
@@ -163,7 +151,11 @@ class WeightStore(Shared):
 
     def views(self, slot: int) -> "Iterator[tuple[str, torch.Tensor]]":
         """The named tensors of a slot, in place. Only `read` knows whether they are whole."""
-        return iter(self._slots[slot])
+        memory, dtype, offset = self.memory, self.torch_dtype, HEADER_BYTES + slot * self.slot_bytes
+        for spec in self.table:
+            num_bytes = spec.numel * dtype.itemsize
+            yield spec.name, memory[offset : offset + num_bytes].view(dtype).view(spec.shape)
+            offset += aligned(num_bytes)
 
     def stamp(self, slot: int) -> int:
         """Another number as soon as a writer has been in the slot."""
@@ -175,11 +167,6 @@ class WeightStore(Shared):
         while (found := self.attempt(self.latest, load, is_newest=True)) is None:
             time.sleep(0.0005)
         return found
-
-    def snapshot(self, version: int) -> "dict[str, torch.Tensor] | None":
-        """A copy of a version, or None where it is no longer there, or torn."""
-        found = self.attempt(version, lambda slot: {n: v.clone() for n, v in self.views(slot)})
-        return found and found.loaded
 
     def attempt(
         self, version: int, load: Callable[[int], Any], is_newest: bool = False

@@ -63,8 +63,6 @@ def _result(config: Config, workers: Workers) -> Checked:
         for _, message in workers.receive(LISTEN_S):
             match message:
                 case Checked():
-                    if message.is_offline:
-                        model.go_offline()
                     return message
                 case RecipeError():
                     raise message
@@ -116,7 +114,7 @@ def _check(
     if task.num_train <= SHUFFLED_UP_TO:  # a generated task keeps them apart itself
         both = trained_on(test, map(task.train, range(min(task.num_train, MOST_LOOKED_AT))))
     warning = f"{len(both)} of {len(test)} held-out prompts are trained on" if both else ""
-    return Checked(shown, warning, model.is_offline())
+    return Checked(shown, warning)
 
 
 class _Watch:

@@ -48,7 +48,6 @@ def sft(config: Config, run_dir: Path) -> int:
             config=as_training(config),
             folder=str(source),
             placement=places[0],
-            num_ranks=len(places),
             rendezvous=str(rendezvous),
             output=str(output),
         )

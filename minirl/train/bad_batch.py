@@ -100,10 +100,10 @@ class BatchSaver:
         folder = self.run_dir / name / f"step-{batch.step:06d}"
         try:
             with checkpoint.written_aside(folder) as aside:
-                if (found := self.store.snapshot(version)) is None:
+                if (found := self.store.attempt(version, self.copy)) is None:
                     raise MinirlError(f"version {version} is no longer in memory")
                 (weights := aside / "weights").mkdir()
-                save_file(found, weights / "model.safetensors", {"format": "pt"})
+                save_file(found.loaded, weights / "model.safetensors", {"format": "pt"})
                 shutil.copy2(self.source / "config.json", weights)
                 checkpoint.copy_tokenizer(self.source, weights)
                 saved = self.take(batch, why)
@@ -112,6 +112,9 @@ class BatchSaver:
         except Exception as error:  # safetensors has its own kind for a full disk
             return f"; its batch could not be saved: {one_line(str(error))}"
         return f"; look at its batch with: minirl replay {folder}"
+
+    def copy(self, slot: int) -> dict[str, Any]:
+        return {name: tensor.clone() for name, tensor in self.store.views(slot)}
 
     def take(self, batch: Batch, why: str) -> SavedBatch:
         """A copy of all that the batch's cells hold. Cells are counted anew, from 0."""

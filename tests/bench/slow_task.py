@@ -13,7 +13,7 @@ import numpy as np
 
 from minirl.config import TasksConfig
 from minirl.records import Answer, Example
-from minirl.shm.segment import Segment
+from minirl.shm.segment import Segment, opened
 
 SLOW_S = 0.2
 HANGS = 100  # one slow reward in so many never ends
@@ -82,7 +82,7 @@ class SlowTask:
     num_train = 2**31
 
     def __init__(self, config: TasksConfig, seed: int = 0):
-        self._switch = Switch(Segment(Switch.NUM_BYTES, config.data))
+        self._switch = Switch(opened(config.data))
         self._num_calls = 0
 
     def train(self, index: int) -> Example:
