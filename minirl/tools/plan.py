@@ -20,10 +20,10 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from minirl.balance import sentence
-from minirl.config import KEYS, Config, get
+from minirl.config import KEYS, Config, DevicesConfig, get
 from minirl.devices import ENGINE_WORK_BYTES, LIBRARY_BYTES
-from minirl.errors import RecipeError, toml_value
-from minirl.recipe import find_model, read_model_config, validate
+from minirl.errors import MALFORMED, RecipeError, toml_value
+from minirl.recipe import build, find_model, read_model_config, validate
 from minirl.shm.weights import ITEM_BYTES
 from minirl.tools.simulate import Costs, Lengths, Simulation, Throughput, long_tailed
 
@@ -68,22 +68,20 @@ class Shape(NamedTuple):  # a row of plan.toml
     norms_heads: bool  # queries and keys, as Qwen3 does
 
     @property
-    def linears(self) -> list[tuple[int, int]]:
-        """The two sizes of each matrix in a layer."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        others = (queries, queries, keys, keys, *[self.intermediate] * 3)
-        return [(self.hidden, other) for other in others]
-
-    @property
-    def num_parameters(self) -> int:
-        layer = sum(a * b for a, b in self.linears) + 2 * self.hidden
-        embeddings = self.vocab * self.hidden * (1 if self.is_tied else 2)
-        return self.layers * layer + embeddings + self.hidden
-
-    @property
     def widths(self) -> tuple[int, int, int]:
         """Values of a token in the residual stream, in queries and keys, in the MLP."""
         return self.hidden, (self.heads + self.kv_heads) * self.head_dim, self.intermediate
+
+    @property
+    def layer(self) -> int:
+        """Values in the seven matrices of a layer; one side of each is the hidden size."""
+        hidden, heads, mlp = self.widths
+        return hidden * (2 * heads + 3 * mlp)
+
+    @property
+    def num_parameters(self) -> int:
+        embeddings = self.vocab * self.hidden * (1 if self.is_tied else 2)
+        return self.layers * (self.layer + 2 * self.hidden) + embeddings + self.hidden
 
     @property
     def traffic_bytes(self) -> float:
@@ -94,8 +92,8 @@ class Shape(NamedTuple):  # a row of plan.toml
         return self.layers * layer + 26.0 * self.vocab
 
     def num_adapted(self, rank: int) -> int:
-        """Parameters of low-rank adapters on all linear layers."""
-        return self.layers * rank * sum(a + b for a, b in self.linears)
+        """Parameters of low-rank adapters on those matrices."""
+        return self.layers * rank * (7 * self.hidden + self.layer // self.hidden)
 
 
 TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
@@ -113,20 +111,16 @@ def recognise(device_name: str, memory_bytes: float) -> GpuKind | None:
 
 def shape_of(config: Config) -> Shape:
     """Of the recipe's model: from its folder or the local cache if it is there."""
-    path = config.model.path
-    if (folder := find_model(config)) is not None:
-        return _from_config_json(path, read_model_config(config, folder))
-    for name, shape in SHAPES.items():
-        # Qwen2.5-1.5B-Instruct has the shape of Qwen2.5-1.5B.
-        if f"{path.rpartition('/')[2]}-".startswith(f"{name}-"):
-            return shape
-    rule = "is neither on this machine nor in the table of shapes"
-    remedy = f"give a folder with its config.json, or one of {', '.join(SHAPES)}"
-    raise RecipeError("model.path", path, rule, remedy)
-
-
-def _from_config_json(path: str, values: dict[str, Any]) -> Shape:
-    try:
+    path, folder = config.model.path, find_model(config)
+    if folder is None:
+        name = f"{path.rpartition('/')[2]}-"  # Qwen2.5-1.5B-Instruct has the shape of Qwen2.5-1.5B
+        if found := [shape for start, shape in SHAPES.items() if name.startswith(f"{start}-")]:
+            return found[0]
+        rule = "is neither on this machine nor in the table of shapes"
+        remedy = f"give a folder with its config.json, or one of {', '.join(SHAPES)}"
+        raise RecipeError("model.path", path, rule, remedy)
+    values = read_model_config(config, folder)
+    with suppress(KeyError, TypeError):
         heads, hidden = values["num_attention_heads"], values["hidden_size"]
         kv_heads = values.get("num_key_value_heads") or heads
         attention = (heads, kv_heads, values.get("head_dim") or hidden // heads)
@@ -134,9 +128,8 @@ def _from_config_json(path: str, values: dict[str, Any]) -> Shape:
         is_tied = values.get("tie_word_embeddings", False)
         norms = str(values.get("model_type")).startswith(("qwen3", "gemma3", "olmo2", "olmo3"))
         return Shape(values["num_hidden_layers"], hidden, *attention, mlp, vocab, is_tied, norms)
-    except (KeyError, TypeError):
-        rule, remedy = "its config.json has no usable sizes", "plan knows Llama's and Qwen's kind"
-        raise RecipeError("model.path", path, rule, remedy) from None
+    rule, remedy = "its config.json has no usable sizes", "plan knows Llama's and Qwen's kind"
+    raise RecipeError("model.path", path, rule, remedy)
 
 
 def rank_bytes(config: Config, shape: Shape) -> dict[str, float]:
@@ -145,16 +138,15 @@ def rank_bytes(config: Config, shape: Shape) -> dict[str, float]:
     train, num, part = config.train, shape.num_parameters, 1 / config.devices.train
     adapted = shape.num_adapted(train.lora_rank)
     half, trained = ITEM_BYTES[config.model.dtype], adapted or num
-    held = part if train.shard == "full" else 1.0
-    state = 2.0 if train.optimizer == "adamw8bit" else 8.0
-    state *= 1.0 if train.shard == "none" else part
-    # FSDP2 gathers the layer that runs and the next one, and the root: embeddings and head.
-    layer = sum(a * b for a, b in shape.linears)
+    is_full = train.shard == "full"
+    held, slices = part if is_full else 1.0, 1.0 if train.shard == "none" else part
+    state = slices * (2.0 if train.optimizer == "adamw8bit" else 8.0)
     items = {
         "weights": held * ((half if adapted else 4) * num + 4.0 * adapted),
         "gradients": held * 4.0 * trained,
         "optimizer": state * trained,
-        "gathered": half * (num - (shape.layers - 2.0) * layer) if train.shard == "full" else 0.0,
+        # FSDP2 gathers the layer that runs and the next one, and the root: embeddings and head.
+        "gathered": half * (num - (shape.layers - 2.0) * shape.layer) if is_full else 0.0,
         # Of the same size, and always trained whole.
         "critic": num * (held * 8.0 + state) if train.estimator == "gae" else 0.0,
         "reference": 4.0 * num if train.kl_coef else 0.0,
@@ -162,8 +154,19 @@ def rank_bytes(config: Config, shape: Shape) -> dict[str, float]:
     return {name: bytes_ for name, bytes_ in items.items() if bytes_}
 
 
-@dataclass(frozen=True)
-class Bill:
+def checkpoint_bytes(config: Config) -> float:
+    """What the checkpoints of a run take on disk: those kept, the best, and one being written."""
+    whole, shape = replace(config, devices=DevicesConfig()), shape_of(config)
+    num, items = shape.num_parameters, rank_bytes(whole, shape)
+    each = items["weights"] + items["optimizer"]
+    if config.model.dtype == "bfloat16" and not config.train.lora_rank:
+        each += 2.0 * num  # the model, beside the float32 weights that are trained
+    if "critic" in items:
+        each += items["critic"] - 4.0 * num  # without its gradients
+    return (config.checkpoint.keep + 2) * each
+
+
+class Bill(NamedTuple):
     """Of one GPU."""
 
     items: dict[str, float]  # bytes
@@ -192,12 +195,8 @@ class Plan:
 
     def changed(self, values: Mapping[str, Any]) -> "Plan":
         """With other values of some keys."""
-        config = self.config
-        for key, value in values.items():
-            section, _, name = key.partition(".")
-            own = replace(getattr(config, section), **{name: value})
-            config = replace(config, **{section: own})
-        return replace(self, config=config)
+        own = {key: get(self.config, key) for key in KEYS}
+        return replace(self, config=build({**own, **values}))
 
     @cached_property
     def shape(self) -> Shape:
@@ -231,8 +230,8 @@ class Plan:
 
     @property
     def train_items(self) -> dict[str, float]:
-        peak = max(a + b * self.config.train.max_tokens for a, b in self.peaks)
-        return {**rank_bytes(self.config, self.shape), **LIBRARIES, "micro-batch": peak}
+        own = rank_bytes(self.config, self.shape)
+        return {**own, **LIBRARIES, "micro-batch": self.micro_batch_bytes}
 
     @property
     def train_bill(self) -> Bill:
@@ -245,29 +244,28 @@ class Plan:
         return Bill(items, available, sum(items.values()) <= available)
 
     @property
-    def peaks(self) -> list[tuple[float, float]]:
-        """(bytes, bytes per token) of a micro-batch where it may take the most memory. The residual
-        stream and the norms are float32. tests/test_plan.py counts the same on fake tensors."""
+    def micro_batch_bytes(self) -> float:
+        """Where it takes the most memory. The residual stream and the norms are float32.
+        tests/test_plan.py counts the same on fake tensors."""
         shape, train, size = self.shape, self.config.train, ITEM_BYTES[self.config.model.dtype]
-        hidden, heads, mlp = shape.widths
+        (hidden, heads, mlp), num, is_full = shape.widths, train.max_tokens, train.shard == "full"
         matrix = shape.vocab * hidden
         # In bfloat16 autocast copies what is held in float32; FSDP2 gathers it in bfloat16.
-        copies = 2.0 * shape.layers * sum(a * b for a, b in shape.linears) if size == 2 else 0.0
-        copies *= train.shard != "full" and not train.lora_rank
-        head = 0.0 if train.shard == "full" else 2.0 * matrix
-        logits = 6.0 * LOGITS * shape.vocab + head
+        is_copied = size == 2 and not is_full and not train.lora_rank
+        copies = 2.0 * shape.layers * shape.layer if is_copied else 0.0
+        logits = 6.0 * LOGITS * shape.vocab + (0.0 if is_full else 2.0 * matrix)
         d_head = 0.0 if train.lora_rank else 4.0 * matrix  # LoRA does not train it
-        held = 0.5 * d_head if train.shard == "full" and size == 2 else d_head  # as gathered
+        held = 0.5 * d_head if is_full and size == 2 else d_head  # as gathered
         kept_heads = (5 if shape.norms_heads else 2) * heads
         layer = 16.0 * hidden + size * (5 * hidden + kept_heads + 4 * mlp)
         if not train.gradient_checkpointing:
-            return [(copies + logits + d_head, layer * shape.layers + 15.0 * hidden)]
+            return copies + logits + d_head + num * (layer * shape.layers + 15.0 * hidden)
         kept = 4.0 * hidden * shape.layers
-        return [
-            (copies, kept + 8.0 * hidden + 3.0 * size * mlp),  # the last layer's forward
-            (logits + d_head, kept + 15.0 * hidden),  # the head's backward
-            (held, kept + layer + 8.0 * hidden + 2.0 * size * mlp),  # the last layer's backward
-        ]
+        return max(
+            copies + num * (kept + 8.0 * hidden + 3.0 * size * mlp),  # the last layer's forward
+            logits + d_head + num * (kept + 15.0 * hidden),  # the head's backward
+            held + num * (kept + layer + 8.0 * hidden + 2.0 * size * mlp),  # that layer's backward
+        )
 
     @property
     def remedies(self) -> dict[str, list[Any]]:
@@ -443,13 +441,12 @@ def tables(plan: Plan, num_gpus: int, price: float = 0.0) -> tuple[bool, list[Ta
 
 
 def _time(plan: Plan, num_gpus: int, price: float) -> str:
+    about, least, most = hours = [plan.hours * share for share in (1.0, *TRUST)]
     steps = plan.config.train.steps
-    least, most = (share * plan.hours for share in TRUST)
-    text = f"{steps:,} steps in about {plan.hours:.2g} hours ({least:.2g} to {most:.2g})"
+    text = f"{steps:,} steps in about {about:.2g} hours ({least:.2g} to {most:.2g})"
     if price:
-        costs = (hours * num_gpus * price for hours in (plan.hours, least, most))
-        about, low, high = (f"{cost:,.2f}" for cost in costs)
-        text += f", for {about} ({low} to {high}) at {price:g} per GPU and hour"
+        about, least, most = (f"{each * num_gpus * price:,.2f}" for each in hours)
+        text += f", for {about} ({least} to {most}) at {price:g} per GPU and hour"
     return text
 
 
@@ -459,29 +456,12 @@ def gpu_for(name: str) -> GpuKind:
         if (gpu := GPUS.get((name or "H100").upper())) is None:
             raise RecipeError("--gpu", name, "is not in the table", f"one of {', '.join(GPUS)}")
         return gpu
-    try:
-        found = json.loads(MEASURED.read_text())["plan"]
-        return GpuKind(**{key: float(value) for key, value in found.items()})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        remedy = "write it again by minirl doctor --gpu, or name a kind by --gpu"
-        raise RecipeError("gpu.json", str(MEASURED), "holds no measured GPU", remedy) from None
+    with suppress(OSError, *MALFORMED):
+        return GpuKind(**json.loads(MEASURED.read_text())["plan"])
+    remedy = "write it again by minirl doctor --gpu, or name a kind by --gpu"
+    raise RecipeError("gpu.json", str(MEASURED), "holds no measured GPU", remedy)
 
 
-def checkpoint_bytes(config: Config) -> float:
-    """What the checkpoints of a run take on disk: those kept, the best, and one being written."""
-    shape, train, size = shape_of(config), config.train, ITEM_BYTES[config.model.dtype]
-    num, state = shape.num_parameters, 2.0 if train.optimizer == "adamw8bit" else 8.0
-    trained = shape.num_adapted(train.lora_rank) or num
-    masters = 4.0 * trained if train.lora_rank or size == 2 else 0.0
-    critic = (4.0 + state) * num if train.estimator == "gae" else 0.0
-    each = size * num + masters + state * trained + critic
-    return (config.checkpoint.keep + 2) * each
-
-
-def with_auto_split(config: Config, gpu: GpuKind | None) -> Config:
-    """devices.split = "auto": as planned for the GPU, and the recipe's own on a GPU that is not in
-    the table. The same recipe gives the same plan, so a resumed run keeps its split."""
-    if gpu is None:
-        return config
-    plan = Plan(config, gpu, usual_lengths(config))
-    return recommended(splits(plan, config.num_devices)).config
+def with_auto_split(config: Config, gpu: GpuKind) -> Config:
+    """devices.split = "auto". The same recipe gives the same plan, so a resumed run keeps it."""
+    return recommended(splits(Plan(config, gpu, usual_lengths(config)), config.num_devices)).config
