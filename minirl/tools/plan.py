@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from minirl.balance import sentence
-from minirl.config import KEYS, Config, DevicesConfig, get
+from minirl.config import KEYS, Config, get
 from minirl.devices import ENGINE_WORK_BYTES, LIBRARY_BYTES
 from minirl.errors import MALFORMED, RecipeError, toml_value
 from minirl.recipe import build, find_model, read_model_config, validate
@@ -83,18 +83,6 @@ class Shape(NamedTuple):  # a row of plan.toml
         embeddings = self.vocab * self.hidden * (1 if self.is_tied else 2)
         return self.layers * (self.layer + 2 * self.hidden) + embeddings + self.hidden
 
-    @property
-    def traffic_bytes(self) -> float:
-        """What kernels other than products move for one token in a forward; a backward moves twice
-        as much. Counted on fake tensors, in eager mode."""
-        hidden, heads, mlp = self.widths
-        layer = 115 * hidden + (95 if self.norms_heads else 60) * heads + 9 * mlp
-        return self.layers * layer + 26.0 * self.vocab
-
-    def num_adapted(self, rank: int) -> int:
-        """Parameters of low-rank adapters on those matrices."""
-        return self.layers * rank * (7 * self.hidden + self.layer // self.hidden)
-
 
 TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 GPUS = {name: GpuKind(*row) for name, row in TABLES["gpus"].items()}
@@ -136,34 +124,22 @@ def rank_bytes(config: Config, shape: Shape) -> dict[str, float]:
     """What a training rank holds, a micro-batch and libraries apart. All in float32, but for what
     LoRA does not train and for AdamW's state in 8 bits."""
     train, num, part = config.train, shape.num_parameters, 1 / config.devices.train
-    adapted = shape.num_adapted(train.lora_rank)
+    adapted = shape.layers * train.lora_rank * (7 * shape.hidden + shape.layer // shape.hidden)
     half, trained = ITEM_BYTES[config.model.dtype], adapted or num
+    critic = num if train.estimator == "gae" else 0  # of the same size, and always trained whole
     is_full = train.shard == "full"
     held, slices = part if is_full else 1.0, 1.0 if train.shard == "none" else part
     state = slices * (2.0 if train.optimizer == "adamw8bit" else 8.0)
     items = {
         "weights": held * ((half if adapted else 4) * num + 4.0 * adapted),
-        "gradients": held * 4.0 * trained,
+        "gradients": held * 4.0 * (trained + critic),
         "optimizer": state * trained,
         # FSDP2 gathers the layer that runs and the next one, and the root: embeddings and head.
         "gathered": half * (num - (shape.layers - 2.0) * shape.layer) if is_full else 0.0,
-        # Of the same size, and always trained whole.
-        "critic": num * (held * 8.0 + state) if train.estimator == "gae" else 0.0,
+        "critic": critic * (held * 4.0 + state),
         "reference": 4.0 * num if train.kl_coef else 0.0,
     }
     return {name: bytes_ for name, bytes_ in items.items() if bytes_}
-
-
-def checkpoint_bytes(config: Config) -> float:
-    """What the checkpoints of a run take on disk: those kept, the best, and one being written."""
-    whole, shape = replace(config, devices=DevicesConfig()), shape_of(config)
-    num, items = shape.num_parameters, rank_bytes(whole, shape)
-    each = items["weights"] + items["optimizer"]
-    if config.model.dtype == "bfloat16" and not config.train.lora_rank:
-        each += 2.0 * num  # the model, beside the float32 weights that are trained
-    if "critic" in items:
-        each += items["critic"] - 4.0 * num  # without its gradients
-    return (config.checkpoint.keep + 2) * each
 
 
 class Bill(NamedTuple):
@@ -210,38 +186,22 @@ class Plan:
         return size * self.shape.num_parameters, size * kv_values
 
     @cached_property
-    def rollout_bill(self) -> Bill:
-        """On a shared GPU beside what the trainer keeps meanwhile."""
+    def bills(self) -> tuple[Bill, Bill]:
+        """Of a rollout GPU and of a training GPU. On a shared one each pool has what the other one
+        leaves: in turns that is more, as each frees what it does not need meanwhile."""
         own, memory, (weights, kv_bytes) = self.config, self.gpu.memory_gib * GIB, self.engine_bytes
-        available, kv = own.rollout.memory_fraction * memory, own.rollout.kv_cache_gib * GIB
+        rank = rank_bytes(own, self.shape) | LIBRARIES | {"micro-batch": self.micro_batch_bytes}
+        for_engine, for_rank = own.rollout.memory_fraction * memory, memory
+        kv = max(0.0, for_engine - weights - ENGINE_WORK_BYTES)
         if own.devices.share:
+            kv = own.rollout.kv_cache_gib * GIB
             freed = ("gradients", "micro-batch") if own.takes_turns else ()
-            available = memory - sum(n for name, n in self.train_items.items() if name not in freed)
-        room = available - weights - ENGINE_WORK_BYTES
-        kv = kv if own.devices.share else max(0.0, room)
-        items = {"weights": weights, "engine": ENGINE_WORK_BYTES, "KV cache": kv}
-        return Bill(items, available, kv_bytes * own.max_tokens_per_trajectory <= kv <= room)
-
-    @property
-    def max_running(self) -> int:
-        """Sequences of the usual length that one engine decodes at once."""
-        fit = self.rollout_bill.items["KV cache"] / self.engine_bytes[1] / self.lengths.mean_tokens
-        return min(self.config.rollout.max_num_seqs, int(fit))
-
-    @property
-    def train_items(self) -> dict[str, float]:
-        own = rank_bytes(self.config, self.shape)
-        return {**own, **LIBRARIES, "micro-batch": self.micro_batch_bytes}
-
-    @property
-    def train_bill(self) -> Bill:
-        """On a shared GPU beside the engine, or what a sleeping one keeps."""
-        available = self.gpu.memory_gib * GIB
-        if self.config.devices.share:
-            awake = self.engine_bytes[0] + self.config.rollout.kv_cache_gib * GIB
-            available -= ENGINE_WORK_BYTES + (0.0 if self.config.takes_turns else awake)
-        items = self.train_items
-        return Bill(items, available, sum(items.values()) <= available)
+            for_engine = memory - sum(size for name, size in rank.items() if name not in freed)
+            for_rank -= ENGINE_WORK_BYTES + (0.0 if own.takes_turns else weights + kv)
+        engine = {"weights": weights, "engine": ENGINE_WORK_BYTES, "KV cache": kv}
+        room, rank_fits = for_engine - weights - ENGINE_WORK_BYTES, sum(rank.values()) <= for_rank
+        engine_fits = kv_bytes * own.max_tokens_per_trajectory <= kv <= room
+        return Bill(engine, for_engine, engine_fits), Bill(rank, for_rank, rank_fits)
 
     @property
     def micro_batch_bytes(self) -> float:
@@ -295,21 +255,22 @@ class Plan:
     @property
     def costs(self) -> Costs:
         gpu, shape, train = self.gpu, self.shape, self.config.train
-        devices, num = self.config.devices, shape.num_parameters
-        size = ITEM_BYTES[self.config.model.dtype]
-        flops = 1e12 * (gpu.bf16_tflops if size == 2 else gpu.fp32_tflops)
-        prefill, bandwidth = flops * PREFILL * devices.tensor_parallel, gpu.bandwidth_gb_s * 1e9
+        num, size = shape.num_parameters, ITEM_BYTES[self.config.model.dtype]
         weights, kv_bytes = self.engine_bytes
+        bandwidth, host = gpu.bandwidth_gb_s * 1e9, gpu.host_gb_s * 1e9
+        flops = 1e12 * (gpu.bf16_tflops if size == 2 else gpu.fp32_tflops)
+        prefill = flops * PREFILL * self.config.devices.tensor_parallel
         attention = shape.layers * shape.heads * shape.head_dim * self.lengths.mean_tokens
         forward = 2.0 * (num + attention)
-        moved = shape.traffic_bytes / (bandwidth * ELEMENTWISE)
+        # What kernels other than products move for one token, counted on fake tensors.
+        hidden, heads, mlp = shape.widths
+        layer = 115 * hidden + (95 if shape.norms_heads else 60) * heads + 9 * mlp
+        moved = (shape.layers * layer + 26.0 * shape.vocab) / (bandwidth * ELEMENTWISE)
         passes = 3.0 + train.gradient_checkpointing  # backward is two
         passes *= 2 if train.estimator == "gae" else 1
         passes += bool(train.kl_coef) + (train.num_minibatches > 1)  # reference, proximal policy
         update_s = 28.0 * num / bandwidth  # the optimizer, and the sum of gradients
-        update_s += 8.0 * num / (gpu.link_gb_s * 1e9) if devices.train > 1 else 0.0
-        host = gpu.host_gb_s * 1e9
-        publish_s = num * size / host
+        update_s += 8.0 * num / (gpu.link_gb_s * 1e9) if self.config.devices.train > 1 else 0.0
         kv_s = kv_bytes * self.lengths.mean_context / (bandwidth * DECODE)
         return Costs(
             step=STEP_S + weights / (bandwidth * DECODE),
@@ -317,9 +278,9 @@ class Plan:
             prefill=forward / prefill * self.lengths.prompt / self.config.rollout.group_size,
             reload=weights / host,
             reload_per_seq=forward / prefill * self.lengths.mean_context,
-            train=train.num_minibatches * update_s + publish_s,
+            train=train.num_minibatches * update_s + num * size / host,
             train_per_token=(forward / (flops * MATMUL) + moved)
-            * (passes / devices.train / gpu.train_speed),
+            * (passes / self.config.devices.train / gpu.train_speed),
         )
 
     @cached_property
@@ -327,13 +288,10 @@ class Plan:
         """A shared GPU as if its pools took turns: two at once are each as much slower."""
         own = self.changed({"buffer.max_staleness": 0}) if self.config.devices.share else self
         num_warm = min(30, own.config.buffer.max_staleness + 3)
-        simulation = Simulation(own.config, self.costs, self.lengths, max(1, self.max_running))
+        fit = self.bills[0].items["KV cache"] / self.engine_bytes[1] / self.lengths.mean_tokens
+        num_running = max(1, min(own.config.rollout.max_num_seqs, int(fit)))  # by one engine
+        simulation = Simulation(own.config, self.costs, self.lengths, num_running)
         return simulation.run(min(60, 2 * num_warm + 6), num_warm)
-
-    @property
-    def train_tokens_per_s(self) -> float:
-        """Of one training GPU that is never idle."""
-        return 1 / (self.costs.train_per_token * self.config.devices.train)
 
     @property
     def hours(self) -> float:
@@ -351,7 +309,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.is_valid and self.train_bill.fits and self.rollout_bill.fits
+        return self.is_valid and all(bill.fits for bill in self.bills)
 
     @property
     def row(self) -> tuple[str, ...]:
@@ -419,11 +377,11 @@ def tables(plan: Plan, num_gpus: int, price: float = 0.0) -> tuple[bool, list[Ta
     found = splits(plan, num_gpus)
     best = recommended(fitting(found) or found)
     own = next(s for s in found if s.config.devices.train == best.config.devices.train)
-    path, num = best.config.model.path, best.shape.num_parameters
+    path, num = plan.config.model.path, plan.shape.num_parameters
     memory: Table = [
         ("model", f"{path}: {num / 1e9:.2f} B parameters", ""),
-        ("rollout GPU", *own.rollout_bill.row),
-        ("training GPU", *own.train_bill.row),
+        ("rollout GPU", *own.bills[0].row),
+        ("training GPU", *own.bills[1].row),
     ]
     more = [cards(plan)] if num_gpus == 1 else []
     if not best.fits:
@@ -445,8 +403,8 @@ def _time(plan: Plan, num_gpus: int, price: float) -> str:
     steps = plan.config.train.steps
     text = f"{steps:,} steps in about {about:.2g} hours ({least:.2g} to {most:.2g})"
     if price:
-        about, least, most = (f"{each * num_gpus * price:,.2f}" for each in hours)
-        text += f", for {about} ({least} to {most}) at {price:g} per GPU and hour"
+        cost, low, high = (f"{each * num_gpus * price:,.2f}" for each in hours)
+        text += f", for {cost} ({low} to {high}) at {price:g} per GPU and hour"
     return text
 
 
@@ -460,8 +418,3 @@ def gpu_for(name: str) -> GpuKind:
         return GpuKind(**json.loads(MEASURED.read_text())["plan"])
     remedy = "write it again by minirl doctor --gpu, or name a kind by --gpu"
     raise RecipeError("gpu.json", str(MEASURED), "holds no measured GPU", remedy)
-
-
-def with_auto_split(config: Config, gpu: GpuKind) -> Config:
-    """devices.split = "auto". The same recipe gives the same plan, so a resumed run keeps it."""
-    return recommended(splits(Plan(config, gpu, usual_lengths(config)), config.num_devices)).config

@@ -162,10 +162,9 @@ class Simulation:
                 self.learn()
                 self.next_event()
         seconds = self.now - began_s
+        idle_s = fmean(engine.idle_s for engine in self.engines)
         return Throughput(
-            tokens_per_s=self.num_tokens / seconds,
-            trainer_idle=self.trainer_idle_s / seconds,
-            engines_idle=fmean(engine.idle_s for engine in self.engines) / seconds,
+            self.num_tokens / seconds, self.trainer_idle_s / seconds, idle_s / seconds
         )
 
     def feed(self, needed: int) -> None:

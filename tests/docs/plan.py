@@ -52,7 +52,7 @@ def memory_cell(model: str, method: dict[str, object]) -> str:
     values |= {"train.max_tokens": 1536, "train.gradient_checkpointing": True}
     config = build(values)
     plan = Plan(config, GPUS["H100"], usual_lengths(config))
-    needed = sum(plan.train_items.values()) / GIB
+    needed = sum(plan.bills[1].items.values()) / GIB
     cards = [size for size, gib in CARDS.items() if gib >= needed]
     shared = plan.changed({"devices.share": True, "buffer.max_staleness": 0})
     shared = shared.changed({"rollout.kv_cache_gib": shared.remedies["rollout.kv_cache_gib"][-1]})
