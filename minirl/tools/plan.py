@@ -26,6 +26,7 @@ from minirl.errors import MALFORMED, RecipeError, toml_value
 from minirl.recipe import build, find_model, read_model_config, validate
 from minirl.shm.weights import ITEM_BYTES
 from minirl.tools.simulate import Costs, Lengths, Simulation, Throughput, long_tailed
+from minirl.train.packing import Unit, cut
 
 GIB = 2**30
 LIBRARIES = {"libraries": LIBRARY_BYTES, "spare": 1.5 * GIB}  # spare: fragments of the allocator
@@ -168,6 +169,7 @@ class Plan:
     config: Config
     gpu: GpuKind
     lengths: Lengths
+    shares_prompts: bool = True  # False: a trainer that computes them anew for each answer
 
     def changed(self, values: Mapping[str, Any]) -> "Plan":
         """With other values of some keys."""
@@ -256,8 +258,9 @@ class Plan:
     def costs(self) -> Costs:
         gpu, shape, train = self.gpu, self.shape, self.config.train
         num, size = shape.num_parameters, ITEM_BYTES[self.config.model.dtype]
-        weights, kv_bytes = self.engine_bytes
-        bandwidth, host = gpu.bandwidth_gb_s * 1e9, gpu.host_gb_s * 1e9
+        (answers, prompt), num_answers = self.lengths, self.config.rollout.group_size
+        (weights, kv_bytes), num_ranks = self.engine_bytes, self.config.devices.train
+        bandwidth, link, host = gpu.bandwidth_gb_s * 1e9, gpu.link_gb_s * 1e9, gpu.host_gb_s * 1e9
         flops = 1e12 * (gpu.bf16_tflops if size == 2 else gpu.fp32_tflops)
         prefill = flops * PREFILL * self.config.devices.tensor_parallel
         attention = shape.layers * shape.heads * shape.head_dim * self.lengths.mean_tokens
@@ -266,21 +269,28 @@ class Plan:
         hidden, heads, mlp = shape.widths
         layer = 115 * hidden + (95 if shape.norms_heads else 60) * heads + 9 * mlp
         moved = (shape.layers * layer + 26.0 * shape.vocab) / (bandwidth * ELEMENTWISE)
-        passes = 3.0 + train.gradient_checkpointing  # backward is two
-        passes *= 2 if train.estimator == "gae" else 1
-        passes += bool(train.kl_coef) + (train.num_minibatches > 1)  # reference, proximal policy
+        models = 2 if train.estimator == "gae" else 1
+        others = bool(train.kl_coef) + (train.num_minibatches > 1)  # reference, proximal policy
+        passes = models * (3.0 + train.gradient_checkpointing) + others  # backward is two
+        token_s = passes * (forward / (flops * MATMUL) + moved) / gpu.train_speed
         update_s = 28.0 * num / bandwidth  # the optimizer, and the sum of gradients
-        update_s += 8.0 * num / (gpu.link_gb_s * 1e9) if self.config.devices.train > 1 else 0.0
+        if train.shard == "full":  # a micro-batch gathers each layer twice, and sums its gradients
+            gathered = size * (2 * models + others) + 4 * models
+            token_s += num * gathered / link / train.max_tokens
+        elif num_ranks > 1:
+            update_s += 8.0 * num / link
+        group = Unit([*range(num_answers)], prompt, [round(fmean(answers))] * num_answers)
+        units = cut(group, train.max_tokens, 1) if self.shares_prompts else group.apart
         kv_s = kv_bytes * self.lengths.mean_context / (bandwidth * DECODE)
         return Costs(
             step=STEP_S + weights / (bandwidth * DECODE),
             step_per_seq=STEP_PER_SEQ_S + 2.0 * num / prefill + kv_s,
-            prefill=forward / prefill * self.lengths.prompt / self.config.rollout.group_size,
+            prefill=forward / prefill * prompt / num_answers,
             reload=weights / host,
             reload_per_seq=forward / prefill * self.lengths.mean_context,
             train=train.num_minibatches * update_s + num * size / host,
-            train_per_token=(forward / (flops * MATMUL) + moved)
-            * (passes / self.config.devices.train / gpu.train_speed),
+            train_per_token=token_s / num_ranks,
+            prompts_per_answer=len(units) / num_answers,
         )
 
     @cached_property

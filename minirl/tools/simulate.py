@@ -34,6 +34,7 @@ class Costs(NamedTuple):
     reload_per_seq: float = 0.0  # the KV of a running sequence, computed again under them
     train: float = 0.0  # a training step: optimizer, gradient sums, publication
     train_per_token: float = 0.0  # of the whole training pool
+    prompts_per_answer: float = 1.0  # that are trained; fewer where a group shares its prompt
 
 
 class Lengths(NamedTuple):
@@ -187,7 +188,8 @@ class Simulation:
             self.trainer_idle_s += self.now - self.free_since_s
             written = [t.num_written for group in batch.groups for t in group.trajectories]
             self.num_tokens += sum(written)
-            num_trained = sum(written) + self.lengths.prompt * len(written)
+            num_prompts = self.costs.prompts_per_answer * len(written)
+            num_trained = sum(written) + self.lengths.prompt * num_prompts
             train_s = self.costs.train + self.costs.train_per_token * num_trained
             self.trained_s = self.now + train_s
 

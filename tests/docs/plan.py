@@ -5,6 +5,7 @@
 The AReaL paper (arXiv 2505.24298), table 7, gives tokens per second of whole runs; what it does not
 give is taken as follows, the same for all rows: R1-Distill-Qwen-1.5B on H800, three GPUs in four
 for rollout, 4 minibatches, answers lognormal with a mean of 4,000 tokens in a context of 8k.
+Neither system shares prompts in training, so the plan is made without.
 prime-rl's benchmarks/results/BENCHMARKS.md ("RL Full", activations recomputed, of 2026-02-01) gives
 tokens per second of a trainer alone, two micro-batches of one sequence per step.
 
@@ -70,7 +71,8 @@ def tokens_per_s(eta: int) -> float:
     devices = {"devices.rollout": 6, "devices.train": 2, "train.max_tokens": 32_768}
     staleness = {"buffer.max_staleness": eta, "buffer.target_staleness": float(eta)}
     config = build(model | lengths | batch | devices | staleness)
-    return Plan(config, GPUS["H800"], long_tailed(4000, limit, 200)).outcome.tokens_per_s
+    lengths = long_tailed(4000, limit, 200)
+    return Plan(config, GPUS["H800"], lengths, shares_prompts=False).outcome.tokens_per_s
 
 
 def ratio_errors(rates: dict[int, float]) -> dict[int, float]:
@@ -85,7 +87,8 @@ def prime_rl() -> dict[tuple[str, str, int, int], float]:
         model, gpu, num_gpus, num_tokens = case
         values = {"model.path": model, "model.dtype": "bfloat16", "devices.train": num_gpus}
         config = build(values | {"train.gradient_checkpointing": True})
-        costs = Plan(config, GPUS[gpu], Lengths((num_tokens - 1,), 1)).costs
+        lengths = Lengths((num_tokens - 1,), 1)
+        costs = Plan(config, GPUS[gpu], lengths, shares_prompts=False).costs
         total = 2 * num_tokens * num_gpus
         seconds = costs.train + total * costs.train_per_token
         errors[case] = total / seconds / published - 1
