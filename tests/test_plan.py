@@ -1,5 +1,4 @@
-"""The plan: memory that adds up, shapes that are right, splits, the paper, and a run's balance. And
-the simulator: engines that cost what they should, and runs whose numbers can be worked out."""
+"""The plan: memory, shapes, splits, published figures; a run's balance; the simulator."""
 
 import json
 import math
@@ -19,7 +18,7 @@ from minirl.launch import _make_job
 from minirl.recipe import build, load
 from minirl.tools import plan as tool
 from minirl.tools.plan import GIB, GPUS, SHAPES, Plan, recommended, shape_of, splits
-from minirl.tools.simulate import Costs, Lengths, SimulatedEngine, Simulation, Throughput
+from minirl.tools.simulate import Costs, Lengths, SimulatedEngine, Simulation
 from tests.docs import plan as paper
 from tests.fake_memory import peak_bytes
 
@@ -49,11 +48,10 @@ def test_shapes_are_the_published_ones_and_those_of_a_folder(tmp_path: Path) -> 
     assert shape_of(config("Qwen/Qwen2.5-1.5B-Instruct")) == SHAPES["Qwen2.5-1.5B"]
     with pytest.raises(RecipeError, match="neither on this machine nor in the table"):
         shape_of(config("someone/else-3B"))
-    sizes = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 2}
-    sizes |= {"intermediate_size": 128, "vocab_size": 100}
-    (tmp_path / "config.json").write_text(json.dumps(sizes))
-    shape = shape_of(config(str(tmp_path)))
-    assert (shape.kv_heads, shape.head_dim, shape.is_tied) == (4, 16, False)
+    names = (*HF_NAMES[:3], *HF_NAMES[5:7])
+    sizes = json.dumps(dict(zip(names, (2, 64, 4, 128, 100), strict=True)))
+    (tmp_path / "config.json").write_text(sizes)
+    assert shape_of(config(str(tmp_path))) == (2, 64, 4, 4, 16, 128, 100, False, False)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(RecipeError, match="no usable sizes"):
         shape_of(config(str(tmp_path)))
@@ -148,10 +146,7 @@ def test_one_set_of_changes_fits_with_no_more_of_them_than_it_takes() -> None:
     assert changes(max_tokens=16384) == ["train.max_tokens=4096"]
     assert not changes(max_tokens=4096) and changes(max_tokens=8192)
     two = changes(gib=13, split=(1, 2), max_tokens=16384)
-    assert two[1:] == [
-        "train.gradient_checkpointing=true",
-        'train.shard="optimizer"',
-    ]
+    assert two[1:] == ["train.gradient_checkpointing=true", 'train.shard="optimizer"']
     full = {"model": "Qwen2.5-7B", "max_tokens": 4096}
     for model, split in (("Qwen2.5-7B", (4, 4)), ("Qwen3-14B", (2, 6))):
         given = full | {"model": model, "split": split}
@@ -171,10 +166,8 @@ def test_one_gpu_pays_both_bills_or_the_larger_in_turns() -> None:
     assert in_turns[0].available == pytest.approx(engine.available + freed)
     is_fitting, (_, (_, row), cards) = tool.tables(both, 1)
     assert is_fitting and "both on the same GPU" in row[-1]
-    assert [row[:3] for row in cards[5:7]] == [
-        ("24 GB", "full", "Qwen3-1.7B"),
-        ("24 GB", "LoRA", "Qwen3-4B"),
-    ]
+    best = [row[2] for row in cards if row[0] == "24 GB"]
+    assert best == ["Qwen3-1.7B", "Qwen3-4B"], "full, LoRA"
     large = plan(config("Qwen2.5-1.5B", max_tokens=4096), "4090")
     changes = tool.tables(large, 1)[1][0][3][1]
     assert "devices.share=true" in changes and "buffer.max_staleness=0" in changes
@@ -185,14 +178,28 @@ def test_the_page_has_the_table_of_models() -> None:
     assert paper.memory_table() in page.read_text()
 
 
+def test_training_counts_shared_prompts_once_and_gathers_what_fsdp2_slices() -> None:
+    own = plan(config(split=(1, 2), max_tokens=16384))
+    short, alone = replace(own, lengths=Lengths((400,), 2)), replace(own, shares_prompts=False)
+    assert [p.costs.prompts_per_answer for p in (own, short, alone)] == [1 / 8, 1, 1]
+    assert alone.outcome.tokens_per_s < own.outcome.tokens_per_s
+    moved_s = 8 * own.shape.num_parameters / 450e9  # two gathers in bfloat16, one sum in float32
+    for num in (8192, 16384):
+        ddp, full = (
+            own.changed({"train.max_tokens": num, "train.shard": shard}).costs
+            for shard in ("none", "full")
+        )
+        assert ddp.train - full.train == pytest.approx(moved_s), "DDP sums once per step"
+        each = full.train_per_token - ddp.train_per_token
+        assert each == pytest.approx(moved_s / num / 2), "of two ranks"
+
+
 def test_splits_cover_the_box_and_the_recommended_is_the_fastest() -> None:
     own = plan(config(batch_size=4), mean=100)
-    found = splits(own, 3)
-    best = recommended(found)
+    best = recommended(found := splits(own, 3))
     assert best.outcome.tokens_per_s == max(s.outcome.tokens_per_s for s in found)
     is_fitting, (memory, rows) = tool.tables(own, 3, price=2.0)
-    names = ["model", "rollout GPU", "training GPU", "time"]
-    assert is_fitting and [row[0] for row in memory] == names
+    assert is_fitting and [row[0] for row in memory[1:]] == ["rollout GPU", "training GPU", "time"]
     low, high = (share * best.hours for share in tool.TRUST)
     assert f"about {best.hours:.2g} hours ({low:.2g} to {high:.2g})" in memory[-1][1]
     assert f"for {best.hours * 3 * 2:,.2f} ({low * 6:,.2f} to {high * 6:,.2f})" in memory[-1][1]
@@ -206,27 +213,18 @@ def test_nothing_is_recommended_that_does_not_fit() -> None:
     is_fitting, (memory, rows) = tool.tables(own, 3)
     (change,) = [row[1] for row in memory if row[0] == "to change"]
     (taken,) = [row for row in rows if row[-1].startswith("<- take this, with these changes")]
-    given = [part for part in change.split() if part != "--set"]
-    values = dict(part.split("=") for part in given)
-    mended = own.changed({"train.max_tokens": int(values["train.max_tokens"])})
-    rollout, train = (int(n) for n in taken[0].split(" + "))
-    assert (
-        not is_fitting and mended.changed({"devices.rollout": rollout, "devices.train": train}).fits
-    )
+    values = dict(part.split("=") for part in change.split() if part != "--set")
+    mended = own.changed({key: int(value) for key, value in values.items()})
+    assert not is_fitting and mended.fits and mended.row[0] == taken[0]
     huge = tool.tables(plan(config("Qwen2.5-14B", batch_size=4), "4090"), 3)
     assert not huge[0] and len(huge[1]) == 1 and huge[1][0][-1][1].startswith("no set of changes")
-
-
-def test_a_split_whose_optimizer_does_not_fit_is_not_taken() -> None:
     sharded = {"shard": "optimizer", "gradient_checkpointing": True, "max_tokens": 32768}
-    own = config("Qwen2.5-1.5B", batch_size=8, **sharded)
-    six = plan(own, mean=100).changed({"devices.train": 6}).bills[1]
-    gib = sum(six.items.values()) / GIB + 0.01
-    found = splits(plan(own, "A100-40", gib, 100), 8)
+    own = plan(config("Qwen2.5-1.5B", batch_size=8, **sharded), "A100-40", 80, mean=100)
+    gib = sum(own.changed({"devices.train": 6}).bills[1].items.values()) / GIB + 0.01
+    found = splits(plan(own.config, "A100-40", gib, 100), 8)
     # Each holds more of the optimizer the fewer they are, and training that is quick wants few.
     assert {s.config.devices.train for s in found if s.fits} == {6, 7}
-    assert recommended(found).fits
-    assert recommended(splits(plan(own, "A100-40", 80, 100), 8)).config.devices.train < 6
+    assert recommended(found).fits and recommended(splits(own, 8)).config.devices.train < 6
 
 
 def test_auto_takes_the_planned_split(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,19 +291,14 @@ def test_a_step_gives_every_running_sequence_a_token() -> None:
         assert engine.idle_s == pytest.approx(1.0 + 2.0)
 
 
-def simulated(train_s: float, eta: int) -> Throughput:
-    values = {"buffer.max_staleness": eta, "buffer.target_staleness": eta}
-    values |= {"devices.rollout": 2, "rollout.group_size": 2, "train.batch_size": 8}
-    costs = Costs(step=1.0, train=train_s)
-    return Simulation(build(values), costs, Lengths((100,), 10), max_running=8).run(60, num_warm=8)
-
-
 def test_synchronous_is_the_sum_and_asynchronous_the_slower_of_the_two() -> None:
-    one_batch = 8 * 2 * 100  # tokens; 16 sequences at once: 100 s, then 50 s of training
-    outcome = simulated(50, eta=0)
-    assert outcome.tokens_per_s == pytest.approx(one_batch / 150)
-    assert outcome.trainer_idle == pytest.approx(100 / 150, abs=0.01)
-    assert outcome.engines_idle == pytest.approx(50 / 150, abs=0.01)
-    for train_s, slower_s in ((50, 100), (300, 300)):
-        rate = simulated(train_s, eta=2).tokens_per_s
-        assert rate == pytest.approx(one_batch / slower_s, rel=0.01)
+    # 16 sequences at once: 100 s for a batch, whose trajectories have 100 tokens each.
+    for train_s, eta, batch_s in ((50, 0, 150), (50, 2, 100), (300, 2, 300)):
+        values = {"buffer.max_staleness": eta, "buffer.target_staleness": eta}
+        values |= {"devices.rollout": 2, "rollout.group_size": 2, "train.batch_size": 8}
+        costs, lengths = Costs(step=1.0, train=train_s), Lengths((100,), 10)
+        outcome = Simulation(build(values), costs, lengths, max_running=8).run(60, num_warm=8)
+        assert outcome.tokens_per_s == pytest.approx(8 * 2 * 100 / batch_s, rel=0.01 * eta)
+        if not eta:
+            idle = outcome.trainer_idle, outcome.engines_idle
+            assert idle == pytest.approx((100 / 150, 50 / 150), abs=0.01)

@@ -49,30 +49,31 @@ def memory_table() -> str:
 
 def memory_cell(model: str, method: dict[str, object]) -> str:
     lengths = {"tasks.max_prompt_tokens": 512, "rollout.max_new_tokens": 1024}
-    values = {"model.path": model, "model.dtype": "bfloat16", **lengths, **method}
-    values |= {"train.max_tokens": 1536, "train.gradient_checkpointing": True}
-    config = build(values)
-    plan = Plan(config, GPUS["H100"], usual_lengths(config))
+    batch = {"train.max_tokens": 1536, "train.gradient_checkpointing": True}
+    plan = plan_of(model, "H100", None, lengths | batch | method)
     needed = sum(plan.bills[1].items.values()) / GIB
-    cards = [size for size, gib in CARDS.items() if gib >= needed]
     shared = plan.changed({"devices.share": True, "buffer.max_staleness": 0})
     shared = shared.changed({"rollout.kv_cache_gib": shared.remedies["rollout.kv_cache_gib"][-1]})
     by_card = {n: replace(shared, gpu=plan.gpu._replace(memory_gib=g)) for n, g in CARDS.items()}
+    cards = [size for size, gib in CARDS.items() if gib >= needed]
     both = [size for size, own in by_card.items() if own.fits]
     return f"{needed:.0f}→{(cards or ['–'])[0]}/{(both or ['–'])[0]}"
+
+
+def plan_of(model: str, gpu: str, lengths: Lengths | None, values: dict[str, object]) -> Plan:
+    config = build({"model.path": model, "model.dtype": "bfloat16", **values})
+    return Plan(config, GPUS[gpu], lengths or usual_lengths(config), shares_prompts=False)
 
 
 def tokens_per_s(eta: int) -> float:
     """As the paper admits: up to η at once, nothing held back."""
     limit = 8192 - 1024
-    model = {"model.path": "DeepSeek-R1-Distill-Qwen-1.5B", "model.dtype": "bfloat16"}
     lengths = {"tasks.max_prompt_tokens": 1024, "rollout.max_new_tokens": limit}
     batch = {"train.batch_size": 64, "rollout.group_size": 16, "train.num_minibatches": 4}
     devices = {"devices.rollout": 6, "devices.train": 2, "train.max_tokens": 32_768}
     staleness = {"buffer.max_staleness": eta, "buffer.target_staleness": float(eta)}
-    config = build(model | lengths | batch | devices | staleness)
-    lengths = long_tailed(4000, limit, 200)
-    return Plan(config, GPUS["H800"], lengths, shares_prompts=False).outcome.tokens_per_s
+    values, model = lengths | batch | devices | staleness, "DeepSeek-R1-Distill-Qwen-1.5B"
+    return plan_of(model, "H800", long_tailed(4000, limit, 200), values).outcome.tokens_per_s
 
 
 def ratio_errors(rates: dict[int, float]) -> dict[int, float]:
@@ -83,15 +84,12 @@ def ratio_errors(rates: dict[int, float]) -> dict[int, float]:
 def prime_rl() -> dict[tuple[str, str, int, int], float]:
     """The planned rate over the published one, less one, by case."""
     errors = {}
-    for case, published in PRIME_RL.items():
-        model, gpu, num_gpus, num_tokens = case
-        values = {"model.path": model, "model.dtype": "bfloat16", "devices.train": num_gpus}
-        config = build(values | {"train.gradient_checkpointing": True})
-        lengths = Lengths((num_tokens - 1,), 1)
-        costs = Plan(config, GPUS[gpu], lengths, shares_prompts=False).costs
+    for (model, gpu, num_gpus, num_tokens), published in PRIME_RL.items():
+        values = {"devices.train": num_gpus, "train.gradient_checkpointing": True}
+        costs = plan_of(model, gpu, Lengths((num_tokens - 1,), 1), values).costs
         total = 2 * num_tokens * num_gpus
-        seconds = costs.train + total * costs.train_per_token
-        errors[case] = total / seconds / published - 1
+        rate = total / (costs.train + total * costs.train_per_token)
+        errors[model, gpu, num_gpus, num_tokens] = rate / published - 1
     return errors
 
 
