@@ -176,9 +176,8 @@ def test_measured_figures_are_the_plans(tmp_path: Path, monkeypatch: pytest.Monk
     assert [*found] == [*GOOD][:-1], "memory is CUDA's"
     exact = ("attention error", "reload error", "canary gap", "logprob gap")
     assert all(found[name].ok for name in exact) and "expected 0 to 0.03" in findings[0].detail
-    written = json.loads((tmp_path / "gpu.json").read_text())
+    written, own = json.loads((tmp_path / "gpu.json").read_text()), plan.gpu_for("")
     assert written["measured"].keys() == found.keys() and written["gpu"].startswith("CPU")
-    own = plan.gpu_for("")
     assert own.memory_gib == written["measured"]["memory"]
     config = load(None, ["train.max_tokens=512", "devices.train=2"]).config
     costs = plan.Plan(config, own, plan.usual_lengths(config)).costs  # of both ranks

@@ -14,6 +14,7 @@ paper's first two rows: the paper's trainer is faster than planned, prime-rl's s
 """
 
 from dataclasses import replace
+from itertools import product
 
 from minirl.recipe import build
 from minirl.tools.plan import CARDS, GIB, GPUS, Plan, usual_lengths
@@ -28,15 +29,12 @@ METHODS: dict[str, dict[str, object]] = {
 }
 
 PAPER = {0: 27_100, 1: 47_800, 4: 49_000, 16: 52_000}  # tokens/s by η
-PRIME_RL = {  # tokens/s by model, GPU, their number and the tokens of a sequence
-    ("Qwen3-0.6B", "H100", 1, 16_384): 11_900,
-    ("Qwen3-0.6B", "H100", 1, 65_536): 10_150,
-    ("Qwen3-0.6B", "A6000", 1, 16_384): 3_690,
-    ("Qwen3-0.6B", "A6000", 1, 65_536): 2_040,
-    ("Qwen3-4B", "H100", 8, 16_384): 26_030,
-    ("Qwen3-4B", "H100", 8, 65_536): 28_970,
-    ("Qwen3-4B", "H200", 8, 16_384): 27_440,
-    ("Qwen3-4B", "H200", 8, 65_536): 29_540,
+LENGTHS = (16_384, 65_536)
+PRIME_RL = {  # tokens/s with sequences of these lengths, by model, GPU and their number
+    ("Qwen3-0.6B", "H100", 1): (11_900, 10_150),
+    ("Qwen3-0.6B", "A6000", 1): (3_690, 2_040),
+    ("Qwen3-4B", "H100", 8): (26_030, 28_970),
+    ("Qwen3-4B", "H200", 8): (27_440, 29_540),
 }
 
 
@@ -81,16 +79,17 @@ def ratio_errors(rates: dict[int, float]) -> dict[int, float]:
     return {eta: rates[eta] / rates[0] * PAPER[0] / PAPER[eta] - 1 for eta in PAPER}
 
 
-def prime_rl() -> dict[tuple[str, str, int, int], float]:
-    """The planned rate over the published one, less one, by case."""
-    errors = {}
-    for (model, gpu, num_gpus, num_tokens), published in PRIME_RL.items():
+def prime_rl() -> dict[tuple[str, str, int, int], tuple[int, float]]:
+    """The published rate, and the planned one over it, less one, by case and length."""
+    found = {}
+    for (case, rates), place in product(PRIME_RL.items(), range(2)):
+        (model, gpu, num_gpus), num_tokens = case, LENGTHS[place]
         values = {"devices.train": num_gpus, "train.gradient_checkpointing": True}
         costs = plan_of(model, gpu, Lengths((num_tokens - 1,), 1), values).costs
         total = 2 * num_tokens * num_gpus
         rate = total / (costs.train + total * costs.train_per_token)
-        errors[model, gpu, num_gpus, num_tokens] = rate / published - 1
-    return errors
+        found[*case, num_tokens] = rates[place], rate / rates[place] - 1
+    return found
 
 
 if __name__ == "__main__":
@@ -99,5 +98,5 @@ if __name__ == "__main__":
     for eta, error in ratio_errors(rates).items():
         off = rates[eta] / PAPER[eta] - 1
         print(f"η = {eta:<2} paper {PAPER[eta]:,}, off {off:+.0%}; ratio to η = 0 {error:+.1%}")
-    for case, error in prime_rl().items():
-        print(*case, f"published {PRIME_RL[case]:,}, planned {error:+.0%}")
+    for case, (published, error) in prime_rl().items():
+        print(*case, f"published {published:,}, planned {error:+.0%}")
