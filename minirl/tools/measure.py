@@ -234,8 +234,7 @@ def judge(
     counted = sum(items[name] for name in items if name not in planning.LIBRARIES) / GIB
     if "fresh" in figures and "reloaded" in figures:
         figures["reload error"] = abs(figures.pop("reloaded") - figures.pop("fresh"))
-    num_seqs = config.rollout.max_num_seqs
-    decoding = num_seqs / (costs.step + num_seqs * costs.step_per_seq)
+    decoding = 1 / (costs.step / config.rollout.max_num_seqs + costs.step_per_seq)
     findings = []
     for name, least, most, unit in (
         ("attention error", 0.0, 0.03, ""),

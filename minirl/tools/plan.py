@@ -400,22 +400,19 @@ def tables(plan: Plan, num_gpus: int, price: float = 0.0) -> tuple[bool, list[Ta
     if not own.fits or best.config.devices.share != plan.config.devices.share:
         changes = " ".join(f"--set {change}" for change in best.changes_from(plan.config))
         memory.append(("to change", changes, "then it fits"))
-    memory.append(("time", _time(best, num_gpus, price), ""))
+    about, least, most = hours = [best.hours * share for share in (1.0, *TRUST)]
+    time = (
+        f"{plan.config.train.steps:,} steps in about {about:.2g} hours ({least:.2g} to {most:.2g})"
+    )
+    if price:
+        cost, low, high = (f"{each * num_gpus * price:,.2f}" for each in hours)
+        time += f", for {cost} ({low} to {high}) at {price:g} per GPU and hour"
+    memory.append(("time", time, ""))
     idle = sentence(best.config, (best.outcome.engines_idle, best.outcome.trainer_idle))
     advice = f"<- take this{'' if own.fits else ', with these changes'}; {idle}"
     head = ("split", "tokens/s", "engines idle", "trainers idle", "")
     rows = [(*best.row[:-1], advice) if s is own else s.row for s in found]
     return own.fits, [memory, [head, *rows], *more]
-
-
-def _time(plan: Plan, num_gpus: int, price: float) -> str:
-    about, least, most = hours = [plan.hours * share for share in (1.0, *TRUST)]
-    steps = plan.config.train.steps
-    text = f"{steps:,} steps in about {about:.2g} hours ({least:.2g} to {most:.2g})"
-    if price:
-        cost, low, high = (f"{each * num_gpus * price:,.2f}" for each in hours)
-        text += f", for {cost} ({low} to {high}) at {price:g} per GPU and hour"
-    return text
 
 
 def gpu_for(name: str) -> GpuKind:
