@@ -86,8 +86,9 @@ def _make_job(config: Config, recipe: Path, run_dir: Path) -> Job:
 
         first = devices.gpus()[0]
         gpu = plan.recognise(first.name, first.memory_bytes)
-        if config.devices.split == "auto":
-            config = plan.with_auto_split(config, gpu)
+        if gpu and config.devices.split == "auto":  # a resumed run gets the same split
+            planned = plan.Plan(config, gpu, plan.usual_lengths(config))
+            config = plan.recommended(plan.splits(planned, config.num_devices)).config
     check_memory(config, devices.free_memory_bytes())
     task = registry.make_task(config)
     registry.check_functions(config)

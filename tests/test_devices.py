@@ -176,20 +176,19 @@ def test_measured_figures_are_the_plans(tmp_path: Path, monkeypatch: pytest.Monk
     assert [*found] == [*GOOD][:-1], "memory is CUDA's"
     exact = ("attention error", "reload error", "canary gap", "logprob gap")
     assert all(found[name].ok for name in exact) and "expected 0 to 0.03" in findings[0].detail
-    written = json.loads((tmp_path / "gpu.json").read_text())
+    written, own = json.loads((tmp_path / "gpu.json").read_text()), plan.gpu_for("")
     assert written["measured"].keys() == found.keys() and written["gpu"].startswith("CPU")
-    own = plan.gpu_for("")
     assert own.memory_gib == written["measured"]["memory"]
     config = load(None, ["train.max_tokens=512", "devices.train=2"]).config
-    planned = plan.Plan(config, own, plan.usual_lengths(config)).train_tokens_per_s
-    assert planned == pytest.approx(written["measured"]["training"])
+    costs = plan.Plan(config, own, plan.usual_lengths(config)).costs  # of both ranks
+    assert 1 / costs.train_per_token == pytest.approx(2 * written["measured"]["training"])
 
 
 def test_a_measurement_may_fail_or_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(measure, "DEADLINE_S", 0.01)
     findings = measure.examine("cpu", None, [])
-    assert [found.name for found in findings] == [*measure.MEASURES]
+    assert [found.name for found in findings] == [each.__name__ for each in measure.MEASURES]
     assert all(found.detail.endswith("no answer in 0.01 s") for found in findings)
     assert plan.gpu_for("").train_speed == 1.0
     monkeypatch.setattr(devices, "gpus", lambda: [])

@@ -1,8 +1,8 @@
-"""The plan: memory that adds up, shapes that are right, splits, the paper, and a run's balance. And
-the simulator: engines that cost what they should, and runs whose numbers can be worked out."""
+"""The plan: memory, shapes, splits, published figures; a run's balance; the simulator."""
 
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,21 +10,20 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config, Qwen3Config
 
+from minirl import devices
 from minirl.balance import measured, sentence
 from minirl.config import Config
 from minirl.errors import RecipeError
+from minirl.launch import _make_job
 from minirl.recipe import build, load
 from minirl.tools import plan as tool
 from minirl.tools.plan import GIB, GPUS, SHAPES, Plan, recommended, shape_of, splits
-from minirl.tools.simulate import Costs, Lengths, SimulatedEngine, Simulation, Throughput
+from minirl.tools.simulate import Costs, Lengths, SimulatedEngine, Simulation
+from tests.bench.shard import HF_NAMES
 from tests.docs import plan as paper
 from tests.fake_memory import peak_bytes
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-HF_NAMES = (
-    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "intermediate_size", "vocab_size", "tie_word_embeddings"),
-)
 
 
 def config(model: str = "Qwen3-0.6B", split: tuple[int, int] = (1, 1), **train: Any) -> Config:
@@ -46,11 +45,10 @@ def test_shapes_are_the_published_ones_and_those_of_a_folder(tmp_path: Path) -> 
     assert shape_of(config("Qwen/Qwen2.5-1.5B-Instruct")) == SHAPES["Qwen2.5-1.5B"]
     with pytest.raises(RecipeError, match="neither on this machine nor in the table"):
         shape_of(config("someone/else-3B"))
-    sizes = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 2}
-    sizes |= {"intermediate_size": 128, "vocab_size": 100}
-    (tmp_path / "config.json").write_text(json.dumps(sizes))
-    shape = shape_of(config(str(tmp_path)))
-    assert (shape.kv_heads, shape.head_dim, shape.is_tied) == (4, 16, False)
+    names = (*HF_NAMES[:3], *HF_NAMES[5:7])
+    sizes = json.dumps(dict(zip(names, (2, 64, 4, 128, 100), strict=True)))
+    (tmp_path / "config.json").write_text(sizes)
+    assert shape_of(config(str(tmp_path))) == (2, 64, 4, 4, 16, 128, 100, False, False)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(RecipeError, match="no usable sizes"):
         shape_of(config(str(tmp_path)))
@@ -62,20 +60,16 @@ def test_gpus_by_name_as_drivers_call_them_and_as_measured(
     assert tool.gpu_for("h100") is GPUS["H100"]
     with pytest.raises(RecipeError, match="is not in the table"):
         tool.gpu_for("H1")
-    for called, gib, name in (
-        ("NVIDIA A100-SXM4-40GB", 39.5, "A100-40"),
-        ("NVIDIA L4", 22.5, "L4"),
-        ("NVIDIA L40S", 45, "L40S"),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 95.6, "RTX-PRO-6000"),
-        ("NVIDIA RTX 6000 Ada Generation", 48, ""),
-    ):
-        assert tool.recognise(called, gib * GIB) is GPUS.get(name)
+    named = {("A100-SXM4-40GB", 39.5): "A100-40", ("L4", 22.5): "L4", ("L40S", 45): "L40S"}
+    named |= {("RTX PRO 6000 Blackwell Server Edition", 95.6): "RTX-PRO-6000"}
+    for (called, gib), name in {**named, ("RTX 6000 Ada Generation", 48): ""}.items():
+        assert tool.recognise(f"NVIDIA {called}", gib * GIB) is GPUS.get(name)
     file, kind = tmp_path / "gpu.json", GPUS["4090"]._replace(memory_gib=20.0, train_speed=0.5)
     monkeypatch.chdir(tmp_path)
     file.write_text(json.dumps({"plan": kind._asdict()}))
     assert tool.gpu_for("") == kind and tool.gpu_for("H200") == GPUS["H200"]
-    slow, fast = (Plan(config(), gpu, tool.usual_lengths(config())) for gpu in (kind, GPUS["4090"]))
-    assert slow.train_tokens_per_s == pytest.approx(fast.train_tokens_per_s / 2)
+    slow, fast = (replace(plan(config()), gpu=gpu).costs for gpu in (kind, GPUS["4090"]))
+    assert slow.train_per_token == pytest.approx(2 * fast.train_per_token)
     for broken in ("{}", "[]", "no", '{"plan": {"memory_gib": 1}}'):
         file.write_text(broken)
         with pytest.raises(RecipeError, match="holds no measured GPU"):
@@ -84,28 +78,22 @@ def test_gpus_by_name_as_drivers_call_them_and_as_measured(
 
 def test_a_rollout_gpu_has_what_is_left_for_kv() -> None:
     own = plan(config("Qwen2.5-1.5B"), mean=100)
-    bill = own.rollout_bill
+    bill = own.bills[0]
     assert bill.fits and sum(bill.items.values()) == pytest.approx(bill.available)
     assert own.engine_bytes[1] == 2 * 2 * 28 * 2 * 128  # K and V, layers, heads, head_dim
-    assert own.max_running == 256  # rollout.max_num_seqs
     taken = (bill.items["weights"] + bill.items["engine"]) / own.config.rollout.memory_fraction
-    assert not plan(own.config, gib=taken / GIB + 0.01).rollout_bill.fits, "one answer's KV"
-    too_big = plan(config("Qwen2.5-7B", split=(2, 2)), gib=15)
-    assert not too_big.rollout_bill.fits
-    (mended,) = tool.fitting([too_big])
-    assert mended.config.devices.tensor_parallel == 2
+    assert not plan(own.config, gib=taken / GIB + 0.01).bills[0].fits, "one answer's KV"
 
 
 def test_a_training_gpu_holds_what_the_algorithm_needs() -> None:
-    shape = SHAPES["Qwen3-0.6B"]
-    num, adapted = shape.num_parameters, shape.num_adapted(16)
-    plain = plan(config()).train_bill.items
+    num, adapted = SHAPES["Qwen3-0.6B"].num_parameters, 28 * 16 * (7 * 1024 + 2 * 3072 + 3 * 3072)
+    plain = plan(config()).bills[1].items
     assert plain["weights"] + plain["gradients"] + plain["optimizer"] == 16 * num
     assert not plain.keys() & {"critic", "reference"}
-    assert adapted < 0.02 * num
     for num_ranks, given, item, expected in (
         (1, {"kl_coef": 0.1}, "reference", 4 * num),
-        (1, {"estimator": "gae"}, "critic", 16 * num),
+        (1, {"estimator": "gae"}, "critic", 12 * num),
+        (1, {"estimator": "gae"}, "gradients", 8 * num),
         (4, {"shard": "optimizer"}, "optimizer", 2 * num),
         (4, {"shard": "full"}, "weights", num),
         (4, {"shard": "full", "optimizer": "adamw8bit"}, "optimizer", num / 2),
@@ -113,10 +101,7 @@ def test_a_training_gpu_holds_what_the_algorithm_needs() -> None:
         (1, {"lora_rank": 16}, "gradients", 4 * adapted),
     ):
         own = config(split=(1, num_ranks), **given)
-        assert plan(own).train_bill.items[item] == expected, item
-    assert tool.checkpoint_bytes(config()) == 4 * 14 * num  # two, the best, and the next
-    assert tool.checkpoint_bytes(config(estimator="gae")) == 4 * 26 * num
-    assert 4 * 2 * num < tool.checkpoint_bytes(config(lora_rank=8)) < 4 * 2.5 * num
+        assert plan(own).bills[1].items[item] == expected, item
 
 
 GPU_RECIPES = {"gsm8k": "H100", "gsm8k-2gpu": "4090", "gsm8k-1gpu": "4090", "smoke-gpu": "4090"}
@@ -128,13 +113,10 @@ def test_the_bill_is_what_fake_tensors_count(recipe: str, is_checkpointed: bool)
     """And recipes fit with room."""
     text = f"train.gradient_checkpointing={str(is_checkpointed).lower()}"
     own = plan(load(RECIPES / f"{recipe}.toml", [text]).config, GPU_RECIPES[recipe])
-    shape, billed = own.shape, own.train_items
-    kind = Qwen3Config if shape.norms_heads else Qwen2Config
-    sizes = kind(
-        **dict(zip(HF_NAMES, shape[:-1], strict=True)), max_position_embeddings=4096, pad_token_id=0
-    )
-    counted = peak_bytes(own.config, sizes)
-    total = sum(billed.values()) - sum(tool.LIBRARIES.values())
+    kind = Qwen3Config if own.shape.norms_heads else Qwen2Config
+    sizes = dict(zip(HF_NAMES, own.shape[:-1], strict=True))
+    counted = peak_bytes(own.config, kind(**sizes, max_position_embeddings=4096, pad_token_id=0))
+    total = sum(own.bills[1].items.values()) - sum(tool.LIBRARIES.values())
     near = 0.05 * counted if recipe != "smoke-gpu" else 0.1 * GIB  # 0.3 GiB in all
     assert total == pytest.approx(counted, abs=near)
     assert counted + 3 * GIB < own.gpu.memory_gib * GIB
@@ -150,57 +132,62 @@ def test_one_set_of_changes_fits_with_no_more_of_them_than_it_takes() -> None:
     assert changes(max_tokens=16384) == ["train.max_tokens=4096"]
     assert not changes(max_tokens=4096) and changes(max_tokens=8192)
     two = changes(gib=13, split=(1, 2), max_tokens=16384)
-    assert two[1:] == [
-        "train.gradient_checkpointing=true",
-        'train.shard="optimizer"',
-    ]
+    assert two[1:] == ["train.gradient_checkpointing=true", 'train.shard="optimizer"']
     full = {"model": "Qwen2.5-7B", "max_tokens": 4096}
     for model, split in (("Qwen2.5-7B", (4, 4)), ("Qwen3-14B", (2, 6))):
         given = full | {"model": model, "split": split}
         assert changes("H100", **given, gradient_checkpointing=True) == ['train.shard="full"']
     assert changes("A100-40", **full)[-1] == "train.lora_rank=32"
+    assert "devices.tensor_parallel=2" in changes("H100", 15, **full, split=(2, 2))
     assert changes("4090", **full | {"model": "Qwen2.5-14B"}) == ["nothing fits"]
 
 
 def test_one_gpu_pays_both_bills_or_the_larger_in_turns() -> None:
     both = plan(load(RECIPES / "gsm8k-1gpu.toml").config, "4090")
-    memory, engine = both.gpu.memory_gib * GIB, sum(both.rollout_bill.items.values())
-    assert both.train_bill.available == pytest.approx(memory - engine)
-    assert both.rollout_bill.available == pytest.approx(memory - sum(both.train_items.values()))
-    in_turns = both.changed({"buffer.max_staleness": 0})
-    assert in_turns.train_bill.available == memory - both.rollout_bill.items["engine"]
-    freed = both.train_items["gradients"] + both.train_items["micro-batch"]
-    assert in_turns.rollout_bill.available == pytest.approx(both.rollout_bill.available + freed)
+    memory, (engine, rank) = both.gpu.memory_gib * GIB, both.bills
+    assert rank.available == pytest.approx(memory - sum(engine.items.values()))
+    assert engine.available == pytest.approx(memory - sum(rank.items.values()))
+    in_turns = both.changed({"buffer.max_staleness": 0}).bills
+    assert in_turns[1].available == memory - engine.items["engine"]
+    freed = rank.items["gradients"] + rank.items["micro-batch"]
+    assert in_turns[0].available == pytest.approx(engine.available + freed)
     is_fitting, (_, (_, row), cards) = tool.tables(both, 1)
     assert is_fitting and "both on the same GPU" in row[-1]
-    assert [row[:3] for row in cards[5:7]] == [
-        ("24 GB", "full", "Qwen3-1.7B"),
-        ("24 GB", "LoRA", "Qwen3-4B"),
-    ]
+    best = [row[2] for row in cards if row[0] == "24 GB"]
+    assert best == ["Qwen3-1.7B", "Qwen3-4B"], "full, LoRA"
     large = plan(config("Qwen2.5-1.5B", max_tokens=4096), "4090")
     changes = tool.tables(large, 1)[1][0][3][1]
     assert "devices.share=true" in changes and "buffer.max_staleness=0" in changes
 
 
-def test_the_page_has_the_table_of_models() -> None:
-    page = RECIPES.parent / "docs" / "planning.md"
-    assert paper.memory_table() in page.read_text()
+def test_training_counts_shared_prompts_once_and_gathers_what_fsdp2_slices() -> None:
+    own = plan(config(split=(1, 2), max_tokens=16384))
+    short, alone = replace(own, lengths=Lengths((400,), 2)), replace(own, shares_prompts=False)
+    assert [p.costs.prompts_per_answer for p in (own, short, alone)] == [1 / 8, 1, 1]
+    assert alone.outcome.tokens_per_s < own.outcome.tokens_per_s
+    moved_s = 8 * own.shape.num_parameters / 450e9  # two gathers in bfloat16, one sum in float32
+    for num in (8192, 16384):
+        ddp, full = (
+            own.changed({"train.max_tokens": num, "train.shard": shard}).costs
+            for shard in ("none", "full")
+        )
+        assert ddp.train - full.train == pytest.approx(moved_s), "DDP sums once per step"
+        each = full.train_per_token - ddp.train_per_token
+        assert each == pytest.approx(moved_s / num / 2), "of two ranks"
 
 
 def test_splits_cover_the_box_and_the_recommended_is_the_fastest() -> None:
     own = plan(config(batch_size=4), mean=100)
-    found = splits(own, 3)
-    best = recommended(found)
+    best = recommended(found := splits(own, 3))
     assert best.outcome.tokens_per_s == max(s.outcome.tokens_per_s for s in found)
     is_fitting, (memory, rows) = tool.tables(own, 3, price=2.0)
-    names = ["model", "rollout GPU", "training GPU", "time"]
-    assert is_fitting and [row[0] for row in memory] == names
-    low, high = (share * best.hours for share in tool.TRUST)
-    assert f"about {best.hours:.2g} hours ({low:.2g} to {high:.2g})" in memory[-1][1]
-    assert f"for {best.hours * 3 * 2:,.2f} ({low * 6:,.2f} to {high * 6:,.2f})" in memory[-1][1]
+    assert is_fitting and [row[0] for row in memory[1:]] == ["rollout GPU", "training GPU", "time"]
+    hours, (low, high) = best.hours, (share * best.hours for share in tool.TRUST)
+    time = f"about {hours:.2g} hours ({low:.2g} to {high:.2g}), "
+    assert f"{time}for {hours * 6:,.2f} ({low * 6:,.2f} to {high * 6:,.2f}) at 2" in memory[-1][1]
     assert [row[0] for row in rows] == ["split", "1 + 2", "2 + 1"]
-    (advice,) = [row[-1] for row in rows if row[-1].startswith("<-")]
-    assert advice.startswith("<- take this; ") and "-bound: " in advice
+    (advice,) = [row[-1] for row in rows if row[-1].startswith("<- take this; ")]
+    assert "-bound: " in advice
 
 
 def test_nothing_is_recommended_that_does_not_fit() -> None:
@@ -208,35 +195,30 @@ def test_nothing_is_recommended_that_does_not_fit() -> None:
     is_fitting, (memory, rows) = tool.tables(own, 3)
     (change,) = [row[1] for row in memory if row[0] == "to change"]
     (taken,) = [row for row in rows if row[-1].startswith("<- take this, with these changes")]
-    given = [part for part in change.split() if part != "--set"]
-    values = dict(part.split("=") for part in given)
-    mended = own.changed({"train.max_tokens": int(values["train.max_tokens"])})
-    rollout, train = (int(n) for n in taken[0].split(" + "))
-    assert (
-        not is_fitting and mended.changed({"devices.rollout": rollout, "devices.train": train}).fits
-    )
+    values = dict(part.split("=") for part in change.split() if part != "--set")
+    mended = own.changed({key: int(value) for key, value in values.items()})
+    assert not is_fitting and mended.fits and mended.row[0] == taken[0]
     huge = tool.tables(plan(config("Qwen2.5-14B", batch_size=4), "4090"), 3)
     assert not huge[0] and len(huge[1]) == 1 and huge[1][0][-1][1].startswith("no set of changes")
-
-
-def test_a_split_whose_optimizer_does_not_fit_is_not_taken() -> None:
     sharded = {"shard": "optimizer", "gradient_checkpointing": True, "max_tokens": 32768}
-    own = config("Qwen2.5-1.5B", batch_size=8, **sharded)
-    six = plan(own, mean=100).changed({"devices.train": 6}).train_bill
-    gib = sum(six.items.values()) / GIB + 0.01
-    found = splits(plan(own, "A100-40", gib, 100), 8)
+    own = plan(config("Qwen2.5-1.5B", batch_size=8, **sharded), "A100-40", 80, mean=100)
+    gib = sum(own.changed({"devices.train": 6}).bills[1].items.values()) / GIB + 0.01
+    found = splits(plan(own.config, "A100-40", gib, 100), 8)
     # Each holds more of the optimizer the fewer they are, and training that is quick wants few.
     assert {s.config.devices.train for s in found if s.fits} == {6, 7}
-    assert recommended(found).fits
-    assert recommended(splits(plan(own, "A100-40", 80, 100), 8)).config.devices.train < 6
+    assert recommended(found).fits and recommended(splits(own, 8)).config.devices.train < 6
 
 
-def test_auto_takes_the_planned_split() -> None:
-    own = config(split=(7, 1), batch_size=8, num_minibatches=1)
-    assert tool.with_auto_split(own, None) == own, "a device that is not in the table"
-    planned = tool.with_auto_split(own, tool.recognise("NVIDIA H100 80GB HBM3", 79.6 * GIB))
-    assert planned == recommended(splits(plan(own), 8)).config != own
-    assert tool.with_auto_split(planned, GPUS["H100"]) == planned, "a resumed run keeps its split"
+def test_auto_takes_the_planned_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = plan(config(split=(7, 1), batch_size=8)).changed({"devices.split": "auto"})
+    planned = recommended(splits(own, 8)).config
+    monkeypatch.setattr(devices, "find_devices", lambda kind: ("cuda", 8))
+    for name, given in (("X1", own.config), ("H100", own.config), ("H100", planned)):
+        gpu = devices.Gpu(f"NVIDIA {name}", int(79.6 * GIB), (9, 0))
+        monkeypatch.setattr(devices, "gpus", lambda gpu=gpu: [gpu])
+        expected = planned if name in GPUS else own.config
+        assert _make_job(given, Path(), Path()).config == expected, "resumed or not"
+    assert planned != own.config
 
 
 def test_the_plan_agrees_with_the_papers_table_7_and_figure_5c_and_with_prime_rl() -> None:
@@ -245,10 +227,9 @@ def test_the_plan_agrees_with_the_papers_table_7_and_figure_5c_and_with_prime_rl
     assert all(later >= 0.99 * rate for rate, later in pairwise(rates.values()))
     assert rates[1] / rates[0] > 1.5 and rates[16] / rates[1] < 1.15
     assert all(rates[16] / paper.PAPER[eta] > tool.TRUST[0] for eta in paper.PAPER)
-    errors = paper.prime_rl()
-    assert all(-0.15 < error < tool.TRUST[1] - 0.98 for error in errors.values()), errors
-    long = [error for case, error in errors.items() if case[-1] == 65_536]
-    assert max(map(abs, long)) < 0.15
+    for case, (_, error) in paper.prime_rl().items():
+        assert -0.15 < error < (0.15 if case[-1] == 65_536 else tool.TRUST[1] - 0.98), case
+    assert paper.memory_table() in (RECIPES.parent / "docs/planning.md").read_text()
 
 
 def test_the_balance_names_the_bottleneck_and_what_would_help() -> None:
@@ -274,33 +255,28 @@ def test_the_balance_names_the_bottleneck_and_what_would_help() -> None:
 
 
 def test_a_step_gives_every_running_sequence_a_token() -> None:
+    slow = Costs(1.0, step_per_seq=0.5, prefill=0.1)
     for costs, max_running, lengths, expected in (
         (Costs(step=1.0), 8, (3, 5, 5, 9), [(3.0, 0), (5.0, 1), (5.0, 2), (9.0, 3)]),
         (Costs(step=1.0), 1, (3, 5), [(3.0, 0), (8.0, 1)]),  # the others wait
-        (Costs(1.0, step_per_seq=0.5, prefill=0.1), 8, (4, 8), [(8.2, 0), (8.2 + 4 * 1.5, 1)]),
+        (slow, 8, (4, 8), [(8.2, 0), (8.2 + 4 * 1.5, 1)]),
     ):
         engine, found = SimulatedEngine(costs, max_running), []
         engine.submit(enumerate(lengths), now=1.0)
         while (at := engine.next_end_s) < math.inf:
             found += [(round(at - 1.0, 6), group_id) for group_id, _ in engine.take_done(at)]
-        assert found == expected
         engine.advance(engine.now + 2.0)
-        assert engine.idle_s == pytest.approx(1.0 + 2.0)
-
-
-def simulated(train_s: float, eta: int) -> Throughput:
-    values = {"buffer.max_staleness": eta, "buffer.target_staleness": eta}
-    values |= {"devices.rollout": 2, "rollout.group_size": 2, "train.batch_size": 8}
-    costs = Costs(step=1.0, train=train_s)
-    return Simulation(build(values), costs, Lengths((100,), 10), max_running=8).run(60, num_warm=8)
+        assert found == expected and engine.idle_s == pytest.approx(1.0 + 2.0)
 
 
 def test_synchronous_is_the_sum_and_asynchronous_the_slower_of_the_two() -> None:
-    one_batch = 8 * 2 * 100  # tokens; 16 sequences at once: 100 s, then 50 s of training
-    outcome = simulated(50, eta=0)
-    assert outcome.tokens_per_s == pytest.approx(one_batch / 150)
-    assert outcome.trainer_idle == pytest.approx(100 / 150, abs=0.01)
-    assert outcome.engines_idle == pytest.approx(50 / 150, abs=0.01)
-    for train_s, slower_s in ((50, 100), (300, 300)):
-        rate = simulated(train_s, eta=2).tokens_per_s
-        assert rate == pytest.approx(one_batch / slower_s, rel=0.01)
+    # 16 sequences at once: 100 s for a batch, whose trajectories have 100 tokens each.
+    for train_s, eta, batch_s in ((50, 0, 150), (50, 2, 100), (300, 2, 300)):
+        values = {"buffer.max_staleness": eta, "buffer.target_staleness": eta}
+        values |= {"devices.rollout": 2, "rollout.group_size": 2, "train.batch_size": 8}
+        costs, lengths = Costs(step=1.0, train=train_s), Lengths((100,), 10)
+        outcome = Simulation(build(values), costs, lengths, max_running=8).run(60, num_warm=8)
+        assert outcome.tokens_per_s == pytest.approx(8 * 2 * 100 / batch_s, rel=0.01 * eta)
+        if not eta:
+            idle = outcome.trainer_idle, outcome.engines_idle
+            assert idle == pytest.approx((100 / 150, 50 / 150), abs=0.01)

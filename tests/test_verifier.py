@@ -1,7 +1,6 @@
 """The verifier, as the real process it is: a reward that fails is never a 0."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +142,7 @@ def test_a_reply_that_fails_says_why(bench: Bench) -> None:
     for text, error in {**failures, "inf": "TypeError"}.items():  # 3 is no text
         replied = bench.ask(bench.turn(2, text))
         assert replied.tokens == () and replied.error.startswith(error)
-    lost = replace(bench.turn(3, "wrong"), group_id=2)  # its group was dropped meanwhile
+    lost = bench.turn(3, "wrong")._replace(group_id=2)  # its group was dropped meanwhile
     assert "sealed for 3, not for 2" in bench.ask(lost).error
     assert bench.ask(bench.turn(4, "exit")) == Died("ended with exit code 5", is_final=False)
     assert bench.workers.board.row(bench.worker.row).state is State.GRADING

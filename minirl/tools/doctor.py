@@ -12,14 +12,13 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from minirl import devices, model, recipe
-from minirl.config import TINY_FOLDER, Config
-from minirl.devices import find_devices, free_memory_bytes, num_cores, torch_cuda, version_of
+from minirl.config import Config
+from minirl.devices import find_devices, num_cores, torch_cuda, version_of
 from minirl.errors import RecipeError
 from minirl.tasks.sandbox import why_not
-from minirl.tools.plan import checkpoint_bytes
 
 PROBE_TIMEOUT_S = 120
 GIB = 2**30
@@ -29,8 +28,7 @@ TRANSFORMERS_PROBE = "from transformers import Qwen3ForCausalLM"
 TRANSFORMERS = ("5.16.", "5.17.", "5.18.", "5.19.")  # tested
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     name: str
     ok: bool
     detail: str
@@ -61,8 +59,8 @@ def _torch() -> list[Finding]:
     is_blind = not cuda and os.path.exists("/proc/driver/nvidia/version")
     build = f"CUDA {cuda} build" if cuda else "CPU build"
     detail = f"{version} ({build}{', beside an NVIDIA driver' if is_blind else ''})"
-    found = Finding("torch", version.startswith("2.13.") and not is_blind, detail, INSTALL)
-    return [found, _devices(int(output.split()[-1]))]
+    is_ok = version.startswith("2.13.") and not is_blind
+    return [Finding("torch", is_ok, detail, INSTALL), _devices(int(output.split()[-1]))]
 
 
 def _devices(num_seen: int) -> Finding:
@@ -108,10 +106,9 @@ def _shm() -> Finding:
 
 def _sandbox() -> Finding:
     """Never a fault of the machine: only the task "code" needs one, and that refuses without."""
-    detail = "code runs behind Landlock, seccomp and rlimits (tried)"
     if why := why_not():
-        detail = f'none for code ({why}): tasks.kind = "code" is refused; see docs/sandbox.md'
-    return Finding("sandbox", True, detail)
+        why = f'none for code ({why}): tasks.kind = "code" is refused; see docs/sandbox.md'
+    return Finding("sandbox", True, why or "code runs behind Landlock, seccomp and rlimits (tried)")
 
 
 def plan_rows(config: Config) -> list[tuple[str, str]]:
@@ -121,19 +118,7 @@ def plan_rows(config: Config) -> list[tuple[str, str]]:
         ("model", f"{_model(config)}, {config.model.dtype}"),
         ("slots", f"{config.num_slots} groups, staleness at most {config.buffer.max_staleness}"),
         ("trajectory ring", f"{config.ring_bytes / 2**20:,.1f} MiB of shared memory"),
-        ("checkpoints", _checkpoints(config)),
     ]
-
-
-def _checkpoints(config: Config) -> str:
-    """Of the whole run. A disk that is full ends no run, but loses its checkpoints."""
-    try:
-        needed = checkpoint_bytes(config)
-    except RecipeError:
-        return "of unknown size: the model is not here"
-    free = shutil.disk_usage(".").free
-    warning = "" if needed < free else f": MORE than the {free / GIB:,.1f} GiB that are free here"
-    return f"up to {needed / GIB:,.2f} GiB on disk{warning}"
 
 
 def _model(config: Config) -> str:
@@ -141,9 +126,10 @@ def _model(config: Config) -> str:
     if folder is None:
         return f"{path} (not in the local cache: not checked)"
     recipe.check_model(config, folder, find_devices(config.devices.kind)[0])
-    if folder == TINY_FOLDER or os.path.isdir(path) or any(folder.glob("*.safetensors")):
+    files = [*folder.glob("*.safetensors")]
+    if files or os.path.isdir(path):
         model.check_folder(folder)  # of the hub perhaps only a tokenizer is here yet
-    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    num_bytes = sum(file.stat().st_size for file in files)
     return f"{path}, {num_bytes / 2**20:,.1f} MiB of safetensors"
 
 
@@ -152,7 +138,7 @@ def machine_notes(config: Config) -> list[tuple[str, str]]:
     kind, available = find_devices(config.devices.kind)
     try:
         recipe.check_devices(config, kind, available)
-        recipe.check_memory(config, free_memory_bytes())
+        recipe.check_memory(config, devices.free_memory_bytes())
     except RecipeError as error:
         if kind == "cpu" and config.devices.kind != "cuda":
             raise

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 
 from minirl import devices, model, recipe
 from minirl.config import Config
-from minirl.devices import Placement
 from minirl.messages import RankSetup, Role, TrainerSetup
 from minirl.metrics import MAX_LOGPROB_GAP
 from minirl.rollout.engine import LIMIT, Engine, Sampling
@@ -37,9 +36,10 @@ from minirl.workers import Workers
 
 DEADLINE_S = 600
 NUM_DRAWN = 32  # tokens of an answer
+PROMPT = [*range(CANARY_TOKENS)]  # tokens that every model has
 REMEDY = f"send {planning.MEASURED} and the output of `minirl doctor` with an issue"
 Figures = dict[str, float]
-AnswerOf = tuple[list[int], list[float]]  # tokens and their logprobs, by the engine
+Drawn = tuple[list[int], list[float]]  # an answer's tokens and their logprobs, by the engine
 
 
 def seconds(kind: str, work: Callable[[], Any]) -> float:
@@ -58,15 +58,14 @@ def attention(kind: str, config: Config) -> Figures:
     bounds = packed.boundaries([70, 33, 150], kind)
     sequence_T = bounds.positions_T.eq(0).cumsum(0)
     mask_TT = (sequence_T[:, None] == sequence_T).tril()
-    shape = (1, 4, len(mask_TT), 64)
-    q, k, v = (torch.randn(shape, device=kind, requires_grad=True) for _ in range(3))
-    at: dict[str, Any] = {"cu_seqlens": bounds.cu_seqlens_S1, "max_seqlen": bounds.max_seqlen}
+    q, k, v = torch.randn(3, 1, 4, len(mask_TT), 64, device=kind, requires_grad=True).unbind()
     half = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    at: dict[str, Any] = {"cu_seqlens": bounds.cu_seqlens_S1, "max_seqlen": bounds.max_seqlen}
     ours, _ = packed.packed_attention(torch.nn.Module(), *half, None, **at)
     outs = ours.transpose(1, 2).float(), F.scaled_dot_product_attention(q, k, v, mask_TT)
-    both = [[out, *torch.autograd.grad(out.square().sum(), (q, k, v))] for out in outs]
-    gaps = [(a - b).norm() / b.norm() for a, b in zip(*both, strict=True)]
-    return {"attention error": max(gap.item() for gap in gaps)}
+    found = [[out, *torch.autograd.grad(out.square().sum(), (q, k, v))] for out in outs]
+    gaps = [((a - b).norm() / b.norm()).item() for a, b in zip(*found, strict=True)]
+    return {"attention error": max(gaps)}
 
 
 def rates(kind: str, config: Config) -> Figures:
@@ -108,7 +107,7 @@ def make_trainer(kind: str, config: Config) -> Trainer:
     store = WeightStore(model.weight_table(Path(folder)), config.model.dtype)
     paths: dict[str, Any] = {"folder": folder, "tokenizer_folder": folder}
     shared: dict[str, Any] = {"ring": TrajectoryRing(1, 1), "store": store, "version": 0}
-    setup = TrainerSetup(config=config, placement=Placement(kind), **paths, **shared)
+    setup = TrainerSetup(config=config, placement=devices.Placement(kind), **paths, **shared)
     return Trainer(setup, Board(1).writer(0))
 
 
@@ -148,8 +147,7 @@ def generation(kind: str, config: Config) -> Figures:
     trainer.publish(0)
     trainer.policy.to("cpu")  # the engine wants its share of the memory free
     engine = Engine(config, trainer.setup.folder, kind, trainer.setup.store, seed=0)
-    reload_s = engine.reload()
-    reloaded = greedy_logprob(engine)
+    reload_s, (_, greedy) = engine.reload(), *answers(engine, PROMPT, 1, 0.0)
     began = time.perf_counter()
     drawn = answers(engine, trainer.canary_tokens, config.rollout.max_num_seqs, 1.0)
     took, trainer.policy = time.perf_counter() - began, trainer.policy.to(kind)
@@ -158,25 +156,20 @@ def generation(kind: str, config: Config) -> Figures:
         "decoding": sum(len(tokens) for tokens, _ in drawn) / took,
         "canary gap": engine.canary.gap,
         "logprob gap": max(gap(trainer, answer) for answer in drawn[:64]),
-        "reloaded": reloaded,
+        "reloaded": sum(greedy),
     }
 
 
 def fresh(kind: str, config: Config) -> Figures:
     """The same greedy answer by an engine that read the model's files: no reload was in between."""
     engine = Engine(config, str(recipe.find_model(config)), kind, None, seed=0)
-    return {"fresh": greedy_logprob(engine)}
+    return {"fresh": sum(answers(engine, PROMPT, 1, 0.0)[0][1])}
 
 
-def greedy_logprob(engine: Engine) -> float:
-    """Of one answer to tokens that every model has."""
-    return sum(answers(engine, [*range(CANARY_TOKENS)], 1, 0.0)[0][1])
-
-
-def answers(engine: Engine, prompt: list[int], num: int, temperature: float) -> list[AnswerOf]:
+def answers(engine: Engine, prompt: list[int], num: int, temperature: float) -> list[Drawn]:
     for key in range(num):
         engine.add(key, prompt, Sampling(NUM_DRAWN, temperature), key)
-    found: list[AnswerOf] = [([], []) for _ in range(num)]
+    found: list[Drawn] = [([], []) for _ in range(num)]
     while engine.is_busy:
         for chunk in engine.step():
             found[chunk.key][0].extend(chunk.tokens)
@@ -185,7 +178,7 @@ def answers(engine: Engine, prompt: list[int], num: int, temperature: float) -> 
 
 
 @torch.no_grad()
-def gap(trainer: Trainer, answer: AnswerOf) -> float:
+def gap(trainer: Trainer, answer: Drawn) -> float:
     """Mean |engine - trainer| of an answer's logprobs."""
     tokens = [*trainer.canary_tokens, *answer[0]]
     bounds = packed.boundaries([len(tokens)], trainer.device)
@@ -195,16 +188,14 @@ def gap(trainer: Trainer, answer: AnswerOf) -> float:
 
 
 NEED_MODEL = (training, generation, fresh)
-MEASURES = {each.__name__: each for each in (attention, rates, links, *NEED_MODEL)}
+MEASURES = (attention, rates, links, *NEED_MODEL)
 
 
 def main(name: str, kind: str, file: str, overrides: list[str]) -> None:
     """In the child process; `file` is the recipe."""
     os.environ.update(devices.vllm_environment(kind))
     config = recipe.load(Path(file) if file else None, overrides).config
-    measure = MEASURES[name]
-    is_possible = measure not in NEED_MODEL or recipe.find_model(config) is not None
-    print(json.dumps(measure(kind, config) if is_possible else {}))
+    print(json.dumps(globals()[name](kind, config)))
 
 
 def examine(kind: str, file: Path | None, overrides: list[str]) -> list[Finding]:
@@ -213,17 +204,17 @@ def examine(kind: str, file: Path | None, overrides: list[str]) -> list[Finding]
     if not gpus:
         return [Finding("GPU", False, "there is none here", "run this on the GPU box")]
     figures: Figures = {}
-    failed = []
-    for name in MEASURES:
-        code = (
-            f"from minirl.tools.measure import main; main{(name, kind, str(file or ''), overrides)}"
-        )
+    config, failed = recipe.load(file, overrides).config, []
+    has_model = recipe.find_model(config) is not None
+    for name in [each.__name__ for each in MEASURES if has_model or each not in NEED_MODEL]:
+        arguments = name, kind, str(file or ""), overrides
+        code = f"from minirl.tools.measure import main; main{arguments}"
         output, error = run_child(code, DEADLINE_S)
         if error:
             failed.append(Finding(name, False, f"could not be measured: {error}", REMEDY))
         else:
             figures |= json.loads(output.splitlines()[-1])
-    findings, own = judge(recipe.load(file, overrides).config, gpus[0], figures)
+    findings, own = judge(config, gpus[0], figures)
     about = {"gpu": str(gpus[0]), "measured": figures, "plan": own._asdict()}
     planning.MEASURED.write_text(json.dumps(about, indent=1) + "\n")
     return failed + findings
@@ -238,12 +229,12 @@ def judge(
     reached = planning.GpuKind(1.0, matmul / planning.MATMUL, matmul / 4, moved, moved)
     gpu = planning.recognise(found.name, found.memory_bytes) or reached
     plan = planning.Plan(config, gpu, planning.usual_lengths(config))
-    items, speed = plan.train_items, plan.train_tokens_per_s
+    alone = plan.changed({"devices.train": 1, "train.shard": "none"})  # as a trainer is measured
+    costs, speed, items = plan.costs, 1 / alone.costs.train_per_token, alone.bills[1].items
     counted = sum(items[name] for name in items if name not in planning.LIBRARIES) / GIB
     if "fresh" in figures and "reloaded" in figures:
         figures["reload error"] = abs(figures.pop("reloaded") - figures.pop("fresh"))
-    num_seqs, costs = config.rollout.max_num_seqs, plan.costs
-    decoding = num_seqs / (costs.step + num_seqs * costs.step_per_seq)
+    decoding = 1 / (costs.step / config.rollout.max_num_seqs + costs.step_per_seq)
     findings = []
     for name, least, most, unit in (
         ("attention error", 0.0, 0.03, ""),

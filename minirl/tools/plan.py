@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 from minirl.balance import sentence
 from minirl.config import KEYS, Config, get
 from minirl.devices import ENGINE_WORK_BYTES, LIBRARY_BYTES
-from minirl.errors import RecipeError, toml_value
-from minirl.recipe import find_model, read_model_config, validate
+from minirl.errors import MALFORMED, RecipeError, toml_value
+from minirl.recipe import build, find_model, read_model_config, validate
 from minirl.shm.weights import ITEM_BYTES
 from minirl.tools.simulate import Costs, Lengths, Simulation, Throughput, long_tailed
+from minirl.train.packing import Unit, cut
 
 GIB = 2**30
 LIBRARIES = {"libraries": LIBRARY_BYTES, "spare": 1.5 * GIB}  # spare: fragments of the allocator
@@ -68,34 +69,20 @@ class Shape(NamedTuple):  # a row of plan.toml
     norms_heads: bool  # queries and keys, as Qwen3 does
 
     @property
-    def linears(self) -> list[tuple[int, int]]:
-        """The two sizes of each matrix in a layer."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        others = (queries, queries, keys, keys, *[self.intermediate] * 3)
-        return [(self.hidden, other) for other in others]
-
-    @property
-    def num_parameters(self) -> int:
-        layer = sum(a * b for a, b in self.linears) + 2 * self.hidden
-        embeddings = self.vocab * self.hidden * (1 if self.is_tied else 2)
-        return self.layers * layer + embeddings + self.hidden
-
-    @property
     def widths(self) -> tuple[int, int, int]:
         """Values of a token in the residual stream, in queries and keys, in the MLP."""
         return self.hidden, (self.heads + self.kv_heads) * self.head_dim, self.intermediate
 
     @property
-    def traffic_bytes(self) -> float:
-        """What kernels other than products move for one token in a forward; a backward moves twice
-        as much. Counted on fake tensors, in eager mode."""
+    def layer(self) -> int:
+        """Values in the seven matrices of a layer; one side of each is the hidden size."""
         hidden, heads, mlp = self.widths
-        layer = 115 * hidden + (95 if self.norms_heads else 60) * heads + 9 * mlp
-        return self.layers * layer + 26.0 * self.vocab
+        return hidden * (2 * heads + 3 * mlp)
 
-    def num_adapted(self, rank: int) -> int:
-        """Parameters of low-rank adapters on all linear layers."""
-        return self.layers * rank * sum(a + b for a, b in self.linears)
+    @property
+    def num_parameters(self) -> int:
+        embeddings = self.vocab * self.hidden * (1 if self.is_tied else 2)
+        return self.layers * (self.layer + 2 * self.hidden) + embeddings + self.hidden
 
 
 TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
@@ -113,20 +100,16 @@ def recognise(device_name: str, memory_bytes: float) -> GpuKind | None:
 
 def shape_of(config: Config) -> Shape:
     """Of the recipe's model: from its folder or the local cache if it is there."""
-    path = config.model.path
-    if (folder := find_model(config)) is not None:
-        return _from_config_json(path, read_model_config(config, folder))
-    for name, shape in SHAPES.items():
-        # Qwen2.5-1.5B-Instruct has the shape of Qwen2.5-1.5B.
-        if f"{path.rpartition('/')[2]}-".startswith(f"{name}-"):
-            return shape
-    rule = "is neither on this machine nor in the table of shapes"
-    remedy = f"give a folder with its config.json, or one of {', '.join(SHAPES)}"
-    raise RecipeError("model.path", path, rule, remedy)
-
-
-def _from_config_json(path: str, values: dict[str, Any]) -> Shape:
-    try:
+    path, folder = config.model.path, find_model(config)
+    if folder is None:
+        name = f"{path.rpartition('/')[2]}-"  # Qwen2.5-1.5B-Instruct has the shape of Qwen2.5-1.5B
+        if found := [shape for start, shape in SHAPES.items() if name.startswith(f"{start}-")]:
+            return found[0]
+        rule = "is neither on this machine nor in the table of shapes"
+        remedy = f"give a folder with its config.json, or one of {', '.join(SHAPES)}"
+        raise RecipeError("model.path", path, rule, remedy)
+    values = read_model_config(config, folder)
+    with suppress(KeyError, TypeError):
         heads, hidden = values["num_attention_heads"], values["hidden_size"]
         kv_heads = values.get("num_key_value_heads") or heads
         attention = (heads, kv_heads, values.get("head_dim") or hidden // heads)
@@ -134,36 +117,33 @@ def _from_config_json(path: str, values: dict[str, Any]) -> Shape:
         is_tied = values.get("tie_word_embeddings", False)
         norms = str(values.get("model_type")).startswith(("qwen3", "gemma3", "olmo2", "olmo3"))
         return Shape(values["num_hidden_layers"], hidden, *attention, mlp, vocab, is_tied, norms)
-    except (KeyError, TypeError):
-        rule, remedy = "its config.json has no usable sizes", "plan knows Llama's and Qwen's kind"
-        raise RecipeError("model.path", path, rule, remedy) from None
+    rule, remedy = "its config.json has no usable sizes", "plan knows Llama's and Qwen's kind"
+    raise RecipeError("model.path", path, rule, remedy)
 
 
 def rank_bytes(config: Config, shape: Shape) -> dict[str, float]:
     """What a training rank holds, a micro-batch and libraries apart. All in float32, but for what
     LoRA does not train and for AdamW's state in 8 bits."""
     train, num, part = config.train, shape.num_parameters, 1 / config.devices.train
-    adapted = shape.num_adapted(train.lora_rank)
+    adapted = shape.layers * train.lora_rank * (7 * shape.hidden + shape.layer // shape.hidden)
     half, trained = ITEM_BYTES[config.model.dtype], adapted or num
-    held = part if train.shard == "full" else 1.0
-    state = 2.0 if train.optimizer == "adamw8bit" else 8.0
-    state *= 1.0 if train.shard == "none" else part
-    # FSDP2 gathers the layer that runs and the next one, and the root: embeddings and head.
-    layer = sum(a * b for a, b in shape.linears)
+    critic = num if train.estimator == "gae" else 0  # of the same size, and always trained whole
+    is_full = train.shard == "full"
+    held, slices = part if is_full else 1.0, 1.0 if train.shard == "none" else part
+    state = slices * (2.0 if train.optimizer == "adamw8bit" else 8.0)
     items = {
         "weights": held * ((half if adapted else 4) * num + 4.0 * adapted),
-        "gradients": held * 4.0 * trained,
+        "gradients": held * 4.0 * (trained + critic),
         "optimizer": state * trained,
-        "gathered": half * (num - (shape.layers - 2.0) * layer) if train.shard == "full" else 0.0,
-        # Of the same size, and always trained whole.
-        "critic": num * (held * 8.0 + state) if train.estimator == "gae" else 0.0,
+        # FSDP2 gathers the layer that runs and the next one, and the root: embeddings and head.
+        "gathered": half * (num - (shape.layers - 2.0) * shape.layer) if is_full else 0.0,
+        "critic": critic * (held * 4.0 + state),
         "reference": 4.0 * num if train.kl_coef else 0.0,
     }
     return {name: bytes_ for name, bytes_ in items.items() if bytes_}
 
 
-@dataclass(frozen=True)
-class Bill:
+class Bill(NamedTuple):
     """Of one GPU."""
 
     items: dict[str, float]  # bytes
@@ -189,15 +169,12 @@ class Plan:
     config: Config
     gpu: GpuKind
     lengths: Lengths
+    shares_prompts: bool = True  # False: a trainer that computes them anew for each answer
 
     def changed(self, values: Mapping[str, Any]) -> "Plan":
         """With other values of some keys."""
-        config = self.config
-        for key, value in values.items():
-            section, _, name = key.partition(".")
-            own = replace(getattr(config, section), **{name: value})
-            config = replace(config, **{section: own})
-        return replace(self, config=config)
+        own = {key: get(self.config, key) for key in KEYS}
+        return replace(self, config=build({**own, **values}))
 
     @cached_property
     def shape(self) -> Shape:
@@ -211,63 +188,46 @@ class Plan:
         return size * self.shape.num_parameters, size * kv_values
 
     @cached_property
-    def rollout_bill(self) -> Bill:
-        """On a shared GPU beside what the trainer keeps meanwhile."""
+    def bills(self) -> tuple[Bill, Bill]:
+        """Of a rollout GPU and of a training GPU. On a shared one each pool has what the other one
+        leaves: in turns that is more, as each frees what it does not need meanwhile."""
         own, memory, (weights, kv_bytes) = self.config, self.gpu.memory_gib * GIB, self.engine_bytes
-        available, kv = own.rollout.memory_fraction * memory, own.rollout.kv_cache_gib * GIB
+        rank = rank_bytes(own, self.shape) | LIBRARIES | {"micro-batch": self.micro_batch_bytes}
+        for_engine, for_rank = own.rollout.memory_fraction * memory, memory
+        kv = max(0.0, for_engine - weights - ENGINE_WORK_BYTES)
         if own.devices.share:
+            kv = own.rollout.kv_cache_gib * GIB
             freed = ("gradients", "micro-batch") if own.takes_turns else ()
-            available = memory - sum(n for name, n in self.train_items.items() if name not in freed)
-        room = available - weights - ENGINE_WORK_BYTES
-        kv = kv if own.devices.share else max(0.0, room)
-        items = {"weights": weights, "engine": ENGINE_WORK_BYTES, "KV cache": kv}
-        return Bill(items, available, kv_bytes * own.max_tokens_per_trajectory <= kv <= room)
+            for_engine = memory - sum(size for name, size in rank.items() if name not in freed)
+            for_rank -= ENGINE_WORK_BYTES + (0.0 if own.takes_turns else weights + kv)
+        engine = {"weights": weights, "engine": ENGINE_WORK_BYTES, "KV cache": kv}
+        room, rank_fits = for_engine - weights - ENGINE_WORK_BYTES, sum(rank.values()) <= for_rank
+        engine_fits = kv_bytes * own.max_tokens_per_trajectory <= kv <= room
+        return Bill(engine, for_engine, engine_fits), Bill(rank, for_rank, rank_fits)
 
     @property
-    def max_running(self) -> int:
-        """Sequences of the usual length that one engine decodes at once."""
-        fit = self.rollout_bill.items["KV cache"] / self.engine_bytes[1] / self.lengths.mean_tokens
-        return min(self.config.rollout.max_num_seqs, int(fit))
-
-    @property
-    def train_items(self) -> dict[str, float]:
-        peak = max(a + b * self.config.train.max_tokens for a, b in self.peaks)
-        return {**rank_bytes(self.config, self.shape), **LIBRARIES, "micro-batch": peak}
-
-    @property
-    def train_bill(self) -> Bill:
-        """On a shared GPU beside the engine, or what a sleeping one keeps."""
-        available = self.gpu.memory_gib * GIB
-        if self.config.devices.share:
-            awake = self.engine_bytes[0] + self.config.rollout.kv_cache_gib * GIB
-            available -= ENGINE_WORK_BYTES + (0.0 if self.config.takes_turns else awake)
-        items = self.train_items
-        return Bill(items, available, sum(items.values()) <= available)
-
-    @property
-    def peaks(self) -> list[tuple[float, float]]:
-        """(bytes, bytes per token) of a micro-batch where it may take the most memory. The residual
-        stream and the norms are float32. tests/test_plan.py counts the same on fake tensors."""
+    def micro_batch_bytes(self) -> float:
+        """Where it takes the most memory. The residual stream and the norms are float32.
+        tests/test_plan.py counts the same on fake tensors."""
         shape, train, size = self.shape, self.config.train, ITEM_BYTES[self.config.model.dtype]
-        hidden, heads, mlp = shape.widths
+        (hidden, heads, mlp), num, is_full = shape.widths, train.max_tokens, train.shard == "full"
         matrix = shape.vocab * hidden
         # In bfloat16 autocast copies what is held in float32; FSDP2 gathers it in bfloat16.
-        copies = 2.0 * shape.layers * sum(a * b for a, b in shape.linears) if size == 2 else 0.0
-        copies *= train.shard != "full" and not train.lora_rank
-        head = 0.0 if train.shard == "full" else 2.0 * matrix
-        logits = 6.0 * LOGITS * shape.vocab + head
+        is_copied = size == 2 and not is_full and not train.lora_rank
+        copies = 2.0 * shape.layers * shape.layer if is_copied else 0.0
+        logits = 6.0 * LOGITS * shape.vocab + (0.0 if is_full else 2.0 * matrix)
         d_head = 0.0 if train.lora_rank else 4.0 * matrix  # LoRA does not train it
-        held = 0.5 * d_head if train.shard == "full" and size == 2 else d_head  # as gathered
+        held = 0.5 * d_head if is_full and size == 2 else d_head  # as gathered
         kept_heads = (5 if shape.norms_heads else 2) * heads
         layer = 16.0 * hidden + size * (5 * hidden + kept_heads + 4 * mlp)
         if not train.gradient_checkpointing:
-            return [(copies + logits + d_head, layer * shape.layers + 15.0 * hidden)]
+            return copies + logits + d_head + num * (layer * shape.layers + 15.0 * hidden)
         kept = 4.0 * hidden * shape.layers
-        return [
-            (copies, kept + 8.0 * hidden + 3.0 * size * mlp),  # the last layer's forward
-            (logits + d_head, kept + 15.0 * hidden),  # the head's backward
-            (held, kept + layer + 8.0 * hidden + 2.0 * size * mlp),  # the last layer's backward
-        ]
+        return max(
+            copies + num * (kept + 8.0 * hidden + 3.0 * size * mlp),  # the last layer's forward
+            logits + d_head + num * (kept + 15.0 * hidden),  # the head's backward
+            held + num * (kept + layer + 8.0 * hidden + 2.0 * size * mlp),  # that layer's backward
+        )
 
     @property
     def remedies(self) -> dict[str, list[Any]]:
@@ -297,31 +257,40 @@ class Plan:
     @property
     def costs(self) -> Costs:
         gpu, shape, train = self.gpu, self.shape, self.config.train
-        devices, num = self.config.devices, shape.num_parameters
-        size = ITEM_BYTES[self.config.model.dtype]
+        num, size = shape.num_parameters, ITEM_BYTES[self.config.model.dtype]
+        (answers, prompt), num_answers = self.lengths, self.config.rollout.group_size
+        (weights, kv_bytes), num_ranks = self.engine_bytes, self.config.devices.train
+        bandwidth, link, host = gpu.bandwidth_gb_s * 1e9, gpu.link_gb_s * 1e9, gpu.host_gb_s * 1e9
         flops = 1e12 * (gpu.bf16_tflops if size == 2 else gpu.fp32_tflops)
-        prefill, bandwidth = flops * PREFILL * devices.tensor_parallel, gpu.bandwidth_gb_s * 1e9
-        weights, kv_bytes = self.engine_bytes
+        prefill = flops * PREFILL * self.config.devices.tensor_parallel
         attention = shape.layers * shape.heads * shape.head_dim * self.lengths.mean_tokens
         forward = 2.0 * (num + attention)
-        moved = shape.traffic_bytes / (bandwidth * ELEMENTWISE)
-        passes = 3.0 + train.gradient_checkpointing  # backward is two
-        passes *= 2 if train.estimator == "gae" else 1
-        passes += bool(train.kl_coef) + (train.num_minibatches > 1)  # reference, proximal policy
+        # What kernels other than products move for one token, counted on fake tensors.
+        hidden, heads, mlp = shape.widths
+        layer = 115 * hidden + (95 if shape.norms_heads else 60) * heads + 9 * mlp
+        moved = (shape.layers * layer + 26.0 * shape.vocab) / (bandwidth * ELEMENTWISE)
+        models = 2 if train.estimator == "gae" else 1
+        others = bool(train.kl_coef) + (train.num_minibatches > 1)  # reference, proximal policy
+        passes = models * (3.0 + train.gradient_checkpointing) + others  # backward is two
+        token_s = passes * (forward / (flops * MATMUL) + moved) / gpu.train_speed
         update_s = 28.0 * num / bandwidth  # the optimizer, and the sum of gradients
-        update_s += 8.0 * num / (gpu.link_gb_s * 1e9) if devices.train > 1 else 0.0
-        host = gpu.host_gb_s * 1e9
-        publish_s = num * size / host
+        if train.shard == "full":  # a micro-batch gathers each layer twice, and sums its gradients
+            gathered = size * (2 * models + others) + 4 * models
+            token_s += num * gathered / link / train.max_tokens
+        elif num_ranks > 1:
+            update_s += 8.0 * num / link
+        group = Unit([*range(num_answers)], prompt, [round(fmean(answers))] * num_answers)
+        units = cut(group, train.max_tokens, 1) if self.shares_prompts else group.apart
         kv_s = kv_bytes * self.lengths.mean_context / (bandwidth * DECODE)
         return Costs(
             step=STEP_S + weights / (bandwidth * DECODE),
             step_per_seq=STEP_PER_SEQ_S + 2.0 * num / prefill + kv_s,
-            prefill=forward / prefill * self.lengths.prompt / self.config.rollout.group_size,
+            prefill=forward / prefill * prompt / num_answers,
             reload=weights / host,
             reload_per_seq=forward / prefill * self.lengths.mean_context,
-            train=train.num_minibatches * update_s + publish_s,
-            train_per_token=(forward / (flops * MATMUL) + moved)
-            * (passes / devices.train / gpu.train_speed),
+            train=train.num_minibatches * update_s + num * size / host,
+            train_per_token=token_s / num_ranks,
+            prompts_per_answer=len(units) / num_answers,
         )
 
     @cached_property
@@ -329,13 +298,10 @@ class Plan:
         """A shared GPU as if its pools took turns: two at once are each as much slower."""
         own = self.changed({"buffer.max_staleness": 0}) if self.config.devices.share else self
         num_warm = min(30, own.config.buffer.max_staleness + 3)
-        simulation = Simulation(own.config, self.costs, self.lengths, max(1, self.max_running))
+        fit = self.bills[0].items["KV cache"] / self.engine_bytes[1] / self.lengths.mean_tokens
+        num_running = max(1, min(own.config.rollout.max_num_seqs, int(fit)))  # by one engine
+        simulation = Simulation(own.config, self.costs, self.lengths, num_running)
         return simulation.run(min(60, 2 * num_warm + 6), num_warm)
-
-    @property
-    def train_tokens_per_s(self) -> float:
-        """Of one training GPU that is never idle."""
-        return 1 / (self.costs.train_per_token * self.config.devices.train)
 
     @property
     def hours(self) -> float:
@@ -353,7 +319,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.is_valid and self.train_bill.fits and self.rollout_bill.fits
+        return self.is_valid and all(bill.fits for bill in self.bills)
 
     @property
     def row(self) -> tuple[str, ...]:
@@ -421,11 +387,11 @@ def tables(plan: Plan, num_gpus: int, price: float = 0.0) -> tuple[bool, list[Ta
     found = splits(plan, num_gpus)
     best = recommended(fitting(found) or found)
     own = next(s for s in found if s.config.devices.train == best.config.devices.train)
-    path, num = best.config.model.path, best.shape.num_parameters
+    path, num = plan.config.model.path, plan.shape.num_parameters
     memory: Table = [
         ("model", f"{path}: {num / 1e9:.2f} B parameters", ""),
-        ("rollout GPU", *own.rollout_bill.row),
-        ("training GPU", *own.train_bill.row),
+        ("rollout GPU", *own.bills[0].row),
+        ("training GPU", *own.bills[1].row),
     ]
     more = [cards(plan)] if num_gpus == 1 else []
     if not best.fits:
@@ -434,23 +400,19 @@ def tables(plan: Plan, num_gpus: int, price: float = 0.0) -> tuple[bool, list[Ta
     if not own.fits or best.config.devices.share != plan.config.devices.share:
         changes = " ".join(f"--set {change}" for change in best.changes_from(plan.config))
         memory.append(("to change", changes, "then it fits"))
-    memory.append(("time", _time(best, num_gpus, price), ""))
+    about, least, most = hours = [best.hours * share for share in (1.0, *TRUST)]
+    time = (
+        f"{plan.config.train.steps:,} steps in about {about:.2g} hours ({least:.2g} to {most:.2g})"
+    )
+    if price:
+        cost, low, high = (f"{each * num_gpus * price:,.2f}" for each in hours)
+        time += f", for {cost} ({low} to {high}) at {price:g} per GPU and hour"
+    memory.append(("time", time, ""))
     idle = sentence(best.config, (best.outcome.engines_idle, best.outcome.trainer_idle))
     advice = f"<- take this{'' if own.fits else ', with these changes'}; {idle}"
     head = ("split", "tokens/s", "engines idle", "trainers idle", "")
     rows = [(*best.row[:-1], advice) if s is own else s.row for s in found]
     return own.fits, [memory, [head, *rows], *more]
-
-
-def _time(plan: Plan, num_gpus: int, price: float) -> str:
-    steps = plan.config.train.steps
-    least, most = (share * plan.hours for share in TRUST)
-    text = f"{steps:,} steps in about {plan.hours:.2g} hours ({least:.2g} to {most:.2g})"
-    if price:
-        costs = (hours * num_gpus * price for hours in (plan.hours, least, most))
-        about, low, high = (f"{cost:,.2f}" for cost in costs)
-        text += f", for {about} ({low} to {high}) at {price:g} per GPU and hour"
-    return text
 
 
 def gpu_for(name: str) -> GpuKind:
@@ -459,29 +421,7 @@ def gpu_for(name: str) -> GpuKind:
         if (gpu := GPUS.get((name or "H100").upper())) is None:
             raise RecipeError("--gpu", name, "is not in the table", f"one of {', '.join(GPUS)}")
         return gpu
-    try:
-        found = json.loads(MEASURED.read_text())["plan"]
-        return GpuKind(**{key: float(value) for key, value in found.items()})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        remedy = "write it again by minirl doctor --gpu, or name a kind by --gpu"
-        raise RecipeError("gpu.json", str(MEASURED), "holds no measured GPU", remedy) from None
-
-
-def checkpoint_bytes(config: Config) -> float:
-    """What the checkpoints of a run take on disk: those kept, the best, and one being written."""
-    shape, train, size = shape_of(config), config.train, ITEM_BYTES[config.model.dtype]
-    num, state = shape.num_parameters, 2.0 if train.optimizer == "adamw8bit" else 8.0
-    trained = shape.num_adapted(train.lora_rank) or num
-    masters = 4.0 * trained if train.lora_rank or size == 2 else 0.0
-    critic = (4.0 + state) * num if train.estimator == "gae" else 0.0
-    each = size * num + masters + state * trained + critic
-    return (config.checkpoint.keep + 2) * each
-
-
-def with_auto_split(config: Config, gpu: GpuKind | None) -> Config:
-    """devices.split = "auto": as planned for the GPU, and the recipe's own on a GPU that is not in
-    the table. The same recipe gives the same plan, so a resumed run keeps its split."""
-    if gpu is None:
-        return config
-    plan = Plan(config, gpu, usual_lengths(config))
-    return recommended(splits(plan, config.num_devices)).config
+    with suppress(OSError, *MALFORMED):
+        return GpuKind(**json.loads(MEASURED.read_text())["plan"])
+    remedy = "write it again by minirl doctor --gpu, or name a kind by --gpu"
+    raise RecipeError("gpu.json", str(MEASURED), "holds no measured GPU", remedy)

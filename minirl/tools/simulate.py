@@ -14,19 +14,17 @@ import math
 import random
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
 from operator import attrgetter
 from statistics import NormalDist, fmean
+from typing import NamedTuple
 
 from minirl.buffer import Buffer, OnStale
 from minirl.config import Config
-from minirl.records import Batch, Group, StopReason, Trajectory
+from minirl.records import Group, StopReason, Trajectory
 from minirl.rollout.dispatch import Assignment, Dispatcher
 
 
-@dataclass(frozen=True)
-class Costs:
+class Costs(NamedTuple):
     """In seconds."""
 
     step: float  # an engine step, however few sequences: weights through memory, launches
@@ -36,21 +34,21 @@ class Costs:
     reload_per_seq: float = 0.0  # the KV of a running sequence, computed again under them
     train: float = 0.0  # a training step: optimizer, gradient sums, publication
     train_per_token: float = 0.0  # of the whole training pool
+    prompts_per_answer: float = 1.0  # that are trained; fewer where a group shares its prompt
 
 
-@dataclass(frozen=True)
-class Lengths:
+class Lengths(NamedTuple):
     """Answers are drawn from `answers`, a sample of the distribution, with replacement."""
 
     answers: tuple[int, ...]
     prompt: int
 
-    @cached_property
+    @property
     def mean_tokens(self) -> float:
         """Of a whole trajectory."""
         return self.prompt + fmean(self.answers)
 
-    @cached_property
+    @property
     def mean_context(self) -> float:
         """Of a running sequence, over time: the longer ones run longer."""
         return self.prompt + sum(n * n for n in self.answers) / (2 * sum(self.answers))
@@ -74,12 +72,10 @@ class SimulatedEngine:
 
     def __init__(self, costs: Costs, max_running: int):
         self.costs, self.max_running = costs, max_running
-        self.version = 0
-        self.now = 0.0
-        self.idle_s = 0.0
+        self.version, self.now, self.idle_s = 0, 0.0, 0.0
         self.next_end_s = math.inf  # when the next sequence ends, if nothing happens before
-        self._stands_until = 0.0  # prefilling or reloading
-        self._steps = 0.0
+        # Until when steps are counted: later than `now` while it prefills or reloads.
+        self._steps, self._counted_s = 0.0, 0.0
         # A heap of (step of its last token, group, length, version of its first token).
         self._running: list[tuple[int, int, int, int]] = []
         self._waiting: deque[tuple[int, int]] = deque()  # group and length
@@ -87,9 +83,9 @@ class SimulatedEngine:
     def advance(self, now: float) -> None:
         if not self._running:
             self.idle_s += now - self.now
-        elif now > (since := max(self.now, self._stands_until)):
-            self._steps += (now - since) / self.step_s
-        self.now = now
+        elif now > self._counted_s:
+            self._steps += (now - self._counted_s) / self.step_s
+        self.now, self._counted_s = now, max(now, self._counted_s)
 
     @property
     def step_s(self) -> float:
@@ -104,7 +100,7 @@ class SimulatedEngine:
         """New weights between two steps; what runs has its KV computed again under them."""
         self.advance(now)
         self.version = version
-        self._stand(self.costs.reload + len(self._running) * self.costs.reload_per_seq)
+        self._admit(self.costs.reload + len(self._running) * self.costs.reload_per_seq)
 
     def take_done(self, now: float) -> list[tuple[int, Trajectory]]:
         """By group."""
@@ -117,25 +113,21 @@ class SimulatedEngine:
         self._admit()
         return done
 
-    def _admit(self) -> None:
+    def _admit(self, pause_s: float = 0.0) -> None:
         num_before = len(self._running)
         while self._waiting and len(self._running) < self.max_running:
             group_id, length = self._waiting.popleft()
             # From the next whole step on: then many end with the same step, as in an engine.
             end = math.ceil(self._steps) + length
             heapq.heappush(self._running, (end, group_id, length, self.version))
-        self._stand((len(self._running) - num_before) * self.costs.prefill)
-
-    def _stand(self, seconds: float) -> None:
-        self._stands_until = max(self.now, self._stands_until) + seconds
+        self._counted_s += pause_s + (len(self._running) - num_before) * self.costs.prefill
         self.next_end_s = math.inf
         if self._running:
             num_steps = max(0.0, self._running[0][0] - self._steps)
-            self.next_end_s = self._stands_until + num_steps * self.step_s
+            self.next_end_s = self._counted_s + num_steps * self.step_s
 
 
-@dataclass(frozen=True)
-class Throughput:
+class Throughput(NamedTuple):
     tokens_per_s: float
     trainer_idle: float
     engines_idle: float
@@ -159,25 +151,21 @@ class Simulation:
         # Groups: where each runs, and those of its trajectories that are done.
         self.running: dict[int, tuple[Assignment, list[Trajectory]]] = {}
         self.num_groups = 0
-        self.count_from_now()
-
-    def count_from_now(self) -> None:
-        self.began_s, self.trainer_idle_s, self.num_tokens = self.now, 0.0, 0
-        for engine in self.engines:
-            engine.idle_s = 0.0
 
     def run(self, num_steps: int, num_warm: int = 0) -> Throughput:
         """The first `num_warm` steps do not count."""
-        self.num_warm = num_warm
-        while self.buffer.version < num_steps:
-            self.feed((num_steps - self.buffer.version) * self.buffer.batch_size)
-            self.learn()
-            self.next_event()
-        seconds = self.now - self.began_s
+        for end in (num_warm, num_steps):
+            began_s, self.trainer_idle_s, self.num_tokens = self.now, 0.0, 0
+            for engine in self.engines:
+                engine.idle_s = 0.0
+            while self.buffer.version < end:
+                self.feed((num_steps - self.buffer.version) * self.buffer.batch_size)
+                self.learn()
+                self.next_event()
+        seconds = self.now - began_s
+        idle_s = fmean(engine.idle_s for engine in self.engines)
         return Throughput(
-            tokens_per_s=self.num_tokens / seconds,
-            trainer_idle=self.trainer_idle_s / seconds,
-            engines_idle=fmean(engine.idle_s for engine in self.engines) / seconds,
+            self.num_tokens / seconds, self.trainer_idle_s / seconds, idle_s / seconds
         )
 
     def feed(self, needed: int) -> None:
@@ -198,20 +186,21 @@ class Simulation:
         self.buffer.take_untrainable()
         if batch := self.buffer.next_batch(self.buffer.version + 1, self.now):
             self.trainer_idle_s += self.now - self.free_since_s
-            self.trained_s = self.now + self.train(batch)
-
-    def train(self, batch: Batch) -> float:
-        """The seconds that it takes."""
-        written = [t.num_written for group in batch.groups for t in group.trajectories]
-        self.num_tokens += sum(written)
-        num_prompt = self.lengths.prompt * len(written)
-        return self.costs.train + self.costs.train_per_token * (sum(written) + num_prompt)
+            written = [t.num_written for group in batch.groups for t in group.trajectories]
+            self.num_tokens += sum(written)
+            num_prompts = self.costs.prompts_per_answer * len(written)
+            num_trained = sum(written) + self.lengths.prompt * num_prompts
+            train_s = self.costs.train + self.costs.train_per_token * num_trained
+            self.trained_s = self.now + train_s
 
     def next_event(self) -> None:
         engine = min(self.engines, key=attrgetter("next_end_s"))
         self.now = min(self.trained_s, engine.next_end_s)
         if self.now == self.trained_s:
-            self.on_trained()
+            self.buffer.release(self.buffer.published(self.now))
+            self.trained_s, self.free_since_s = math.inf, self.now
+            for engine in self.engines:
+                engine.reload(self.buffer.version, self.now)
             return
         for group_id, trajectory in engine.take_done(self.now):
             assigned, done = self.running[group_id]
@@ -220,11 +209,3 @@ class Simulation:
             if len(done) == self.group_size:
                 del self.running[group_id]
                 self.buffer.finish(Group(group_id, 0, tuple(done), (0.0,) * len(done)), self.now)
-
-    def on_trained(self) -> None:
-        self.buffer.release(self.buffer.published(self.now))
-        self.trained_s, self.free_since_s = math.inf, self.now
-        for engine in self.engines:
-            engine.reload(self.buffer.version, self.now)
-        if self.buffer.version == self.num_warm:
-            self.count_from_now()

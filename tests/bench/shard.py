@@ -156,7 +156,7 @@ def _memory(num_tokens: int) -> Iterator[Figure]:
     for shard in ("none", "optimizer", "full"):
         own = replace(config, train=replace(train, shard=shard))
         counted, end = counted_bytes(own, sizes), "" if shard == "full" else f"_{shard}"
-        items = Plan(own, GPUS["H100"], usual_lengths(own)).train_bill.items
+        items = Plan(own, GPUS["H100"], usual_lengths(own)).bills[1].items
         billed = sum(items.values()) - sum(LIBRARIES.values())
         yield Figure(f"counted_gib_{shard}", counted / GIB, note=f"{NUM_RANKS} ranks, {NAME}")
         yield at_most(f"bill_over_counted{end}", billed / counted, 1.05, "at least 0.95")

@@ -5,6 +5,7 @@
 The AReaL paper (arXiv 2505.24298), table 7, gives tokens per second of whole runs; what it does not
 give is taken as follows, the same for all rows: R1-Distill-Qwen-1.5B on H800, three GPUs in four
 for rollout, 4 minibatches, answers lognormal with a mean of 4,000 tokens in a context of 8k.
+Neither system shares prompts in training, so the plan is made without.
 prime-rl's benchmarks/results/BENCHMARKS.md ("RL Full", activations recomputed, of 2026-02-01) gives
 tokens per second of a trainer alone, two micro-batches of one sequence per step.
 
@@ -13,6 +14,7 @@ paper's first two rows: the paper's trainer is faster than planned, prime-rl's s
 """
 
 from dataclasses import replace
+from itertools import product
 
 from minirl.recipe import build
 from minirl.tools.plan import CARDS, GIB, GPUS, Plan, usual_lengths
@@ -27,15 +29,12 @@ METHODS: dict[str, dict[str, object]] = {
 }
 
 PAPER = {0: 27_100, 1: 47_800, 4: 49_000, 16: 52_000}  # tokens/s by η
-PRIME_RL = {  # tokens/s by model, GPU, their number and the tokens of a sequence
-    ("Qwen3-0.6B", "H100", 1, 16_384): 11_900,
-    ("Qwen3-0.6B", "H100", 1, 65_536): 10_150,
-    ("Qwen3-0.6B", "A6000", 1, 16_384): 3_690,
-    ("Qwen3-0.6B", "A6000", 1, 65_536): 2_040,
-    ("Qwen3-4B", "H100", 8, 16_384): 26_030,
-    ("Qwen3-4B", "H100", 8, 65_536): 28_970,
-    ("Qwen3-4B", "H200", 8, 16_384): 27_440,
-    ("Qwen3-4B", "H200", 8, 65_536): 29_540,
+LENGTHS = (16_384, 65_536)
+PRIME_RL = {  # tokens/s with sequences of these lengths, by model, GPU and their number
+    ("Qwen3-0.6B", "H100", 1): (11_900, 10_150),
+    ("Qwen3-0.6B", "A6000", 1): (3_690, 2_040),
+    ("Qwen3-4B", "H100", 8): (26_030, 28_970),
+    ("Qwen3-4B", "H200", 8): (27_440, 29_540),
 }
 
 
@@ -48,29 +47,31 @@ def memory_table() -> str:
 
 def memory_cell(model: str, method: dict[str, object]) -> str:
     lengths = {"tasks.max_prompt_tokens": 512, "rollout.max_new_tokens": 1024}
-    values = {"model.path": model, "model.dtype": "bfloat16", **lengths, **method}
-    values |= {"train.max_tokens": 1536, "train.gradient_checkpointing": True}
-    config = build(values)
-    plan = Plan(config, GPUS["H100"], usual_lengths(config))
-    needed = sum(plan.train_items.values()) / GIB
-    cards = [size for size, gib in CARDS.items() if gib >= needed]
+    batch = {"train.max_tokens": 1536, "train.gradient_checkpointing": True}
+    plan = plan_of(model, "H100", None, lengths | batch | method)
+    needed = sum(plan.bills[1].items.values()) / GIB
     shared = plan.changed({"devices.share": True, "buffer.max_staleness": 0})
     shared = shared.changed({"rollout.kv_cache_gib": shared.remedies["rollout.kv_cache_gib"][-1]})
     by_card = {n: replace(shared, gpu=plan.gpu._replace(memory_gib=g)) for n, g in CARDS.items()}
+    cards = [size for size, gib in CARDS.items() if gib >= needed]
     both = [size for size, own in by_card.items() if own.fits]
     return f"{needed:.0f}→{(cards or ['–'])[0]}/{(both or ['–'])[0]}"
+
+
+def plan_of(model: str, gpu: str, lengths: Lengths | None, values: dict[str, object]) -> Plan:
+    config = build({"model.path": model, "model.dtype": "bfloat16", **values})
+    return Plan(config, GPUS[gpu], lengths or usual_lengths(config), shares_prompts=False)
 
 
 def tokens_per_s(eta: int) -> float:
     """As the paper admits: up to η at once, nothing held back."""
     limit = 8192 - 1024
-    model = {"model.path": "DeepSeek-R1-Distill-Qwen-1.5B", "model.dtype": "bfloat16"}
     lengths = {"tasks.max_prompt_tokens": 1024, "rollout.max_new_tokens": limit}
     batch = {"train.batch_size": 64, "rollout.group_size": 16, "train.num_minibatches": 4}
     devices = {"devices.rollout": 6, "devices.train": 2, "train.max_tokens": 32_768}
     staleness = {"buffer.max_staleness": eta, "buffer.target_staleness": float(eta)}
-    config = build(model | lengths | batch | devices | staleness)
-    return Plan(config, GPUS["H800"], long_tailed(4000, limit, 200)).outcome.tokens_per_s
+    values, model = lengths | batch | devices | staleness, "DeepSeek-R1-Distill-Qwen-1.5B"
+    return plan_of(model, "H800", long_tailed(4000, limit, 200), values).outcome.tokens_per_s
 
 
 def ratio_errors(rates: dict[int, float]) -> dict[int, float]:
@@ -78,18 +79,17 @@ def ratio_errors(rates: dict[int, float]) -> dict[int, float]:
     return {eta: rates[eta] / rates[0] * PAPER[0] / PAPER[eta] - 1 for eta in PAPER}
 
 
-def prime_rl() -> dict[tuple[str, str, int, int], float]:
-    """The planned rate over the published one, less one, by case."""
-    errors = {}
-    for case, published in PRIME_RL.items():
-        model, gpu, num_gpus, num_tokens = case
-        values = {"model.path": model, "model.dtype": "bfloat16", "devices.train": num_gpus}
-        config = build(values | {"train.gradient_checkpointing": True})
-        costs = Plan(config, GPUS[gpu], Lengths((num_tokens - 1,), 1)).costs
+def prime_rl() -> dict[tuple[str, str, int, int], tuple[int, float]]:
+    """The published rate, and the planned one over it, less one, by case and length."""
+    found = {}
+    for (case, rates), place in product(PRIME_RL.items(), range(2)):
+        (model, gpu, num_gpus), num_tokens = case, LENGTHS[place]
+        values = {"devices.train": num_gpus, "train.gradient_checkpointing": True}
+        costs = plan_of(model, gpu, Lengths((num_tokens - 1,), 1), values).costs
         total = 2 * num_tokens * num_gpus
-        seconds = costs.train + total * costs.train_per_token
-        errors[case] = total / seconds / published - 1
-    return errors
+        rate = total / (costs.train + total * costs.train_per_token)
+        found[*case, num_tokens] = rates[place], rate / rates[place] - 1
+    return found
 
 
 if __name__ == "__main__":
@@ -98,5 +98,5 @@ if __name__ == "__main__":
     for eta, error in ratio_errors(rates).items():
         off = rates[eta] / PAPER[eta] - 1
         print(f"η = {eta:<2} paper {PAPER[eta]:,}, off {off:+.0%}; ratio to η = 0 {error:+.1%}")
-    for case, error in prime_rl().items():
-        print(*case, f"published {PRIME_RL[case]:,}, planned {error:+.0%}")
+    for case, (published, error) in prime_rl().items():
+        print(*case, f"published {published:,}, planned {error:+.0%}")
