@@ -5,10 +5,13 @@ safetensors headers) and its tokenizer. This is all of the model that the contro
 """
 
 import json
+import os
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 from minirl import devices
 from minirl.config import TINY, TINY_FOLDER, Config
@@ -27,6 +30,7 @@ def local_folder(config: Config, weights: bool = True) -> Path:
     path, found = config.model.path, find_model(config)
     if path == TINY or Path(path).is_dir():
         return found or TINY_FOLDER
+    ask_hub()
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.txt", "*.jinja", "*.model", *(["*.safetensors"] if weights else ())]
@@ -36,6 +40,20 @@ def local_folder(config: Config, weights: bool = True) -> Path:
         rule = f"cannot be had from the hub ({type(error).__name__})"
         remedy = "check the name and the network, or give a local folder"
         raise RecipeError("model.path", path, rule, remedy) from None
+
+
+@cache
+def ask_hub() -> None:
+    """Without a network the hub's libraries retry each file for many seconds. So it is asked once,
+    and if nothing answers they use their cache alone, here and in all workers."""
+    from huggingface_hub import constants
+
+    try:
+        urlopen(constants.ENDPOINT, timeout=10).close()
+    except HTTPError:
+        pass  # an answer too
+    except OSError:
+        constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"
 
 
 def weight_table(folder: Path) -> "tuple[TensorSpec, ...]":

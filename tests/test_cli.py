@@ -96,7 +96,7 @@ def test_recipes_are_short_and_a_dry_run_checks_them_anywhere(recipe: Path, tmp_
     assert len(recipe.read_text().splitlines()) <= 30 and recipe.read_text().startswith("# ")
     done = minirl("train", str(recipe), "--dry-run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("recipe ok\n") and "\ntrajectory ring " in done.stdout
+    assert done.stdout.endswith("recipe ok\n") and "\ncheckpoints " in done.stdout
     assert not list(tmp_path.iterdir())
 
 

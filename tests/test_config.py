@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-import huggingface_hub
+import huggingface_hub.constants
 import pytest
 from annotated_types import Ge, Gt, Le, Lt
 from hypothesis import HealthCheck, given, settings
@@ -277,8 +278,7 @@ def test_it_is_refused(
     with_model: Path, harm: object, name: str, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(with_model)
-    refuse = lambda *_, **options: pytest.fail("the hub was asked")  # noqa: E731
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    monkeypatch.setattr(model, "ask_hub", lambda: pytest.fail("the hub was asked"))
     if callable(harm):
         harm(with_model / "model" / name)
     overrides = [] if harm else name.split(" --set ")
@@ -308,3 +308,12 @@ def test_the_chat_template_is_given_the_recipes_table(with_model: Path) -> None:
     with pytest.raises(RecipeError, match="chat template does not read lud"):
         config = load(with_model / "r.toml", ["tasks.template.lud=true"]).config
         model.tokenizer_of(config, with_model / "model")
+
+
+def test_without_a_network_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")  # silence
+    model.ask_hub.cache_clear()
+    model.ask_hub()
+    assert huggingface_hub.constants.is_offline_mode() and os.environ.pop("HF_HUB_OFFLINE") == "1"

@@ -102,6 +102,9 @@ def test_a_training_gpu_holds_what_the_algorithm_needs() -> None:
     ):
         own = config(split=(1, num_ranks), **given)
         assert plan(own).bills[1].items[item] == expected, item
+    assert tool.checkpoint_bytes(config()) == 4 * 14 * num  # two, the best, and the next
+    assert tool.checkpoint_bytes(config(estimator="gae")) == 4 * 26 * num
+    assert 4 * 2 * num < tool.checkpoint_bytes(config(lora_rank=8)) < 4 * 2.5 * num
 
 
 GPU_RECIPES = {"gsm8k": "H100", "gsm8k-2gpu": "4090", "gsm8k-1gpu": "4090", "smoke-gpu": "4090"}

@@ -69,6 +69,9 @@ def _rows(data: str, split: str) -> Iterator[SourceRow]:
         if is_path(data) or path.is_dir() or data.endswith(KINDS):
             folder = f"a folder needs {split}.jsonl, {split}.csv or {split}.parquet"
             raise FileNotFoundError(folder if path.is_dir() else "there is no such path")
+        from minirl.model import ask_hub  # a verifier reads no data, and needs none of it
+
+        ask_hub()
         from datasets import load_dataset
 
         rows = load_dataset(name, config or None, split=split)

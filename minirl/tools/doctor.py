@@ -118,7 +118,20 @@ def plan_rows(config: Config) -> list[tuple[str, str]]:
         ("model", f"{_model(config)}, {config.model.dtype}"),
         ("slots", f"{config.num_slots} groups, staleness at most {config.buffer.max_staleness}"),
         ("trajectory ring", f"{config.ring_bytes / 2**20:,.1f} MiB of shared memory"),
+        ("checkpoints", _checkpoints(config)),
     ]
+
+
+def _checkpoints(config: Config) -> str:
+    """Of the whole run. A disk that is full ends no run, but loses its checkpoints."""
+    from minirl.tools.plan import checkpoint_bytes  # not at the top: a run loads no planner
+
+    try:
+        needed, free = checkpoint_bytes(config), shutil.disk_usage(".").free
+    except RecipeError:
+        return "of unknown size: the model is not here"
+    warning = "" if needed < free else f": MORE than the {free / GIB:,.1f} GiB that are free here"
+    return f"up to {needed / GIB:,.2f} GiB on disk{warning}"
 
 
 def _model(config: Config) -> str:

@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from minirl.balance import sentence
-from minirl.config import KEYS, Config, get
+from minirl.config import KEYS, Config, DevicesConfig, get
 from minirl.devices import ENGINE_WORK_BYTES, LIBRARY_BYTES
 from minirl.errors import MALFORMED, RecipeError, toml_value
 from minirl.recipe import build, find_model, read_model_config, validate
@@ -141,6 +141,16 @@ def rank_bytes(config: Config, shape: Shape) -> dict[str, float]:
         "reference": 4.0 * num if train.kl_coef else 0.0,
     }
     return {name: bytes_ for name, bytes_ in items.items() if bytes_}
+
+
+def checkpoint_bytes(config: Config) -> float:
+    """What the checkpoints of a run take on disk: those kept, the best, and one being written."""
+    alone, shape = replace(config, devices=DevicesConfig()), shape_of(config)
+    num, items = shape.num_parameters, rank_bytes(alone, shape)
+    each = items["weights"] + items["optimizer"] + items.get("critic", 0.0)
+    if config.model.dtype == "bfloat16" and not config.train.lora_rank:
+        each += 2.0 * num  # the model, beside the float32 weights that are trained
+    return (config.checkpoint.keep + 2) * each
 
 
 class Bill(NamedTuple):

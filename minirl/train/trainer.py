@@ -246,10 +246,16 @@ class Trainer:
                 deque(in_order, maxlen=0)
                 self.canary()
                 return 0.0
+            side = torch.cuda.Stream() if self.device != "cpu" else None  # beside the canary
+            if side is not None:
+                side.wait_stream(torch.cuda.current_stream())
             with store.publishing(version) as slot:
-                slot.fill(in_order, 1 if self.learner.is_sharded else TENSORS_AT_ONCE)
+                with torch.cuda.stream(side):
+                    slot.fill(in_order, 1 if self.learner.is_sharded else TENSORS_AT_ONCE)
                 slot.canary["tokens"] = self.canary_tokens
-                slot.canary["logprobs"] = self.canary()  # on CUDA it waits for the copies too
+                slot.canary["logprobs"] = self.canary()
+                if side is not None:
+                    side.synchronize()
         except KeyError as missing:
             raise MinirlError(f"the model has no tensor {missing}, which its file has") from None
         return time.perf_counter() - started
