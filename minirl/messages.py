@@ -7,7 +7,7 @@ they are in shared memory (shm/), and messages name cells and versions.
     engine    Submit, Abort, Continue          Pinned, Finished, TurnEnded, Gone
     verifier  Grade, Ask                       Graded, Replied (of a self-check: Checked)
     rank      Train, Score, Save               Trained, Saved (of `minirl sft`: Learned, Saved)
-    link      ToBox                            FromBox (outpost.py)
+    link      Relayed (outpost.py)             Relayed
 """
 
 from dataclasses import dataclass, field
@@ -41,6 +41,11 @@ class Started:
 
 @dataclass(frozen=True)
 class Stop: ...
+
+
+@dataclass(frozen=True)
+class Start:  # to a worker of another box; instead of the one before
+    delay_s: float
 
 
 @dataclass(frozen=True)

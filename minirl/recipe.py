@@ -265,7 +265,11 @@ def check_devices(config: Config, kind: str, available: int, rollout: int | None
         rule = f"with devices.train = {devices.train} that is {wanted} {what}, of {available} here"
         remedy = f"the two together may be {limit}" if limit > 1 else "1 each would share it"
         raise RecipeError("devices.rollout", devices.rollout, rule, remedy)
-    return replace(config, devices=devices)
+    config = replace(config, devices=devices)
+    if devices.nodes != 1 and config.takes_turns:
+        rule, remedy = "devices.share at η = 0 is for one box", "raise buffer.max_staleness, or 1"
+        raise RecipeError("devices.nodes", devices.nodes, rule, remedy)
+    return config
 
 
 def check_memory(config: Config, available_bytes: int) -> None:
@@ -278,25 +282,16 @@ def check_memory(config: Config, available_bytes: int) -> None:
 
 
 def check_packages(config: Config) -> None:
-    """The packages behind log.to and train.optimizer are here. Imports none of them."""
+    """The packages behind log.to and other keys are here. Imports none of them."""
     needed: list[tuple[str, str, str]] = [("log.to", name, name) for name in config.log.to]
     if config.train.optimizer == "adamw8bit":
         needed.append(("train.optimizer", "bitsandbytes", "adamw8bit"))
+    if config.devices.nodes != 1:
+        needed.append(("devices.nodes", "ray", "ray"))
     for key, package, extra in needed:
         if find_spec(package) is None:
             remedy = f'pip install "minirl[{extra}]", or take it out'
             raise RecipeError(key, get(config, key), f"{package} is not installed", remedy)
-
-
-def check_boxes(config: Config) -> None:
-    """What several boxes need, before Ray is asked. Imports nothing."""
-    nodes = config.devices.nodes
-    if find_spec("ray") is None:
-        remedy = 'pip install "minirl[ray]", or 1'
-        raise RecipeError("devices.nodes", nodes, "Ray is not installed", remedy)
-    if config.takes_turns:
-        rule, remedy = "devices.share at η = 0 is for one box", "raise buffer.max_staleness, or 1"
-        raise RecipeError("devices.nodes", nodes, rule, remedy)
 
 
 def is_path(name: str) -> bool:

@@ -56,8 +56,13 @@ class Published(NamedTuple):
 class OpenSlot(NamedTuple):
     """Where a writer writes: tensors in the order of the table, and the canary."""
 
-    tensors: "list[torch.Tensor]"
+    store: "WeightStore"
+    slot: int
     canary: NDArray[np.void]  # of CANARY
+
+    @property
+    def tensors(self) -> "list[torch.Tensor]":
+        return [tensor for _, tensor in self.store.views(self.slot)]
 
     def fill(self, weights: "Iterable[torch.Tensor]", at_once: int = TENSORS_AT_ONCE) -> None:
         """In the order of the table. A few at once: they may be made as they are asked for. On
@@ -134,17 +139,12 @@ class WeightStore(Shared):
 
     @contextmanager
     def publishing(self, version: int) -> Iterator["OpenSlot"]:
-        """The slot to write `version` into; whole, and the newest, when the block ends well."""
-        with self._writing(version) as slot:
-            yield OpenSlot([tensor for _, tensor in self._slots[slot]], self._canaries[slot])
-
-    @contextmanager
-    def _writing(self, version: int) -> Iterator[int]:
-        """The slot without the newest version: a box may skip versions."""
+        """The slot to write `version` into; whole, and the newest, when the block ends well. It is
+        the one without the newest: a box may skip versions."""
         slot = int(self._versions[0] == self.latest)
         # Odd: being written. It is odd already where an earlier writer died in this slot.
         self._sequence[slot] += 2 if self._sequence[slot] % 2 else 1
-        yield slot
+        yield OpenSlot(self, slot, self._canaries[slot])
         self._versions[slot] = version
         self._sequence[slot] += 1
         self._latest[0] = version
@@ -153,13 +153,6 @@ class WeightStore(Shared):
         """The bytes of a slot, in place, without torch."""
         start = HEADER_BYTES + slot * self.slot_bytes
         return self._segment.array(np.uint8, (self.slot_bytes,), start)
-
-    def publish_content(
-        self, version: int, content: NDArray[np.uint8], canary: NDArray[np.void]
-    ) -> None:
-        """What another store has of `version`."""
-        with self._writing(version) as slot:
-            self.content(slot)[:], self._canaries[slot][:] = content, canary
 
     def views(self, slot: int) -> "Iterator[tuple[str, torch.Tensor]]":
         """The named tensors of a slot, in place. Only `read` knows whether they are whole."""
