@@ -7,11 +7,12 @@ they are in shared memory (shm/), and messages name cells and versions.
     engine    Submit, Abort, Continue          Pinned, Finished, TurnEnded, Gone
     verifier  Grade, Ask                       Graded, Replied (of a self-check: Checked)
     rank      Train, Score, Save               Trained, Saved (of `minirl sft`: Learned, Saved)
-    link      Relayed (outpost.py)             Relayed
+    link      Relayed                          Relayed (outpost.py)
 """
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from minirl.buffer import History
 from minirl.config import Config
@@ -44,8 +45,20 @@ class Stop: ...
 
 
 @dataclass(frozen=True)
-class Start:  # to a worker of another box; instead of the one before
+class Start:  # to a worker of another box, instead of the one before
     delay_s: float
+
+
+Row = tuple[int, int, bytes]  # cell, group id, tokens and logprobs and versions
+
+
+class Relayed(NamedTuple):
+    """What a worker of another box is sent, or says."""
+
+    name: str
+    start: int  # which of its starts: none gets, or says, what was meant for the one before
+    message: object
+    rows: tuple[Row, ...] = ()  # of the trajectories in it
 
 
 @dataclass(frozen=True)

@@ -22,15 +22,12 @@ end of the run. At most one call to each box is under way; it carries everything
              placement group finds, now or when one joins.
 """
 
-import math
 import os
 import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -42,7 +39,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray
 from numpy.typing import NDArray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnNode
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as InGroup
@@ -51,7 +48,7 @@ from minirl import devices, model
 from minirl.config import Config
 from minirl.devices import Placement
 from minirl.errors import MinirlError, RecipeError, one_line
-from minirl.messages import Died, Role, Start, Stop
+from minirl.messages import Died, Relayed, Role, Row, Start, Stop
 from minirl.rollout.worker import RolloutSetup
 from minirl.shm.board import NUM_COLUMNS, BoardWriter, State
 from minirl.shm.ring import TrajectoryRing
@@ -59,23 +56,12 @@ from minirl.shm.weights import Published, TensorSpec, WeightStore
 from minirl.workers import SIGNALS, Worker, Workers
 
 EXCHANGE_S = 0.05  # that an outpost collects what its workers say
-SILENT_S = 60.0  # a box that does not answer for so long is lost
 CLOSE_S, LOOK_S = 5.0, 300.0
 LOG_BYTES, PROBE_BYTES = 2**16, 2**24  # of each log in one call; to measure bandwidth
 HEAD = "node:__internal_head__"  # a resource that Ray gives to the node of `ray start --head`
 FOLDER = "minirl-box-"
 ENGINE = "minirl.rollout.worker:run"
 GUIDE = "`ray start --head` here, `ray start --address` on the others (docs/several-boxes.md)"
-ROW = np.dtype([("tokens", np.int32), ("logprobs", np.float32), ("versions", np.int32)])
-
-
-class Relayed(NamedTuple):
-    """What a worker of another box is sent, or says."""
-
-    name: str
-    start: int  # which of its starts: none gets, or says, what was meant for the one before
-    message: object
-    rows: NDArray[np.void] = np.empty(0, ROW)  # of its trajectories, end to end
 
 
 class Report(NamedTuple):
@@ -83,7 +69,6 @@ class Report(NamedTuple):
     ages: NDArray[np.float64]  # of the box's board, a row for each of its engines
     logs: dict[str, bytes]  # what was written since, by path in the run directory
     version: int  # in its store
-    is_loading: bool
 
 
 class LinkSetup(NamedTuple):
@@ -96,18 +81,6 @@ class LinkSetup(NamedTuple):
 # In the controller --------------------------------------------------------------------------------
 
 
-class BoxWorker(Worker):
-    """A worker in another box."""
-
-    def __init__(self, link: Worker, rank: int, row: int):
-        place = Placement(link.setup.engine.kind)
-        super().__init__(Role.ROLLOUT, rank, row, "", None, place)
-        self.link, self.box = link, rank // link.setup.num_engines
-
-    def send(self, message: object) -> None:
-        self.link.send(Relayed(self.name, self.num_starts, message))
-
-
 class Link(Worker):
     """What it says is said by workers of other boxes; when it ends, they are lost with it."""
 
@@ -118,12 +91,10 @@ class Link(Worker):
             lost = Died(f"lost its box: the link {message.how}", False, is_box_lost=True)
             yield from ((worker, lost) for worker in far.values())
         elif isinstance(message, Relayed) and message.start == far[message.name].num_starts:
-            at = 0
-            for group_id, _, trajectory in getattr(message.message, "trajectories", ()):
-                own = message.rows[at : at + trajectory.length]
-                columns = (own["tokens"], own["logprobs"], own["versions"])
-                self.setup.engine.ring.write(trajectory.cell, group_id, (), *columns)
-                at += trajectory.length
+            for cell, group_id, row in message.rows:
+                tokens, logprobs, versions = np.frombuffer(row, np.int32).reshape(3, -1)
+                columns = (tokens, logprobs.view(np.float32), versions)
+                self.setup.engine.ring.write(cell, group_id, (), *columns)
             yield far[message.name], message.message
 
 
@@ -133,7 +104,10 @@ def spawn_boxes(workers: Workers, engine: RolloutSetup, size: int, body: str = E
     link = Link(Role.LINK, 0, len(workers.all), "minirl.outpost:run", setup, _place())
     workers.add(link)
     for rank in range(size, size * engine.config.num_nodes):
-        workers.add(BoxWorker(link, rank, len(workers.all)))
+        place = Placement(engine.kind)
+        worker = Worker(Role.ROLLOUT, rank, len(workers.all), "", None, place)
+        worker.box, worker.link = rank // size, link
+        workers.add(worker)
 
 
 def with_boxes(config: Config) -> Config:
@@ -214,10 +188,18 @@ def connect() -> None:
 def run(setup: LinkSetup, board: BoardWriter, pipe: Connection) -> None:
     """The body of the link process: orders, weights, and a turn of each box, over and over."""
     connect()
-    boxes, store, pool = make_boxes(setup, board, pipe), setup.engine.store, ThreadPoolExecutor(1)
+    config, size, store = setup.engine.config, setup.num_engines, setup.engine.store
     assert store is not None
+    gpus = [config.num_devices, *[config.devices.rollout] * (config.num_nodes - 1)]
+    bundles: list[dict[str, float]] = [
+        {"CPU": 1, "GPU": number * (setup.engine.kind == "cuda")} for number in gpus
+    ]
+    bundles[0][HEAD] = 0.001  # one bundle a node, the first on this one
+    group = placement_group(bundles, strategy="STRICT_SPREAD")
+    boxes = [Box(setup, board, pipe, group, index) for index in range(1, config.num_nodes)]
     newest: Published | None = None  # its content is a list of one ObjectRef
     put: Future[Published | None] | None = None  # in a thread, straight from the trainer's store
+    pool = ThreadPoolExecutor(1)
     while True:
         board.enter(State.WAITING_FOR_ANSWERS)
         timeout_s = EXCHANGE_S / 5
@@ -227,7 +209,7 @@ def run(setup: LinkSetup, board: BoardWriter, pipe: Connection) -> None:
                 ending = [box.actor.close.remote() for box in boxes if box.is_up]
                 ray.wait(ending, num_returns=len(ending), timeout=CLOSE_S) if ending else None
                 return
-            boxes[int(order.name.partition("-")[2]) // setup.num_engines - 1].obey(order)
+            boxes[int(order.name.partition("-")[2]) // size - 1].orders.append(order)
         if put is not None and put.done():
             newest, put = put.result(), None
         fetched = {box.loading.version for box in boxes if box.loading}
@@ -239,83 +221,61 @@ def run(setup: LinkSetup, board: BoardWriter, pipe: Connection) -> None:
             box.turn(newest)
 
 
-def make_boxes(setup: LinkSetup, board: BoardWriter, pipe: Connection) -> "list[Box]":
-    config, is_cuda = setup.engine.config, setup.engine.kind == "cuda"
-    here = {"CPU": 1, "GPU": config.num_devices * is_cuda, HEAD: 0.001}
-    further = {"CPU": 1, "GPU": config.devices.rollout * is_cuda}
-    # One bundle a node, the first on this one.
-    bundles = [here, *[further] * (config.num_nodes - 1)]
-    group, boxes = placement_group(bundles, strategy="STRICT_SPREAD"), []
-    for index in range(1, config.num_nodes):
-        needs = {"num_cpus": 1, "num_gpus": further["GPU"]}
-        where = InGroup(group, placement_group_bundle_index=index)
-        kind = ray.remote(Outpost).options(**needs, scheduling_strategy=where)
-        first_row = board.index + 1 + (index - 1) * setup.num_engines
-        writers = [BoardWriter(board.board, first_row + i, "") for i in range(setup.num_engines)]
-        boxes.append(Box(setup, kind, index, writers, pipe))
-    return boxes
-
-
 class Box:
     """What the link has of a further box: one outpost after another, one call after another."""
 
     def __init__(
-        self, setup: LinkSetup, kind: Any, index: int, writers: list[BoardWriter], pipe: Connection
+        self, setup: LinkSetup, board: BoardWriter, pipe: Connection, group: Any, index: int
     ):
-        ring, store = setup.engine.ring, setup.engine.store
-        assert store is not None
-        bare: Any = replace(setup.engine, ring=None, store=None)  # type: ignore[arg-type]
-        first_rank = index * setup.num_engines
-        shapes = (ring.num_cells, store.table, setup.body, devices.versions(), first_rank)
-        self.kind, self.outpost = kind, (bare, *shapes)
-        self.writers, self.pipe, self.run_dir = writers, pipe, setup.run_dir
+        self.pipe, self.run_dir, self.board = pipe, setup.run_dir, board.board
+        engine, first_rank = setup.engine, index * setup.num_engines
+        store: Any = engine.store
+        bare: Any = replace(engine, ring=None, store=None)  # type: ignore[arg-type]
+        self.setup = (bare, engine.ring.num_cells, store.table, setup.body, first_rank)
+        where = InGroup(group, placement_group_bundle_index=index)
+        num_gpus = group.bundle_specs[index].get("GPU", 0)
+        self.needs = {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": where}
+        first_row = board.index + 1 + first_rank - setup.num_engines
+        self.rows = range(first_row, first_row + setup.num_engines)
         self.orders: list[Relayed] = []
         self.starts: dict[str, int] = {}  # by worker
         self.open()
 
     def open(self) -> None:
         """A new outpost, as soon as there is a node for it."""
-        self.actor = self.kind.remote()
-        self.call, self.called_s = self.actor.open.remote(*self.outpost), math.inf
+        self.actor = ray.remote(Outpost).options(**self.needs).remote()
+        self.call = self.actor.open.remote(*self.setup)
         self.is_up, self.version = False, -1
-        self.ages = np.zeros((len(self.writers), NUM_COLUMNS))
+        self.ages = np.zeros((len(self.rows), NUM_COLUMNS))
         self.loading: Published | None = None
 
-    def obey(self, order: Relayed) -> None:
-        self.starts[order.name] = order.start
-        self.orders.append(order)
-
     def turn(self, newest: Published | None) -> None:
-        for writer in () if self.is_up else self.writers:
-            writer.enter(State.WAITING_FOR_BOX)
+        for row in () if self.is_up else self.rows:
+            self.board.writer(row).enter(State.WAITING_FOR_BOX)
+        self.starts |= {one.name: one.start for one in self.orders}
         try:
             if ray.wait([self.call], timeout=0)[0]:
                 self.take(ray.get(self.call))
-                self.ask(newest)
-            elif time.monotonic() - self.called_s > SILENT_S:
-                raise GetTimeoutError(f"no answer for {SILENT_S:.0f} s")
+                new = newest if newest and newest.version > self.version else None
+                new = None if self.loading else new
+                self.loading = self.loading or new
+                self.call = self.actor.exchange.remote(self.orders, new)
+                self.orders = []
         except RayError as error:
             self.lose(error)
 
     def take(self, report: Report) -> None:
         self.is_up, self.version = True, report.version
-        self.loading = self.loading if report.is_loading else None
-        for writer, ages, before in zip(self.writers, report.ages, self.ages, strict=True):
-            writer.board.take(writer.index, ages, before)
+        if self.loading and self.loading.version == report.version:
+            self.loading = None
+        for row, ages, before in zip(self.rows, report.ages, self.ages, strict=True):
+            self.board.take(row, ages, before)
         self.ages = report.ages
         for name, text in report.logs.items():
             with suppress(OSError), (self.run_dir / name).open("ab") as file:
                 file.write(text)
         for message in report.messages:
             self.pipe.send(message)
-
-    def ask(self, newest: Published | None) -> None:
-        """The next call, with all that waits for the box."""
-        is_due = newest is not None and newest.version > self.version and not self.loading
-        new = newest if is_due else None
-        self.loading = new or self.loading
-        orders, self.orders = self.orders, []
-        self.call, self.called_s = self.actor.exchange.remote(orders, new), time.monotonic()
 
     def lose(self, error: RayError) -> None:
         """Its engines are reported as dead; the controller restarts them."""
@@ -341,15 +301,9 @@ class Outpost:
         num_cells: int,
         table: tuple[TensorSpec, ...],
         body: str,
-        versions: dict[str, str],  # that the head runs
         first_rank: int,
     ) -> Report:
-        config, own = engine.config, devices.versions()
-        if own != versions:
-            other = [
-                f"{name} {own[name]} (head: {v})" for name, v in versions.items() if own[name] != v
-            ]
-            raise MinirlError(f"box {os.uname().nodename} has {', '.join(other)}: install the same")
+        config = engine.config
         sys.modules["__main__"].__file__ = None  # else each worker would import Ray's
         os.environ.pop("OMP_NUM_THREADS", None)  # 1, by Ray
         temp = Path(tempfile.gettempdir())
@@ -361,8 +315,8 @@ class Outpost:
             (self.folder / name).mkdir(parents=True)
         trace = self.folder / "trace.json"
         trace.touch()  # the head began the array
-        self.sent: Counter[Path] = Counter()  # bytes of each log
-        self.is_loading = False
+        self.sent: dict[Path, int] = {}  # bytes of each log
+        self.pool, self.loading = ThreadPoolExecutor(1), Future[None]()
         self.ring = TrajectoryRing(num_cells, config.max_tokens_per_trajectory)
         self.store = WeightStore(table, config.model.dtype)
         places, _ = devices.place(config, *devices.find_devices(engine.kind), ranks=False)
@@ -382,17 +336,18 @@ class Outpost:
         for order in orders:
             self.obey(order)
         if weights is not None:
-            self.is_loading = True
-            threading.Thread(target=self.load, args=(weights,), daemon=True).start()
+            self.loading = self.pool.submit(self.load, weights)
+        elif self.loading.done():
+            self.loading.result()  # raises where it failed
         said, deadline = [], time.monotonic() + EXCHANGE_S
         while (left_s := deadline - time.monotonic()) > 0:
             for worker, message in self.workers.receive(left_s):
-                said.append(Relayed(worker.name, worker.num_starts, message, self.rows(message)))
+                said.append(
+                    Relayed(worker.name, worker.num_starts, message, tuple(self.rows(message)))
+                )
                 if isinstance(message, Died):
                     self.workers.retire(worker)
-        is_loading = self.is_loading  # asked first: the version is there when it has ended
-        ages = self.workers.board.ages()
-        return Report(said, ages, self.logs(), self.store.latest, is_loading)
+        return Report(said, self.workers.board.ages(), self.logs(), self.store.latest)
 
     def obey(self, order: Relayed) -> None:
         worker = next(worker for worker in self.workers.all if worker.name == order.name)
@@ -405,29 +360,24 @@ class Outpost:
             else:
                 worker.send(order.message)
 
-    def rows(self, message: object) -> NDArray[np.void]:
-        found = getattr(message, "trajectories", ())
-        views = [self.ring.read(t.cell, group_id) for group_id, _, t in found]
-        rows = np.empty(sum(len(view.tokens) for view in views), ROW)
-        for name in ("tokens", "logprobs", "versions") if views else ():
-            rows[name] = np.concatenate([getattr(view, name) for view in views])
-        return rows
+    def rows(self, message: object) -> Iterator[Row]:
+        for group_id, _, trajectory in getattr(message, "trajectories", ()):
+            view = self.ring.read(trajectory.cell, group_id)
+            columns = (view.tokens, view.logprobs.view(np.int32), view.versions)
+            yield trajectory.cell, group_id, np.array(columns).tobytes()
 
     def load(self, weights: Published) -> None:
         """In a thread of its own: neither engines nor messages wait for it."""
-        try:
-            content = ray.get(weights.loaded[0])
-            with self.store.publishing(weights.version) as slot:
-                self.store.content(slot.slot)[:], slot.canary[:] = content, weights.canary
-        finally:
-            self.is_loading = False  # the link sends the newest again where this failed
+        content = ray.get(weights.loaded[0])
+        with self.store.publishing(weights.version) as slot:
+            self.store.content(slot.slot)[:], slot.canary[:] = content, weights.canary
 
     def logs(self) -> dict[str, bytes]:
         """What workers have written since, in whole lines."""
         found = {}
         for path in (*self.folder.glob("trace.json"), *self.folder.glob("logs/*")):
             with path.open("rb") as file:
-                file.seek(self.sent[path])
+                file.seek(self.sent.setdefault(path, 0))
                 text, newline, _ = file.read(LOG_BYTES).rpartition(b"\n")
             if newline:
                 found[str(path.relative_to(self.folder))] = text + newline

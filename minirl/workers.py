@@ -33,7 +33,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from minirl.devices import Placement
 from minirl.errors import Interrupted, MinirlError, Stalled, WorkerDied
-from minirl.messages import Died, Role, Start
+from minirl.messages import Died, Relayed, Role, Start
 from minirl.shm.board import Board, State
 
 LOG_TAIL_LINES = 12
@@ -62,7 +62,8 @@ class Worker:
         self.failure: Died | None = None
         self.is_ready = False  # it has said so
         self.outbox = bytearray()
-        self.box = 0  # where it runs: 0 is this one, the others are outpost.py's
+        self.box = 0  # where it runs; not 0: outpost.py's, by this link
+        self.link: Worker | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:  # for its own process
         names = ("role", "rank", "row", "body", "setup", "placement")
@@ -75,6 +76,9 @@ class Worker:
     def send(self, message: object) -> None:
         """Never waits: what the worker does not take now goes out at a later `receive`, which also
         reports one that just died."""
+        if self.link is not None:
+            self.link.send(Relayed(self.name, self.num_starts, message))
+            return
         body = bytes(ForkingPickler.dumps(message))
         self.outbox += struct.pack("!i", len(body)) + body  # as Connection.send does it
         self.flush()
