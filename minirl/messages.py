@@ -49,16 +49,13 @@ class Start:  # to a worker of another box, instead of the one before
     delay_s: float
 
 
-Row = tuple[int, int, bytes]  # cell, group id, tokens and logprobs and versions
-
-
 class Relayed(NamedTuple):
     """What a worker of another box is sent, or says."""
 
     name: str
     start: int  # which of its starts: none gets, or says, what was meant for the one before
     message: object
-    rows: tuple[Row, ...] = ()  # of the trajectories in it
+    rows: tuple[tuple[int, int, bytes], ...] = ()  # cell, group id, columns of the ring
 
 
 @dataclass(frozen=True)

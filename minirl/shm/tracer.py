@@ -33,6 +33,7 @@ class Tracer:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._state: tuple[str, Facts, int] = ("starting", {}, self._now())
         self._write(ph="M", name="process_name", args={"name": name})
+        self._write(ph="M", name="process_labels", args={"labels": os.uname().nodename})
 
     def _now(self) -> int:
         return (time.monotonic_ns() + self._clock_ns) // 1000

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from minirl import devices, model, recipe
 from minirl.config import TINY_FOLDER, Config
 from minirl.devices import find_devices, free_memory_bytes, num_cores, torch_cuda, version_of
-from minirl.errors import RecipeError
+from minirl.errors import MinirlError, RecipeError, one_line
 from minirl.tasks.sandbox import why_not
 from minirl.tools.plan import checkpoint_bytes
 
@@ -38,7 +38,7 @@ class Finding:
 
 
 def diagnose() -> list[Finding]:
-    return [*_torch(), _vllm(), _transformers(), _shm(), _sandbox()]
+    return [*_torch(), _vllm(), _transformers(), _shm(), _sandbox(), *_boxes()]
 
 
 def run_child(code: str, deadline_s: float = 0.0) -> tuple[str, str]:
@@ -112,6 +112,24 @@ def _sandbox() -> Finding:
     if why := why_not():
         detail = f'none for code ({why}): tasks.kind = "code" is refused; see docs/sandbox.md'
     return Finding("sandbox", True, detail)
+
+
+def _boxes() -> list[Finding]:
+    """Of the Ray cluster that this machine is the head of; to have none is no fault."""
+    try:
+        from minirl import outpost
+
+        boxes = outpost.look()
+    except (ImportError, MinirlError) as error:
+        return [Finding("boxes", True, f"no others: {one_line(str(error))}")]
+    found = []
+    for box in boxes:
+        own = box.versions.items() - boxes[0].versions.items()
+        other = [f"{name} {version or 'none'}" for name, version in sorted(own)]
+        detail = f"{', '.join(other) or 'versions as here'}; {box.bytes_per_s / 1e9:.2g} GB/s; "
+        detail += f"object store {box.store_bytes / GIB:.1f} GiB, two versions of weights needed"
+        found.append(Finding(f"box {box.name}", not other, detail, "install the head's versions"))
+    return found
 
 
 def plan_rows(config: Config) -> list[tuple[str, str]]:

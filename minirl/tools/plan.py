@@ -417,7 +417,7 @@ def recommended(found: Sequence[Plan]) -> Plan:
 
 def tables(plan: Plan, num_gpus: int, price: float = 0.0) -> tuple[bool, list[Table]]:
     """Whether the recipe fits; the memory of the recommended split with what to change where it
-    does not, its hours and cost, and all splits. `price`: of one GPU for one hour."""
+    does not, its hours and cost, and all splits of `num_gpus`, the head's. `price`: by the hour."""
     found = splits(plan, num_gpus)
     best = recommended(fitting(found) or found)
     own = next(s for s in found if s.config.devices.train == best.config.devices.train)
@@ -447,6 +447,7 @@ def _time(plan: Plan, num_gpus: int, price: float) -> str:
     least, most = (share * plan.hours for share in TRUST)
     text = f"{steps:,} steps in about {plan.hours:.2g} hours ({least:.2g} to {most:.2g})"
     if price:
+        num_gpus += (plan.config.num_nodes - 1) * plan.config.devices.rollout
         costs = (hours * num_gpus * price for hours in (plan.hours, least, most))
         about, low, high = (f"{cost:,.2f}" for cost in costs)
         text += f", for {about} ({low} to {high}) at {price:g} per GPU and hour"
