@@ -330,8 +330,7 @@ def doctor(
     ] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Check this machine (packages, devices, sandbox) and the boxes of its Ray cluster. Each is ok
-    or comes with its remedy.
+    """Check this machine: packages, devices, sandbox, boxes. Each is ok or comes with its remedy.
     --gpu measures speeds and memory too, and writes gpu.json, which minirl plan then uses.
 
     minirl doctor --gpu recipes/gsm8k.toml
