@@ -81,8 +81,7 @@ def _make_job(config: Config, recipe: Path, run_dir: Path) -> Job:
     config, gpu = check_devices(config, kind, available), None
     if config.devices.nodes != 1:
         check_packages(config)
-        with signals():  # Ray takes SIGTERM over when it is imported
-            from minirl import outpost  # one box never imports it
+        from minirl import outpost  # one box never imports it
 
         config = outpost.with_boxes(config)
     if kind == "cuda":

@@ -17,7 +17,6 @@ end of the run. At most one call to each box is under way; it carries everything
     weights  are put after the trainer has published here, and filled in by a thread of each box
              while its engines sample. A box skips versions that it is too slow for. At most two
              are held: the newest, and one that a box still fetches.
-    ages     instead of times: clocks of boxes differ.
     deaths   A lost box is the death of each of its engines. They restart on any node that the
              placement group finds, now or when one joins.
 """
@@ -104,8 +103,8 @@ def spawn_boxes(workers: Workers, engine: RolloutSetup, size: int, body: str) ->
     link = Link(Role.LINK, 0, len(workers.all), "minirl.outpost:run", setup, _place())
     workers.add(link)
     for rank in range(size, size * engine.config.num_nodes):
-        place = Placement(engine.kind)
-        worker = Worker(Role.ROLLOUT, rank, len(workers.all), "", None, place)
+        row, place = len(workers.all), Placement(engine.kind)
+        worker = Worker(Role.ROLLOUT, rank, row, "", None, place)
         worker.box, worker.link = rank // size, link
         workers.add(worker)
 
@@ -139,10 +138,10 @@ def look() -> "list[NodeFacts]":
 
 def _place() -> Placement:
     """Of a process that talks with Ray: it needs the cluster's token, which no other gets."""
-    env = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
-    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    # Ray would try an address where nothing answers 20 times, for 45 s each.
-    return Placement("cpu", env={"RAY_gcs_server_port_wait_time_s": "1", **env})
+    own = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+    own |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    once = {"RAY_gcs_server_port_wait_time_s": "1"}  # tried once (45 s), not 20 times
+    return Placement("cpu", env={**once, **own})
 
 
 # On the head, in a process of its own -------------------------------------------------------------

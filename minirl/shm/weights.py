@@ -54,22 +54,19 @@ class Published(NamedTuple):
 
 
 class OpenSlot(NamedTuple):
-    """Where a writer writes: tensors in the order of the table, and the canary."""
+    """Where a writer writes: a slot, its canary, and its tensors in the order of the table."""
 
     store: "WeightStore"
     slot: int
     canary: NDArray[np.void]  # of CANARY
-
-    @property
-    def tensors(self) -> "list[torch.Tensor]":
-        return [tensor for _, tensor in self.store.views(self.slot)]
 
     def fill(self, weights: "Iterable[torch.Tensor]", at_once: int = TENSORS_AT_ONCE) -> None:
         """In the order of the table. A few at once: they may be made as they are asked for. On
         CUDA they are converted there, and the copies may still be under way when this returns."""
         import torch
 
-        pairs = zip(self.tensors, weights, strict=True)
+        tensors = (tensor for _, tensor in self.store.views(self.slot))
+        pairs = zip(tensors, weights, strict=True)
         while some := list(islice(pairs, at_once)):
             shared = [to for to, _ in some]
             ready = [w.to(to.dtype) if w.is_cuda else w for to, w in some]

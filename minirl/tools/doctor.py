@@ -126,8 +126,8 @@ def _boxes() -> list[Finding]:
     for box in boxes:
         own = box.versions.items() - boxes[0].versions.items()
         other = [f"{name} {version or 'none'}" for name, version in sorted(own)]
-        detail = f"{', '.join(other) or 'versions as here'}; {box.bytes_per_s / 1e9:.2g} GB/s; "
-        detail += f"object store {box.store_bytes / GIB:.1f} GiB, two versions of weights needed"
+        detail = f"{', '.join(other) or 'versions as here'}; {box.bytes_per_s / 1e9:.2g} GB/s from "
+        detail += f"here; object store {box.store_bytes / GIB:.1f} GiB, for two versions of weights"
         found.append(Finding(f"box {box.name}", not other, detail, "install the head's versions"))
     return found
 
