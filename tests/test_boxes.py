@@ -54,7 +54,7 @@ def test_smoke_learns_to_its_goal_while_a_box_joins_and_one_dies(
     run = Run(tmp_path / "run", small=False, boxes=two, devices__nodes=2, log__trace="true")
     run.wait_until(lambda: lane(run, "rollout-1").startswith(UP), LONG)
     two.start()
-    run.wait_for_step(3)
+    run.wait_until(lambda: bool(read_lines(run.dir / "evals.jsonl")), LONG)
     two.kill(1)
     ended = run.end(LONG)
     assert ended.code == 0, ended

@@ -31,8 +31,8 @@ CANARY_TEXT = """Tom has 3 boxes with 12 pens in each. He gives 5 pens to Anna, 
 pens are left? At first there are 3 * 12 = 36 pens. He gives away 5 + 7 = 12, so 36 - 12 = 24."""
 CANARY = np.dtype([("tokens", np.int32), ("logprobs", np.float32)])
 CANARIES = ("canaries", CANARY, (NUM_SLOTS, CANARY_TOKENS))
-NUMBERS = [("latest", np.int64), ("versions", np.int64, NUM_SLOTS)]
-HEADER = np.dtype([*NUMBERS, ("sequence", np.int64, NUM_SLOTS), CANARIES])
+NUMBERS = [(name, np.int64, NUM_SLOTS) for name in ("versions", "sequence")]
+HEADER = np.dtype([*NUMBERS, CANARIES])
 HEADER_BYTES = aligned(HEADER.itemsize)
 
 
@@ -88,7 +88,7 @@ class WeightStore(Shared):
         self._segment = Segment(HEADER_BYTES + NUM_SLOTS * self.slot_bytes, path)
         self._map()
         if not path:
-            self._latest[0] = self._versions[:] = -1
+            self._versions[:] = -1
 
     @property
     def path(self) -> str:
@@ -107,8 +107,8 @@ class WeightStore(Shared):
 
     def _map(self) -> None:
         header = self._segment.array(HEADER, (1,))
-        self._latest, self._versions = header["latest"], header["versions"][0]
-        self._sequence, self._canaries = header["sequence"][0], header["canaries"][0]
+        self._versions, self._sequence = header["versions"][0], header["sequence"][0]
+        self._canaries = header["canaries"][0]
 
     @cached_property
     def _slots(self) -> "list[list[tuple[str, torch.Tensor]]]":
@@ -125,7 +125,7 @@ class WeightStore(Shared):
     @property
     def latest(self) -> int:
         """The newest whole version; -1 before the first."""
-        return int(self._latest[0])
+        return int(self._versions.max())
 
     @property
     def memory(self) -> "torch.Tensor":
@@ -138,13 +138,13 @@ class WeightStore(Shared):
     def publishing(self, version: int) -> Iterator["OpenSlot"]:
         """The slot to write `version` into; whole, and the newest, when the block ends well. It is
         the one without the newest: a box may skip versions."""
-        slot = int(self._versions[0] == self.latest)
+        slot = int(self._versions.argmin())
+        self._versions[slot] = -1  # first: its new content must never pass for the old version
         # Odd: being written. It is odd already where an earlier writer died in this slot.
         self._sequence[slot] += 2 if self._sequence[slot] % 2 else 1
         yield OpenSlot(self, slot, self._canaries[slot])
-        self._versions[slot] = version
         self._sequence[slot] += 1
-        self._latest[0] = version
+        self._versions[slot] = version  # last: from here on readers are sent to it
 
     def content(self, slot: int) -> NDArray[np.uint8]:
         """The bytes of a slot, in place, without torch."""
