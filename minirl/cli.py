@@ -270,6 +270,7 @@ def plan(
     overrides: Overrides = None,
     gpu: Annotated[str, Option(help="H100, 4090, …; default: gpu.json, if here.")] = "",
     gpus: Annotated[int, Option(help="Of them. Default: the recipe's rollout + train.")] = 0,
+    nodes: Annotated[int, Option(min=0, help="Boxes; --gpus are the head's.")] = 0,
     price: Annotated[float, Option(min=0, help="Of one GPU for one hour.")] = 0.0,
     mean: Annotated[float, Option(min=0, help="Tokens of an answer; 0: 0.4 of the limit.")] = 0.0,
 ) -> None:
@@ -282,7 +283,8 @@ def plan(
     from minirl.recipe import load
     from minirl.tools.plan import Plan, gpu_for, tables, usual_lengths
 
-    config = load(recipe, overrides or []).config
+    boxes = [f"devices.nodes={nodes}"] if nodes else []
+    config = load(recipe, [*(overrides or []), *boxes]).config
     total = gpus or config.num_devices
     planned = Plan(config, gpu_for(gpu), usual_lengths(config, mean or None))
     fits, shown = tables(planned, total, price)
@@ -331,7 +333,7 @@ def doctor(
     gpu: Annotated[bool, Option("--gpu", help="Measure the GPUs, by RECIPE's model.")] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Check this machine: packages, devices, sandbox. Each is ok or comes with its remedy.
+    """Check this machine: packages, devices, sandbox, boxes. Each is ok or comes with its remedy.
     --gpu measures speeds and memory too, and writes gpu.json, which minirl plan then uses.
 
     minirl doctor --gpu recipes/gsm8k.toml

@@ -252,11 +252,6 @@ class Config:
         """Boxes, where "auto" has been resolved."""
         return 1 if self.devices.nodes == "auto" else self.devices.nodes
 
-    def engines_of(self, box: int) -> range:
-        """Their ranks: as many in each box."""
-        number = self.devices.rollout // self.devices.tensor_parallel
-        return range(box * number, (box + 1) * number)
-
     @property
     def num_slots(self) -> int:
         """Groups that may be running, ready or in training at once."""

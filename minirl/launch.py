@@ -21,7 +21,7 @@ from minirl.devices import Placement, with_own_temp
 from minirl.errors import MinirlError, RecipeError
 from minirl.loop import Loop
 from minirl.messages import RankSetup, Role, Stop, TrainerSetup
-from minirl.recipe import Loaded, check_boxes, check_devices, check_memory, check_model, to_toml
+from minirl.recipe import Loaded, check_devices, check_memory, check_model, check_packages, to_toml
 from minirl.resume import Start, check_changes, check_steps, find_start
 from minirl.rollout.worker import RolloutSetup
 from minirl.run_dir import RunDir, hold, holds_run, write_text
@@ -76,9 +76,8 @@ def _make_job(config: Config, recipe: Path, run_dir: Path) -> Job:
     kind, available = devices.find_devices(config.devices.kind)
     config, gpu = check_devices(config, kind, available), None
     if config.devices.nodes != 1:
-        check_boxes(config)
-        with signals():  # Ray takes SIGTERM over when it is imported
-            from minirl import outpost  # one box never imports it
+        check_packages(config)
+        from minirl import outpost  # one box never imports it
 
         config = outpost.with_boxes(config)
     if kind == "cuda":
@@ -224,7 +223,7 @@ def _spawn(
     if config.num_nodes > 1:
         from minirl import outpost
 
-        outpost.spawn_boxes(workers, engine, job.engines[0])
+        outpost.spawn_boxes(workers, engine, len(job.engines), BODIES[Role.ROLLOUT])
     spawn_verifiers(workers, VerifierSetup(config, str(source), ring, dialogue))
     return ring, store
 

@@ -133,10 +133,13 @@ class Loop:
         """Each engine begins groups under the newest weights, unless an evaluation pins older, or
         they have not reached its box yet. None: it is in another box, and not up."""
         newest, is_pinned = self.buffer.version, self.groups.evaluation is not None
-        return [
-            self.workers.served(engine, newest) if engine.box or is_pinned else newest
-            for engine in self.engines
-        ]
+        found: list[int | None] = []
+        for engine in self.engines:
+            version = self.workers.board.row(engine.row).version
+            is_older = 0 <= version < newest and (engine.box or is_pinned)
+            is_missing = engine.box and not engine.is_ready
+            found.append(None if is_missing else version if is_older else newest)
+        return found
 
     # -- collect
 

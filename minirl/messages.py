@@ -7,7 +7,7 @@ they are in shared memory (shm/), and messages name cells and versions.
     engine    Submit, Abort, Continue          Pinned, Finished, TurnEnded, Gone
     verifier  Grade, Ask                       Graded, Replied (of a self-check: Checked)
     rank      Train, Score, Save               Trained, Saved (of `minirl sft`: Learned, Saved)
-    link      ToBox                            FromBox (outpost.py)
+    link      Relayed                          Relayed (outpost.py)
 """
 
 from dataclasses import dataclass
@@ -38,6 +38,19 @@ class Started(NamedTuple):
 
 
 class Stop: ...
+
+
+class Start(NamedTuple):  # to a worker of another box, instead of the one before
+    delay_s: float
+
+
+class Relayed(NamedTuple):
+    """What a worker of another box is sent, or says."""
+
+    name: str
+    start: int  # which of its starts: none gets, or says, what was meant for the one before
+    message: object
+    rows: tuple[tuple[int, int, bytes], ...] = ()  # cell, group id, columns of the ring
 
 
 class Died(NamedTuple):

@@ -253,7 +253,10 @@ def check_devices(config: Config, kind: str, available: int, rollout: int | None
     rule = f"with devices.train = {devices.train} that is {wanted} {what}, of {available} here"
     remedy = f"the two together may be {limit}" if limit > 1 else "1 each would share it"
     need(config, "devices.rollout", wanted <= limit, rule, remedy)
-    return replace(config, devices=devices)
+    config = replace(config, devices=devices)
+    rule, remedy = "devices.share at η = 0 is for one box", "raise buffer.max_staleness, or 1"
+    need(config, "devices.nodes", devices.nodes == 1 or not config.takes_turns, rule, remedy)
+    return config
 
 
 def check_memory(config: Config, available_bytes: int) -> None:
@@ -265,23 +268,17 @@ def check_memory(config: Config, available_bytes: int) -> None:
 
 
 def check_packages(config: Config) -> None:
-    """The packages behind log.to and [train] are here. Imports none of them."""
+    """The packages behind log.to and other keys are here. Imports none of them."""
     needed: list[tuple[str, str, str]] = [("log.to", name, name) for name in config.log.to]
     if config.train.optimizer == "adamw8bit":
         needed.append(("train.optimizer", "bitsandbytes", "adamw8bit"))
     if config.train.lora_rank:
         needed.append(("train.lora_rank", "peft", "lora"))
+    if config.devices.nodes != 1:
+        needed.append(("devices.nodes", "ray", "ray"))
     for key, package, extra in needed:
         remedy = f'pip install "minirl[{extra}]", or take it out'
         need(config, key, find_spec(package) is not None, f"{package} is not installed", remedy)
-
-
-def check_boxes(config: Config) -> None:
-    """What several boxes need, before Ray is asked. Imports nothing."""
-    key, remedy = "devices.nodes", 'pip install "minirl[ray]", or 1'
-    need(config, key, find_spec("ray") is not None, "Ray is not installed", remedy)
-    rule, remedy = "devices.share at η = 0 is for one box", "raise buffer.max_staleness, or 1"
-    need(config, key, not config.takes_turns, rule, remedy)
 
 
 def is_path(name: str) -> bool:

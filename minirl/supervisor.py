@@ -186,10 +186,10 @@ class Supervisor:
                 sends += self.on_death(worker, death)
             except WorkerDied as error:
                 raise Stalled(str(error)) from None
-        board, alive = self.workers.board, [w for w in self.workers.all if w.is_started]
+        board = self.workers.board
         tokens = (board.total(w.row, Total.TOKENS) for w in self.workers.of(Role.ROLLOUT))
         pulse = (self._heard, *tokens)
-        is_working = any(board.row(w.row).state not in WAITING_STATES for w in alive)
+        is_working = any(board.row(w.row).state not in WAITING_STATES for w in self.workers.all)
         if pulse != self._pulse or is_working:
             self._pulse, self._moved = pulse, now
         if (seconds := now - self._moved) > self.config.log.stall_s:
@@ -213,7 +213,7 @@ class Supervisor:
         """A verifier that grades has a limit of its own, tasks.timeout_s."""
         for worker in self.workers.all:
             row = self.workers.board.row(worker.row)
-            if not worker.is_started or row.beat_s <= self.config.log.stall_s:
+            if row.beat_s <= self.config.log.stall_s:
                 continue
             is_slow = row.state in SLOW_STATES and row.beat_s <= SLOW_LIMIT_S
             if (is_slow and not self.workers.is_stopped(worker)) or row.state is State.GRADING:

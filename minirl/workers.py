@@ -34,7 +34,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from minirl.devices import Placement
 from minirl.errors import Interrupted, MinirlError, Stalled, WorkerDied
-from minirl.messages import Died, Role
+from minirl.messages import Died, Relayed, Role, Start
 from minirl.shm.board import Board, State
 
 LOG_TAIL_LINES = 12
@@ -62,30 +62,23 @@ class Worker:
         self.failure: Died | None = None
         self.is_ready = False  # it has said so
         self.outbox = bytearray()
-        self.box = 0  # where it runs: 0 is this one, the others are outpost.py's
-
-    @property
-    def is_started(self) -> bool:
-        return self.process is not None
+        self.box = 0  # where it runs; not 0: outpost.py's, by this link
+        self.link: Worker | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:  # for its own process
         names = ("role", "rank", "row", "body", "setup", "placement")
         return Worker, tuple(getattr(self, name) for name in names)
 
-    def start_there(self, delay_s: float) -> None:
-        """In another box, for a worker of one."""
-
-    def relayed(self, message: object) -> "Iterator[tuple[Worker, object]]":
+    def relayed(self, message: object, workers: "Workers") -> "Iterator[tuple[Worker, object]]":
         """Whose message it is: the link's are those of workers in other boxes."""
         yield self, message
-
-    def ask_stacks(self) -> None:
-        if self.process and self.process.is_alive():
-            os.kill(self.process.pid, signal.SIGUSR1)
 
     def send(self, message: object) -> None:
         """Never waits: what the worker does not take now goes out at a later `receive`, which also
         reports one that just died."""
+        if self.link is not None:
+            self.link.send(Relayed(self.name, self.num_starts, message))
+            return
         body = bytes(ForkingPickler.dumps(message))
         self.outbox += struct.pack("!i", len(body)) + body  # as Connection.send does it
         self.flush()
@@ -137,7 +130,7 @@ class Workers:
         worker.num_starts += 1
         self.board.reset(worker.row)
         if worker.box:
-            worker.start_there(delay_s)
+            worker.send(Start(delay_s))
             return
         worker.pipe, theirs = self._context.Pipe()
         args = (worker, self.board, theirs, self._log(worker), delay_s)
@@ -158,7 +151,7 @@ class Workers:
         ready = dict.fromkeys(by_handle[handle] for handle in wait(list(by_handle), timeout_s))
         for worker in ready:
             for message in self._drain(worker):
-                yield from worker.relayed(message)
+                yield from worker.relayed(message, self)
 
     def _drain(self, worker: Worker) -> Iterator[object]:
         is_dead = not worker.process.is_alive()  # asked first: what it sent is in the pipe by now
@@ -207,25 +200,20 @@ class Workers:
         found = [(w, m) for w in dead for m in self._drain(w) if isinstance(m, Died)]
         return sorted(found, key=lambda pair: (not pair[1].is_final, pair[0].failure is not None))
 
-    def served(self, engine: Worker, newest: int) -> int | None:
-        """The version that it serves, or will; None: it is in another box, and not up."""
-        version = self.board.row(engine.row).version
-        if engine.box and (version < 0 or not engine.is_ready):
-            return None
-        return newest if version < 0 else min(version, newest)
-
     def is_stopped(self, worker: Worker) -> bool:
         """By SIGSTOP or a debugger: then its heartbeat cannot come."""
         stopped = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-        is_alive = worker.process is not None and worker.process.is_alive()
-        return is_alive and psutil.Process(worker.process.pid).status() in stopped
+        is_here = worker.process is not None and worker.process.is_alive()
+        return is_here and psutil.Process(worker.process.pid).status() in stopped
 
     def stacks(self, of: Sequence[Worker] = ()) -> str:
         """Python stacks of these workers, or of all, through their logs."""
         start = {worker: len(_read(self._log(worker))) for worker in of or self.all}
         asked = [worker for worker in start if worker.process and worker.process.is_alive()]
-        for worker in start:
-            worker.ask_stacks()
+        for worker in asked:
+            os.kill(worker.process.pid, signal.SIGUSR1)
+        for worker in (worker for worker in start if worker.box):
+            worker.send(signal.SIGUSR1)
         written: dict[Worker, bytes] = {}
         deadline = time.monotonic() + STACKS_WAIT_S
         while time.monotonic() < deadline:

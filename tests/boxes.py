@@ -21,7 +21,7 @@ import psutil
 STORE_BYTES = 120_000_000
 PORT = 6379
 LIMIT_S = 120.0
-RAY = str(Path(sys.executable).with_name("ray"))
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
 
 def run(*command: str) -> None:
@@ -51,8 +51,8 @@ class Boxes:
         # A lost box is noticed in seconds, not in half a minute.
         own |= {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "3"}
         own |= {"RAY_ADDRESS": f"{self.ip(0)}:{self.port}", "RAY_USAGE_STATS_ENABLED": "0"}
-        paths = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
-        self.env = {**os.environ, **own, "PYTHONPATH": ":".join(paths)}
+        here, before = Path(__file__).parent, os.environ.get("PYTHONPATH", "")
+        self.env = {**os.environ, **own, "PYTHONPATH": f"{here.parent}:{here}:{before}"}
 
     @property
     def port(self) -> int:
@@ -76,7 +76,7 @@ class Boxes:
         where = ["--head", f"--port={self.port}", "--include-dashboard=false"]
         if box:
             where = [f"--address={self.env['RAY_ADDRESS']}"]
-        command = [RAY, "start", *where, "--block", "--num-cpus=2", "--disable-usage-stats"]
+        command = [*RAY, "start", *where, "--block", "--num-cpus=2", "--disable-usage-stats"]
         command += [f"--node-ip-address={self.ip(box)}", f"--object-store-memory={STORE_BYTES}"]
         command += [f"--temp-dir={self.folder}/{box}"] if self.has_namespaces or not box else []
         # On a busy machine Ray's agents may start too slowly for its raylet, which then ends.

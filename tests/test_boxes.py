@@ -2,6 +2,8 @@
 
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,8 +48,14 @@ def finish(run: Run) -> None:
     assert_accounted(run.metrics(), max_staleness=2)
 
 
-def test_smoke_learns_to_its_goal_over_two_boxes(two: Boxes, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", small=False, boxes=two, devices__nodes='"auto"', log__trace="true")
+def test_smoke_learns_to_its_goal_while_a_box_joins_and_one_dies(
+    two: Boxes, tmp_path: Path
+) -> None:
+    run = Run(tmp_path / "run", small=False, boxes=two, devices__nodes=2, log__trace="true")
+    run.wait_until(lambda: lane(run, "rollout-1").startswith(UP), LONG)
+    two.start()
+    run.wait_until(lambda: bool(read_lines(run.dir / "evals.jsonl")), LONG)
+    two.kill(1)
     ended = run.end(LONG)
     assert ended.code == 0, ended
     summary = run.summary()
@@ -56,9 +64,16 @@ def test_smoke_learns_to_its_goal_over_two_boxes(two: Boxes, tmp_path: Path) -> 
     assert summary["logprob_gap_max"] < 1e-3
     assert_accounted(run.metrics(), max_staleness=2)
     assert {line["rollout/devices"] for line in run.metrics()} == {2}
-    assert not any("faults/workers_replaced" in line for line in run.metrics())
+    assert run.metrics()[-1]["faults/workers_replaced"] >= 1
     there = [e["dur"] for e in slices(run, FIRST_BOX_TRACK) if e["name"] == "generating"]
     assert sum(there) > 1e6  # a second, of the engine in the other box
+
+
+def test_doctor_shows_each_box(two: Boxes) -> None:
+    command = two.inside(0, [sys.executable, "-m", "minirl.cli", "doctor"])
+    shown = subprocess.run(command, env=two.env, capture_output=True, text=True).stdout
+    rows = [row for row in shown.splitlines() if "object store" in row]
+    assert len(rows) == 2 and all(row.startswith("ok") and "GB/s" in row for row in rows), shown
 
 
 def test_boxes_engines_and_the_link_die_and_others_join(two: Boxes, tmp_path: Path) -> None:

@@ -54,7 +54,6 @@ class Total(IntEnum):
 
 STATE, SINCE, BEAT, VERSION, RUNNING, TOTALS = range(6)
 NUM_COLUMNS = TOTALS + len(Total)
-TIMES = [SINCE, BEAT]
 
 
 class Row(NamedTuple):
@@ -97,13 +96,13 @@ class Board:
     def ages(self) -> NDArray[np.float64]:
         """All rows, with ages instead of times: clocks of boxes differ."""
         rows = self._rows.copy()
-        rows[:, TIMES] = time.monotonic() - rows[:, TIMES]
+        rows[:, [SINCE, BEAT]] = time.monotonic() - rows[:, [SINCE, BEAT]]
         return rows
 
     def take(self, worker: int, ages: NDArray[np.float64], before: NDArray[np.float64]) -> None:
         """A row of another box's `ages`; its totals have grown since `before`."""
         row = ages.copy()  # a reader must never see an age for a time
-        row[TIMES] = time.monotonic() - ages[TIMES]
+        row[[SINCE, BEAT]] = time.monotonic() - ages[[SINCE, BEAT]]
         row[TOTALS:] += self._rows[worker, TOTALS:] - before[TOTALS:]
         self._rows[worker] = row
 

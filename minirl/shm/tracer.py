@@ -33,6 +33,7 @@ class Tracer:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._state: tuple[str, Facts, int] = ("", {}, 0)
         self._write(ph="M", name="process_name", args={"name": name})
+        self._write(ph="M", name="process_labels", args={"labels": os.uname().nodename})
 
     def state(self, name: str, facts: Facts, anew: bool = False) -> None:
         last, about, began = self._state

@@ -31,8 +31,8 @@ CANARY_TEXT = """Tom has 3 boxes with 12 pens in each. He gives 5 pens to Anna, 
 pens are left? At first there are 3 * 12 = 36 pens. He gives away 5 + 7 = 12, so 36 - 12 = 24."""
 CANARY = np.dtype([("tokens", np.int32), ("logprobs", np.float32)])
 CANARIES = ("canaries", CANARY, (NUM_SLOTS, CANARY_TOKENS))
-NUMBERS = [("latest", np.int64), ("versions", np.int64, NUM_SLOTS)]
-HEADER = np.dtype([*NUMBERS, ("sequence", np.int64, NUM_SLOTS), CANARIES])
+NUMBERS = [(name, np.int64, NUM_SLOTS) for name in ("versions", "sequence")]
+HEADER = np.dtype([*NUMBERS, CANARIES])
 HEADER_BYTES = aligned(HEADER.itemsize)
 
 
@@ -54,9 +54,10 @@ class Published(NamedTuple):
 
 
 class OpenSlot(NamedTuple):
-    """Where a writer writes: tensors in the order of the table, and the canary."""
+    """Where a writer writes: a slot, its canary, and its tensors in the order of the table."""
 
-    tensors: "list[torch.Tensor]"
+    store: "WeightStore"
+    slot: int
     canary: NDArray[np.void]  # of CANARY
 
     def fill(self, weights: "Iterable[torch.Tensor]", at_once: int = TENSORS_AT_ONCE) -> None:
@@ -64,7 +65,8 @@ class OpenSlot(NamedTuple):
         CUDA they are converted there, and the copies may still be under way when this returns."""
         import torch
 
-        pairs = zip(self.tensors, weights, strict=True)
+        tensors = (tensor for _, tensor in self.store.views(self.slot))
+        pairs = zip(tensors, weights, strict=True)
         while some := list(islice(pairs, at_once)):
             shared = [to for to, _ in some]
             ready = [w.to(to.dtype) if w.is_cuda else w for to, w in some]
@@ -85,10 +87,10 @@ class WeightStore:
         self.table, self.dtype = table, dtype
         self._segment = segment or Segment(HEADER_BYTES + NUM_SLOTS * self.slot_bytes)
         header = self._segment.array(HEADER, (1,))
-        self._latest, self._versions = header["latest"], header["versions"][0]
-        self._sequence, self._canaries = header["sequence"][0], header["canaries"][0]
+        self._versions, self._sequence = header["versions"][0], header["sequence"][0]
+        self._canaries = header["canaries"][0]
         if segment is None:
-            self._latest[0] = self._versions[:] = -1
+            self._versions[:] = -1
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WeightStore, (self.table, self.dtype, self._segment)
@@ -111,7 +113,7 @@ class WeightStore:
     @property
     def latest(self) -> int:
         """The newest whole version; -1 before the first."""
-        return int(self._latest[0])
+        return int(self._versions.max())
 
     @property
     def memory(self) -> "torch.Tensor":
@@ -122,32 +124,20 @@ class WeightStore:
 
     @contextmanager
     def publishing(self, version: int) -> Iterator["OpenSlot"]:
-        """The slot to write `version` into; whole, and the newest, when the block ends well."""
-        with self._writing(version) as slot:
-            yield OpenSlot([tensor for _, tensor in self.views(slot)], self._canaries[slot])
-
-    @contextmanager
-    def _writing(self, version: int) -> Iterator[int]:
-        """The slot without the newest version: a box may skip versions."""
-        slot = int(self._versions[0] == self.latest)
+        """The slot to write `version` into; whole, and the newest, when the block ends well. It is
+        the one without the newest: a box may skip versions."""
+        slot = int(self._versions.argmin())
+        self._versions[slot] = -1  # first: its new content must never pass for the old version
         # Odd: being written. It is odd already where an earlier writer died in this slot.
         self._sequence[slot] += 2 if self._sequence[slot] % 2 else 1
-        yield slot
-        self._versions[slot] = version
+        yield OpenSlot(self, slot, self._canaries[slot])
         self._sequence[slot] += 1
-        self._latest[0] = version
+        self._versions[slot] = version  # last: from here on readers are sent to it
 
     def content(self, slot: int) -> NDArray[np.uint8]:
         """The bytes of a slot, in place, without torch."""
         start = HEADER_BYTES + slot * self.slot_bytes
         return self._segment.array(np.uint8, (self.slot_bytes,), start)
-
-    def publish_content(
-        self, version: int, content: NDArray[np.uint8], canary: NDArray[np.void]
-    ) -> None:
-        """What another store has of `version`."""
-        with self._writing(version) as slot:
-            self.content(slot)[:], self._canaries[slot][:] = content, canary
 
     def views(self, slot: int) -> "Iterator[tuple[str, torch.Tensor]]":
         """The named tensors of a slot, in place. Only `read` knows whether they are whole."""

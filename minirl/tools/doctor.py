@@ -17,7 +17,7 @@ from typing import NamedTuple
 from minirl import devices, model, recipe
 from minirl.config import Config
 from minirl.devices import find_devices, num_cores, torch_cuda, version_of
-from minirl.errors import RecipeError
+from minirl.errors import MinirlError, RecipeError, one_line
 from minirl.tasks.sandbox import why_not
 
 PROBE_TIMEOUT_S = 120
@@ -36,7 +36,7 @@ class Finding(NamedTuple):
 
 
 def diagnose() -> list[Finding]:
-    return [*_torch(), _vllm(), _transformers(), _shm(), _sandbox()]
+    return [*_torch(), _vllm(), _transformers(), _shm(), _sandbox(), *_boxes()]
 
 
 def run_child(code: str, deadline_s: float = 0.0) -> tuple[str, str]:
@@ -109,6 +109,24 @@ def _sandbox() -> Finding:
     if why := why_not():
         why = f'none for code ({why}): tasks.kind = "code" is refused; see docs/sandbox.md'
     return Finding("sandbox", True, why or "code runs behind Landlock, seccomp and rlimits (tried)")
+
+
+def _boxes() -> list[Finding]:
+    """Of the Ray cluster that this machine is the head of; to have none is no fault."""
+    try:
+        from minirl import outpost
+
+        boxes = outpost.look()
+    except (ImportError, MinirlError) as error:
+        return [Finding("boxes", True, f"no others: {one_line(str(error))}")]
+    found = []
+    for box in boxes:
+        own = box.versions.items() - boxes[0].versions.items()
+        other = [f"{name} {version or 'none'}" for name, version in sorted(own)]
+        detail = f"{', '.join(other) or 'versions as here'}; {box.bytes_per_s / 1e9:.2g} GB/s from "
+        detail += f"here; object store {box.store_bytes / GIB:.1f} GiB, for two versions of weights"
+        found.append(Finding(f"box {box.name}", not other, detail, "install the head's versions"))
+    return found
 
 
 def plan_rows(config: Config) -> list[tuple[str, str]]:

@@ -393,7 +393,7 @@ def recommended(found: Sequence[Plan]) -> Plan:
 
 def tables(plan: Plan, num_gpus: int, price: float = 0.0) -> tuple[bool, list[Table]]:
     """Whether the recipe fits; the memory of the recommended split with what to change where it
-    does not, its hours and cost, and all splits. `price`: of one GPU for one hour."""
+    does not, its hours and cost, and all splits of `num_gpus`, the head's. `price`: by the hour."""
     found = splits(plan, num_gpus)
     best = recommended(fitting(found) or found)
     own = next(s for s in found if s.config.devices.train == best.config.devices.train)
@@ -415,6 +415,7 @@ def tables(plan: Plan, num_gpus: int, price: float = 0.0) -> tuple[bool, list[Ta
         f"{plan.config.train.steps:,} steps in about {about:.2g} hours ({least:.2g} to {most:.2g})"
     )
     if price:
+        num_gpus += (plan.config.num_nodes - 1) * plan.config.devices.rollout
         cost, low, high = (f"{each * num_gpus * price:,.2f}" for each in hours)
         time += f", for {cost} ({low} to {high}) at {price:g} per GPU and hour"
     memory.append(("time", time, ""))

@@ -142,7 +142,7 @@ class Simulation:
         size, own = config.train.batch_size, config.buffer
         rule, target = OnStale(own.on_stale), own.target_staleness
         self.buffer = Buffer(size, own.max_staleness, rule, None, target)
-        num_engines = config.devices.rollout // config.devices.tensor_parallel
+        num_engines = config.num_nodes * config.devices.rollout // config.devices.tensor_parallel
         self.dispatcher = Dispatcher(num_engines, max(lengths.answers))
         self.engines = [SimulatedEngine(costs, max_running) for _ in range(num_engines)]
         self.dice = random.Random(0)

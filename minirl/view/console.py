@@ -111,7 +111,7 @@ class Reporter:
 
     def __init__(self, loop: Loop, notes: deque[tuple[float, str]], screen: Screen | None):
         self._loop, self._notes, self._screen = loop, notes, screen
-        self._workers = loop.engines + loop.ranks
+        self._workers = sorted(loop.engines + loop.ranks, key=lambda worker: worker.box)
         self._seconds = {w.name: deque[Point](maxlen=dashboard.NUM_SECONDS) for w in self._workers}
         self._totals: dict[str, tuple[float, ...]] = {}
         self._cost, self._reason, self._is_ending = 0.0, "", threading.Event()
@@ -205,7 +205,7 @@ class Reporter:
             weights_s += min(passed, row.since_s) * (row.state in WEIGHTS)  # not in its total yet
             weights, idle = (min(1.0, max(0.0, s / passed)) for s in (weights_s, idle_s))
             seconds.append((round(max(0.0, 1 - weights - idle), 2), round(weights, 2)))
-        return Lane(worker.name, lane_state(row), list(seconds))
+        return Lane(worker.name, lane_state(row), list(seconds), worker.box)
 
 
 class Bar:

@@ -60,6 +60,7 @@ class Lane(NamedTuple):
     name: str  # of an engine or a rank
     state: str  # "generating 31 at v40", "waiting for batch", …
     seconds: list[tuple[Share, Share]]  # at work, for weights; newest last
+    box: int = 0  # 0 is the head
 
 
 class Sample(NamedTuple):
@@ -285,8 +286,13 @@ def body(status: Status, width: int, height: int, which: int) -> list[Line]:
     """Panels from top to bottom."""
     half, quarter = (width - 2) // 2, max(18, width // 4)
     rest = width - 2 * quarter - 4
-    lines = [header(f"{len(status.lanes)} devices, last minute", width)]
-    lines += [lane(one, width) for one in status.lanes[: max(2, height // 5)]]
+    boxes = [list(own) for _, own in groupby(status.lanes, key=lambda one: one.box)] or [[]]
+    lines = list[Line]()
+    for lanes in boxes:
+        where = f"box {lanes[0].box}: " if len(boxes) > 1 else ""
+        lines.append(header(f"{where}{len(lanes)} devices, last minute", width))
+        lines += [lane(one, width) for one in lanes[: max(2, height // 5) // len(boxes) or 1]]
+    lines = lines[: height // 3]
     num_more = 6 if height >= 33 else 0  # rows for the trends of training
     rows = max(3, (height - len(lines) - 6 - num_more) // 2)
     reward = plot("reward", status.curves.get("reward/mean", []), "{:.3f}", half, rows)

@@ -19,7 +19,7 @@ rewards.py          a whole run with slow rewards; slow_task.py is its task
 asynchronous.py     whole runs at several η; held_out.py evaluates their weights
 peers.py            minirl beside TRL; trl_run.py is TRL's side
 variants.py         minirl with one part replaced; sweep.py: `minirl sweep` over them
-weights.py, queue.py, rollout.py, controller.py, simulator.py, dashboard.py,
+weights.py, queue.py, rollout.py, controller.py, boxes.py, simulator.py, dashboard.py,
 train.py, shard.py   the benches
 
 A new bench is a function of Options that gives figures, and a line in BENCHES.
@@ -106,6 +106,10 @@ BENCHES = {
     "controller": Bench(
         "the real loop with workers that only sleep, against what the slower pool could do alone",
         "tests.bench.controller:measure",
+    ),
+    "boxes": Bench(
+        "engines in several boxes, on Ray, against one box; bytes between boxes",
+        "tests.bench.boxes:measure",
     ),
     "async": Bench(
         "a whole run, synchronous and asynchronous, against perfect overlap of its two pools",

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from minirl.groups import FIRST_EVAL_ID
 from minirl.messages import (
     Finished,
     Grade,
@@ -55,7 +54,7 @@ class ScriptedEngine:
         self.dice = random.Random(script.seed)
         now = time.monotonic()
         self.free = [now] * script.num_places  # since when, a heap
-        self.running: list[tuple[float, int, int, int, int, float]] = []
+        self.running: list[tuple[float, int, GroupRequest, int, int, float]] = []
         self.waiting: deque[tuple[float, GroupRequest, int]] = deque()
         self.next_key = 0
 
@@ -64,17 +63,22 @@ class ScriptedEngine:
             now = time.monotonic()
             done = []
             while self.running and self.running[0][0] <= now:
-                ended, _, group_id, place, version, seconds = heapq.heappop(self.running)
+                ended, _, group, place, version, seconds = heapq.heappop(self.running)
                 heapq.heappush(self.free, ended)
+                tail = version if group.is_eval else max(version, self.version)
                 tokens = max(1, round(seconds / TICK_S))
-                self.board.add(Total.TOKENS, tokens)
-                tail = version if group_id >= FIRST_EVAL_ID else max(version, self.version)
-                trajectory = Trajectory(0, tokens + 8, tokens, StopReason.STOP, version, tail)
-                done.append((group_id, place, trajectory))
+                trajectory = self.sealed(group, place, tokens, (version, tail))
+                self.board.add(Total.TOKENS, trajectory.num_written)
+                done.append((group.group_id, place, trajectory))
                 self.take(now)
             self.account(now)
             if done:
                 self.pipe.send(Finished(tuple(done)))
+
+    def sealed(
+        self, group: GroupRequest, place: int, num_tokens: int, versions: tuple[int, int]
+    ) -> Trajectory:
+        return Trajectory(0, num_tokens + 8, num_tokens, StopReason.STOP, *versions)
 
     @property
     def version(self) -> int:
@@ -103,7 +107,7 @@ class ScriptedEngine:
             # A lognormal with this mean.
             sigma = self.script.sigma
             seconds = self.script.mean_s * self.dice.lognormvariate(-sigma * sigma / 2, sigma)
-            entry = (at + seconds, self.next_key, group.group_id, place, self.version, seconds)
+            entry = (at + seconds, self.next_key, group, place, self.version, seconds)
             heapq.heappush(self.running, entry)
             self.next_key += 1
 

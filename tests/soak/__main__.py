@@ -3,7 +3,10 @@ lost. Takes a recipe and options, gives an exit code: 1 if a property is violate
 """
 
 import argparse
+import os
 import sys
+from contextlib import ExitStack
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -24,6 +27,7 @@ many steps and without any fault: that takes about as long again.
 Examples:
   python -m tests.soak recipes/smoke.toml --minutes 20
   python -m tests.soak recipes/smoke.toml --minutes 5 --seed 7 --faults kill-rank,fill-disk
+  python -m tests.soak recipes/smoke.toml --minutes 20 --boxes 2 --faults kill-box,kill-engine
 
 What is proved (tests/soak/ledger.py says how):
   every fault was survived, and every process was gone within seconds of its controller;
@@ -47,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, metavar="S", help="of the faults")
     add("--set", action="append", default=[], dest="overrides", metavar="SECTION.KEY=VALUE")
     add("--faults", default="", metavar="A,B,…", help="only these; default: all there are")
+    add("--boxes", type=int, default=1, metavar="N", help="on Ray; one of the faults is kill-box")
     add("--most", type=int, default=10**6, metavar="N", help="at most so many faults")
     add("--bad-rewards", type=float, default=0.06, metavar="SHARE", help="of training prompts")
     add("--problems", type=int, default=1024, metavar="N", help="held out, for the accuracy")
@@ -78,8 +83,9 @@ def soak(asked: argparse.Namespace) -> int:
     if folder.is_dir() and any(folder.iterdir()):
         raise RecipeError("--run-dir", str(folder), "is not empty", "name a new directory")
     disk = small_disk(folder / "disk", DISK_BYTES + DISK_MODELS * model_bytes(config))
+    from tests.boxes import boxes
     from tests.soak.report import write  # not before the disk: libraries start threads
-    from tests.soak.soak import Options, Soak
+    from tests.soak.soak import PROGRAM, Options, Soak
 
     options = Options(
         asked.minutes,
@@ -91,7 +97,14 @@ def soak(asked: argparse.Namespace) -> int:
         has_reference=not asked.no_reference,
     )
     print(f"faults for {asked.minutes:g} minutes; the disk: {disk.what}; all is in {folder}")
-    outcome = Soak(config, options, folder, disk, say).go()
+    with ExitStack() as stack:
+        made = None
+        if asked.boxes > 1:
+            made = stack.enter_context(boxes(asked.boxes))
+            os.environ.update(made.env)
+            config = replace(config, devices=replace(config.devices, nodes=asked.boxes))
+            options = replace(options, program=tuple(made.inside(0, [*PROGRAM])))
+        outcome = Soak(config, options, folder, disk, say, made).go()
     setting = {"recipe": str(asked.recipe), "minutes": asked.minutes, "seed": asked.seed}
     say("\n" + write(outcome, setting, [folder / "soak.json", *filter(None, [asked.json])]))
     for finding in outcome.violated:

@@ -1,5 +1,6 @@
 """How each fault is done, and when the run has survived it. Takes a Draw, gives Events.
 
+a box           is killed, and another one joins. Survived: its engines are up, and the run trains
 a worker        is killed, frozen or paused. Survived: it was replaced (or works again), it is up,
                 and the run trains. Ranks must also have trained further than ever or have saved:
                 that resets their restart back-off
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator
 from tests.soak import run_files
 from tests.soak.events import Event
 from tests.soak.run import SHARP_S, Run
-from tests.soak.schedule import TEAR, Draw
+from tests.soak.schedule import BOX, TEAR, Draw
 
 ROLES = {"engine": "rollout-", "verifier": "verify-", "rank": "train-"}
 INTERRUPTED, STALLED = 130, 3
@@ -27,13 +28,16 @@ PAUSE_S = (0.3, 2.5)
 FULL_S = (1.0, 6.0)  # at least
 START_S = 5.0  # the fault comes within this of a start's first worker
 EVAL_S = 0.5
+BOX_S = 10.0  # until another joins
 REFUSED = "no checkpoint of step"  # as the run notes it
 END_S = 120.0  # a controller that was asked to end finishes its step and saves
 
 
 def inject(run: Run, draw: Draw) -> Iterator[Event]:
     verb, _, what = draw.fault.partition("-")
-    if draw.fault == "kill-two":
+    if draw.fault == BOX.name:
+        yield kill_box(run, draw)
+    elif draw.fault == "kill-two":
         yield kill_two(run, draw)
     elif draw.fault == "freeze-rank":
         yield from freeze_rank(run, draw)
@@ -79,6 +83,18 @@ def stop(run: Run, draw: Draw, role: str, by: signal.Signals) -> Event:
     done = recovery_of(run, {name: pid})
     send(pid, by)
     return recovered(run, event, done)
+
+
+def kill_box(run: Run, draw: Draw) -> Event:
+    assert run.boxes is not None
+    box = max(run.boxes.nodes)
+    event = begun(run, draw, f"box {box}")
+    run.wait(lambda: run.far_states() > set(), END_S)
+    run.boxes.kill(box)
+    event.survived = run.wait(lambda: "waiting for box" in run.far_states())
+    time.sleep(draw.moment * BOX_S)
+    run.boxes.start()
+    return recovered(run, event, lambda: not run.far_states() & {"waiting for box", "starting"})
 
 
 def kill_two(run: Run, draw: Draw) -> Event:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from minirl.config import Config
 from minirl.recipe import to_toml
+from tests.boxes import Boxes
 from tests.soak import run_files
 from tests.soak.controller_process import ControllerProcess, living
 from tests.soak.disk import Disk
@@ -23,8 +24,15 @@ def train_command(program: tuple[str, ...], recipe: Path, run_dir: Path) -> tupl
 
 
 class Run:
-    def __init__(self, config: Config, folder: Path, program: tuple[str, ...], disk: Disk):
-        self.config, self.folder, self.disk = config, folder, disk
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        program: tuple[str, ...],
+        disk: Disk,
+        boxes: Boxes | None = None,
+    ):
+        self.config, self.folder, self.disk, self.boxes = config, folder, disk, boxes
         self._program = program
         self.run_dir = folder / "disk" / "run"
         self.follower = RunFollower(self.run_dir, config.buffer.max_staleness)
@@ -109,6 +117,11 @@ class Run:
             return False
         starting = [lane["name"] for lane in seen["lanes"] if lane["state"] == "starting"]
         return not any(worker in starting for worker in workers)
+
+    def far_states(self) -> set[str]:
+        """Of the engines in further boxes, as the dashboard shows them."""
+        seen = run_files.status(self.run_dir)
+        return {lane["state"] for lane in seen["lanes"] if lane.get("box")} if seen else set()
 
     def moment(self) -> str:
         """What a controller that was just killed had been at, by the files that it left."""

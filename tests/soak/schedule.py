@@ -38,7 +38,8 @@ FAULTS = (
     Fault("term-controller"),  # SIGTERM to the controller
     Fault("term-at-start"),  # SIGTERM to all its processes as they start
 )
-BY_NAME = {fault.name: fault for fault in FAULTS}
+BOX = Fault("kill-box")  # all processes of a box; another one joins (--boxes)
+BY_NAME = {fault.name: fault for fault in (*FAULTS, BOX)}
 TEAR = Fault("tear-files")
 """Lines are torn after about half of the controller's deaths by SIGKILL (`Draw.is_torn`)."""
 
@@ -57,7 +58,7 @@ class Draw:
 
 class Schedule:
     def __init__(self, seed: int, names: Sequence[str] = ()):
-        self._seed, self._names = seed, [*names] or [*BY_NAME]
+        self._seed, self._names = seed, [*names] or [fault.name for fault in FAULTS]
         for name in self._names:
             if name not in BY_NAME:
                 remedy = f"there are {', '.join(BY_NAME)}"

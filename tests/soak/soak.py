@@ -20,6 +20,7 @@ from pathlib import Path
 from minirl.config import Config
 from minirl.errors import MinirlError
 from minirl.recipe import to_toml
+from tests.boxes import Boxes
 from tests.soak import task
 from tests.soak.accuracy import compare
 from tests.soak.controller_process import ControllerProcess
@@ -88,9 +89,10 @@ class Soak:
         folder: Path,
         disk: Disk,
         say: Callable[[str], None],
+        boxes: Boxes | None = None,
     ):
         self.plain, self.options, self.folder, self.say = config, options, folder, say
-        self.run = Run(soak_config(config, options), folder, options.program, disk)
+        self.run = Run(soak_config(config, options), folder, options.program, disk, boxes)
         self.schedule = Schedule(options.seed, options.faults)
         self.outcome = Outcome(disk.what)
 
