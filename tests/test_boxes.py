@@ -38,7 +38,9 @@ def lane(run: Run, name: str) -> str:
 
 def slices(run: Run, track: int) -> list[dict[str, Any]]:
     lines = (run.dir / "trace.json").read_text().splitlines()[1:]
-    return [e for e in (json.loads(line.rstrip(",")) for line in lines) if e["pid"] == track]
+    # The last line may be half written.
+    events = [json.loads(line.rstrip(",")) for line in lines if line.endswith("},")]
+    return [event for event in events if event["pid"] == track]
 
 
 def finish(run: Run) -> None:
@@ -112,7 +114,11 @@ def test_over_a_slow_link_staleness_rises_and_no_engine_waits(two: Boxes, tmp_pa
     two.slow(1, "4mbit")  # a version takes 3 s, as 30 GB do at 100 Gbit/s
     run = Run(tmp_path / "run", boxes=two, devices__nodes=2, train__steps=10_000, log__trace="true")
     run.wait_until(lambda: lane(run, "rollout-1").startswith(UP), LONG)
-    run.wait_for_step(len(run.metrics()) + 30)
+
+    def reloads() -> list[float]:
+        return [e["dur"] for e in slices(run, FIRST_BOX_TRACK) if e["name"] == "reloading"]
+
+    run.wait_until(lambda: len(reloads()) > 5, LONG)
     finish(run)
     trained = read_lines(run.dir / "batches.jsonl")
     behind = [
@@ -122,8 +128,7 @@ def test_over_a_slow_link_staleness_rises_and_no_engine_waits(two: Boxes, tmp_pa
         for head, _ in group["versions"]
     ]
     assert max(behind) >= 2
-    reloads = [e["dur"] for e in slices(run, FIRST_BOX_TRACK) if e["name"] == "reloading"]
-    assert len(reloads) > 1 and sorted(reloads)[len(reloads) // 2] < 1e6
+    assert sorted(reloads())[len(reloads()) // 2] < 1e6
 
 
 def test_without_enough_boxes_one_line_says_what_to_do(tmp_path: Path) -> None:
