@@ -13,12 +13,13 @@ import select
 import termios
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -56,14 +57,16 @@ KEYS = " q finish and save   p another sample   s save a checkpoint now"
 WATCH_KEYS = " q leave (the run continues)   p another sample"
 
 
-class Lane(NamedTuple):
+@dataclass(frozen=True)
+class Lane:
     name: str  # of an engine or a rank
     state: str  # "generating 31 at v40", "waiting for batch", …
     seconds: list[tuple[Share, Share]]  # at work, for weights; newest last
     box: int = 0  # 0 is the head
 
 
-class Sample(NamedTuple):
+@dataclass(frozen=True)
+class Sample:
     title: str
     prompt: str
     answer: str
