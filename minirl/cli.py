@@ -15,7 +15,7 @@ import typer
 from typer import Argument, Option
 
 import minirl
-from minirl.errors import MinirlError, RecipeError, Unreachable, one_line
+from minirl.errors import MinirlError, RecipeError, Unreachable, one_line, toml_value
 from minirl.run_dir import RUNS, choose_run_dir, holds_run, new_run_dir, open_run
 from minirl.view.runs import find_step, list_runs, run_rows, sample_texts, trajectory_rows
 
@@ -40,7 +40,6 @@ Overrides = Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", hel
 RunDirectory = Annotated[Path | None, Option("--run-dir", help="Default: runs/<recipe>-<time>.")]
 Out = Annotated[Path | None, Option(metavar="DIR", help="Where the results go.")]
 Two = tuple[Path, Path]
-Temperature = Annotated[float | None, Option(help="0 is greedy.")]
 
 
 def main() -> None:
@@ -162,8 +161,6 @@ def evaluate(
     task: Annotated[str | None, Option(metavar="KIND", help="As tasks.kind in a recipe.")] = None,
     recipe: Annotated[Path | None, Option(help="Task and sampling for a model.")] = None,
     k: Annotated[int, Option("--k", min=1, max=1024, help="Answers to each problem.")] = 1,
-    temperature: Temperature = None,
-    problems: Annotated[int | None, Option(help="Default: eval.num_prompts.")] = None,
     out: Out = None,
     overrides: Overrides = None,
 ) -> None:
@@ -172,11 +169,11 @@ def evaluate(
     needs --task or --recipe. It leaves results.jsonl and summary.json in RUN/evals/… or evals/….
 
     \b
-    minirl eval Qwen/Qwen3-0.6B --task gsm8k --k 8 --problems 200
+    minirl eval Qwen/Qwen3-0.6B --task gsm8k --k 8 --set eval.num_prompts=200
     minirl eval --compare evals/tiny-… runs/smoke-…/evals/step-…    before and after RL
     """
     from minirl.tools import evaluate as tool
-    from minirl.tools.collect import as_overrides, resolve
+    from minirl.tools.collect import resolve
 
     if (compare is None) == (target is None):
         remedy = "minirl eval MODEL_OR_RUN, or minirl eval --compare A B"
@@ -184,8 +181,7 @@ def evaluate(
     if compare is not None:
         _show(tool.compare(compare))
         return
-    given = {"tasks.kind": task, "eval.num_prompts": problems, "eval.temperature": temperature}
-    values = (*(overrides or ()), *as_overrides(given))
+    values = [*(overrides or ()), *([f"tasks.kind={toml_value(task)}"] if task else ())]
     found = tool.evaluate(resolve(cast(str, target), recipe, values, k), out)
     _show(tool.summary_rows(found))
     raise typer.Exit(0 if found["accuracy"] is not None else 1)
@@ -196,22 +192,20 @@ def sample(
     model: Annotated[str, Argument(metavar="MODEL", help="As MODEL_OR_RUN of minirl eval.")],
     prompt: Annotated[str, Argument(metavar="PROMPT")],
     num: Annotated[int, Option("-n", min=1, max=1024, help="How many answers.")] = 4,
-    temperature: Temperature = 1.0,
-    max_new_tokens: Annotated[int, Option(help="An answer is cut here.")] = 256,
     raw: Annotated[bool, Option("--raw", help="Use no chat template.")] = False,
     tokens: Annotated[bool, Option("--tokens", help="Print each token and its logprob.")] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Print answers of a model to one prompt, with their logprobs.
+    """Print answers of a model to one prompt, with their logprobs. They are sampled at
+    eval.temperature (here 1.0) and cut at rollout.max_new_tokens (here 256).
 
     minirl sample runs/smoke-… "Tom has 7 apples. Tom buys 5 more. How many has Tom?" --tokens
     """
-    from minirl.tools.collect import as_overrides, resolve
+    from minirl.tools.collect import resolve
     from minirl.tools.collect import sample as draw
 
-    given = {"tasks.kind": "arithmetic", "eval.temperature": temperature}  # of no task is asked
-    values = as_overrides({**given, "rollout.max_new_tokens": max_new_tokens})
-    target = resolve(model, None, (*values, *(overrides or ())))
+    given = ("tasks.kind=arithmetic", "eval.temperature=1", "rollout.max_new_tokens=256")
+    target = resolve(model, None, (*given, *(overrides or ())))
     for line in draw(target, prompt, num, raw, tokens):
         typer.echo(line)
 
@@ -228,12 +222,9 @@ def sft(recipe: Recipe, overrides: Overrides = None, run_dir: RunDirectory = Non
     from minirl.recipe import load
 
     config = load(recipe, overrides or []).config
-    folder = run_dir or new_run_dir(f"{recipe.stem}-sft")
-    if any(folder.iterdir() if folder.exists() else ()):
-        raise RecipeError("--run-dir", str(folder), "is not empty", "name a new directory")
     from minirl.tools.sft_run import sft as learn
 
-    raise typer.Exit(learn(config, folder))
+    raise typer.Exit(learn(config, run_dir or new_run_dir(f"{recipe.stem}-sft")))
 
 
 @app.command()
@@ -372,8 +363,7 @@ def watch(
 def runs(folder: Annotated[Path, Argument(metavar="[DIR]")] = RUNS) -> None:
     """List runs: state, step, reward, accuracy, age. `minirl train --resume` continues a run that
     stopped (by a signal, and saved) or failed (without a result)."""
-    found = list_runs(folder) if folder != RUNS or folder.exists() else []
-    _show(run_rows(found) if found else [(f"no runs in {folder}",)])
+    _show(run_rows(found) if (found := list_runs(folder)) else [(f"no runs in {folder}",)])
 
 
 @app.command()

@@ -8,19 +8,18 @@ verifier down costs that one answer, and so does a reply that fails: such an ans
 and an error that says why (rule 7). However it ends, nothing is left but logs.
 """
 
-import json
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from minirl import devices, model, recipe
 from minirl.buffer import Buffer
 from minirl.config import Config
-from minirl.errors import RecipeError
+from minirl.errors import RecipeError, toml_value
 from minirl.evaluation import Ended, Evaluation
 from minirl.groups import Groups, Sends
 from minirl.launch import spawn_engines, spawn_verifiers
@@ -41,17 +40,11 @@ from minirl.workers import Worker, Workers, signals
 NO_LIMIT = "train.max_tokens=100000000"  # nothing is trained
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     name: str  # as typed
     config: Config  # its model.path is that of the weights
     k: int = 1  # answers to each problem
     run_dir: Path | None = None
-
-
-def as_overrides(values: Mapping[str, object]) -> tuple[str, ...]:
-    """As of --set; None is not given."""
-    return tuple(f"{key}={json.dumps(v)}" for key, v in values.items() if v is not None)
 
 
 def resolve(
@@ -63,7 +56,7 @@ def resolve(
     run = here if holds_run(here) else None
     weights = str(last_checkpoint(here)) if run == Path(name) else name
     path = path or (run and run / "recipe.toml")
-    loaded = recipe.load(path, [*as_overrides({"model.path": weights}), *overrides, NO_LIMIT])
+    loaded = recipe.load(path, [f"model.path={toml_value(weights)}", *overrides, NO_LIMIT])
     recipe.find_model(loaded.config)  # raises where the path leads nowhere
     if path is None and loaded.origins["tasks.kind"] == "default":
         remedy = "name a recipe with --recipe, or set tasks.kind"

@@ -20,7 +20,7 @@ from minirl import recipe
 from minirl.config import BYTES_PER_TOKEN
 from minirl.errors import RecipeError
 from minirl.records import Prompt
-from minirl.run_dir import JsonLines, read_lines, write_text
+from minirl.run_dir import JsonLines, make_results_dir, read_lines, write_text
 from minirl.statistics import bootstrap, interval_of, mcnemar, pass_at, usual_ks
 from minirl.tasks.check import checking
 from minirl.tasks.prompts import short_prompts
@@ -95,9 +95,7 @@ def evaluate(target: Target, out: Path | None) -> dict[str, Any]:
         check()
     name = f"{Path(config.model.path).name}-{datetime.now():%Y%m%d-%H%M%S}"
     task, folder = make_task(config), out or (target.run_dir or Path()) / "evals" / name
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise RecipeError("--out", str(folder), "is not empty", "name a new directory")
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    make_results_dir(folder, "--out")
     bar.note(f"{config.model.path} on {config.tasks.kind}; results in {folder}")
     there = Collector(config, bar.note, folder / "logs", task)
     (folder / "recipe.toml").write_text(recipe.to_toml(config))
