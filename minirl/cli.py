@@ -26,6 +26,9 @@ REMOVED = {
     "diff": "minirl report RUN RUN, which puts their values side by side",
     "trace": "--set log.trace=true, and open the run's trace.json in ui.perfetto.dev",
     "plan --num": "--gpus N",
+    "eval --problems": "--set eval.num_prompts=N",
+    "--temperature": "--set eval.temperature=T",
+    "--max-new-tokens": "--set rollout.max_new_tokens=N",
 }
 UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)  # typer has no public name
 
@@ -39,7 +42,6 @@ Recipe = Annotated[Path, Argument(metavar="RECIPE", help="A TOML file, as recipe
 Overrides = Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="Repeatable.")]
 RunDirectory = Annotated[Path | None, Option("--run-dir", help="Default: runs/<recipe>-<time>.")]
 Out = Annotated[Path | None, Option(metavar="DIR", help="Where the results go.")]
-Two = tuple[Path, Path]
 
 
 def main() -> None:
@@ -122,9 +124,7 @@ def train(
     recipe.toml, metrics.jsonl, evals.jsonl, samples.jsonl, batches.jsonl and summary.json. Ctrl-C
     once: finish the step, save, exit. Twice: now.
 
-    \b
-    minirl train recipes/smoke.toml --set train.steps=10 --set buffer.max_staleness=0
-    minirl train recipes/gsm8k.toml --run-dir runs/mine    # again: resumes it
+    minirl train recipes/smoke.toml --set train.steps=10 --run-dir runs/mine    # again: resumes it
     """
     from minirl.recipe import find_model, load
 
@@ -157,7 +157,7 @@ def train(
 @app.command("eval")
 def evaluate(
     target: Annotated[str | None, Argument(metavar="[MODEL_OR_RUN]")] = None,
-    compare: Annotated[Two | None, Option(metavar="A B", help="Two folders of results.")] = None,
+    compare: Annotated[tuple[Path, Path] | None, Option(metavar="A B", help="Two results.")] = None,
     task: Annotated[str | None, Option(metavar="KIND", help="As tasks.kind in a recipe.")] = None,
     recipe: Annotated[Path | None, Option(help="Task and sampling for a model.")] = None,
     k: Annotated[int, Option("--k", min=1, max=1024, help="Answers to each problem.")] = 1,
@@ -168,9 +168,7 @@ def evaluate(
     last checkpoint), a checkpoint, or a model: a Hugging Face folder, a hub name or "tiny", which
     needs --task or --recipe. It leaves results.jsonl and summary.json in RUN/evals/… or evals/….
 
-    \b
     minirl eval Qwen/Qwen3-0.6B --task gsm8k --k 8 --set eval.num_prompts=200
-    minirl eval --compare evals/tiny-… runs/smoke-…/evals/step-…    before and after RL
     """
     from minirl.tools import evaluate as tool
     from minirl.tools.collect import resolve
@@ -215,9 +213,7 @@ def sft(recipe: Recipe, overrides: Overrides = None, run_dir: RunDirectory = Non
     """Train a model on its task's worked answers, before RL. It leaves model/ (a Hugging Face
     folder), metrics.jsonl and summary.json (held-out loss) in runs/<recipe>-sft-<time>/.
 
-    \b
     minirl sft recipes/gsm8k.toml --set sft.steps=300
-    minirl train recipes/gsm8k.toml --set model.path=runs/gsm8k-sft-…/model
     """
     from minirl.recipe import load
 

@@ -92,14 +92,14 @@ def test_a_run_has_its_recipe_and_a_model_needs_a_task(tmp_path: Path, tied_fold
         (folder / "config.json").write_text("{}")
     (tmp_path / "recipe.toml").write_text(to_toml(Config()))
     for name, folder in ((tmp_path, last), (first, first)):
-        assert resolve(str(name)).config.model.path == str(folder)
+        assert resolve(str(name), None, ()).config.model.path == str(folder)
     assert resolve(str(tmp_path), None, ["seed=3"]).config.seed == 3
     # Several answers are sampled: greedy ones would be alike.
     for k, given, expected in ((1, (), 0.0), (4, (), 1.0), (4, (0.6,), 0.6), (4, (0,), 1.0)):
         sets = [f"eval.temperature={value}" for value in given]
         assert resolve(str(tmp_path), None, sets, k).config.eval.temperature == expected
     with pytest.raises(RecipeError, match="comes with no task"):
-        resolve(str(tied_folder))
+        resolve(str(tied_folder), None, ())
     config = resolve(str(tied_folder), None, ["tasks.kind=arithmetic"]).config
     assert config.model.path == str(tied_folder)
 

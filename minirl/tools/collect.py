@@ -37,8 +37,6 @@ from minirl.train import checkpoint
 from minirl.view.console import Bar
 from minirl.workers import Worker, Workers, signals
 
-NO_LIMIT = "train.max_tokens=100000000"  # nothing is trained
-
 
 class Target(NamedTuple):
     name: str  # as typed
@@ -47,16 +45,15 @@ class Target(NamedTuple):
     run_dir: Path | None = None
 
 
-def resolve(
-    name: str, path: Path | None = None, overrides: Sequence[str] = (), k: int = 1
-) -> Target:
+def resolve(name: str, path: Path | None, overrides: Sequence[str], k: int = 1) -> Target:
     """`path` is of a recipe; default: the run's own. Raises RecipeError with what is missing."""
     folder = Path(name).parent
     here = folder.parent if folder.name == "checkpoints" else Path(name)
     run = here if holds_run(here) else None
     weights = str(last_checkpoint(here)) if run == Path(name) else name
     path = path or (run and run / "recipe.toml")
-    loaded = recipe.load(path, [f"model.path={toml_value(weights)}", *overrides, NO_LIMIT])
+    own = (f"model.path={toml_value(weights)}", *overrides, "train.max_tokens=100000000")
+    loaded = recipe.load(path, own)  # without a limit: nothing is trained
     recipe.find_model(loaded.config)  # raises where the path leads nowhere
     if path is None and loaded.origins["tasks.kind"] == "default":
         remedy = "name a recipe with --recipe, or set tasks.kind"
@@ -96,6 +93,9 @@ class Attempt(TypedDict):
     length: int  # written tokens
     stop: str  # "refused": the engine did not take the prompt
     error: str
+
+
+Answer = tuple[Attempt, TrajectoryView | None]
 
 
 @dataclass
@@ -143,9 +143,7 @@ class Collector:
                     self.workers.kill()
                     devices.sweep_temp(temp)
 
-    def answers(
-        self, prompts: Sequence[Prompt]
-    ) -> Iterator[tuple[int, Attempt, TrajectoryView | None]]:
+    def answers(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, Answer]]:
         """By place, in the order in which they end, with their tokens. A prompt that stands there k
         times has k answers. Where all prompts fit into the ring, one engine and one seed give the
         same answers (not where a task has several turns: replies come when they come)."""
@@ -154,9 +152,9 @@ class Collector:
             self.workers.deliver(self.groups.evaluate(evaluation))
             self.collect()
             for place, ended in evaluation.take_ended():
-                yield place, *self._attempt(ended)
+                yield place, self._attempt(ended)
 
-    def _attempt(self, ended: Ended) -> tuple[Attempt, TrajectoryView | None]:
+    def _attempt(self, ended: Ended) -> Answer:
         attempt = Attempt(text="", reward=ended.reward, length=0, stop="refused", error=ended.error)
         if (answer := ended.trajectory) is None:
             return attempt, None
@@ -187,15 +185,13 @@ def sample(target: Target, text: str, count: int, is_raw: bool, in_full: bool) -
     is_chat = not is_raw and has_template(there.tokenizer)
     example = Example(({"role": "user", "content": text},) if is_chat else text, "")
     prompt = Prompt(0, example, encode(example, there.tokenizer))
-    if not prompt.tokens:
-        raise RecipeError("PROMPT", "", "has no token", "write something")
     tasks = replace(config.tasks, max_prompt_tokens=len(prompt.tokens))
     there.config = replace(config, tasks=tasks)
     with there.running(count):
-        for number, (_, answer, view) in enumerate(there.answers([prompt] * count), start=1):
+        for number, (_, (answer, view)) in enumerate(there.answers([prompt] * count), start=1):
             if view is None:
                 rule = f"vLLM refuses it ({answer['error']})"
-                raise RecipeError("PROMPT", "…", rule, "shorten it")
+                raise RecipeError("PROMPT", text[:60], rule, "write another")
             written = view.mask == 1
             tokens, logprobs = view.tokens[written].tolist(), view.logprobs[written].tolist()
             stop, mean = answer["stop"], sum(logprobs) / max(1, len(tokens))

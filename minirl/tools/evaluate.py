@@ -50,13 +50,9 @@ def summarise(results: Sequence[Result]) -> dict[str, Any]:
     failed = [answer["error"] for answer in answers if answer["reward"] is None]
     rewards = [result.rewards for result in results]
     found, most = interval_of(rewards), len(results[0].answers)
-
-    def passed(k: int) -> float | None:
-        """Over problems with at least k graded answers."""
-        counts = [(len(own), sum(reward >= 1.0 for reward in own)) for own in rewards]
-        shares = [pass_at(k, num, num_right) for num, num_right in counts if num >= k]
-        return fmean(shares) if shares else None
-
+    counts = [(len(own), sum(reward >= 1.0 for reward in own)) for own in rewards]
+    # Over problems with at least k graded answers.
+    passed = {k: [pass_at(k, *own) for own in counts if own[0] >= k] for k in usual_ks(most)}
     return {
         "problems": len(results),
         "answers_each": most,
@@ -64,7 +60,7 @@ def summarise(results: Sequence[Result]) -> dict[str, Any]:
         "failures": sorted(set(failed))[:5],
         "accuracy": found.mean if found else None,
         "interval_95": [found.low, found.high] if found else None,
-        "pass_at": {str(k): passed(k) for k in usual_ks(most)},
+        "pass_at": {str(k): fmean(own) if own else None for k, own in passed.items()},
         "length_mean": fmean(a["length"] for a in answers),
         "truncated_frac": fmean(a["stop"] == "length" for a in answers),
     }
@@ -76,12 +72,11 @@ def summary_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     if found["accuracy"] is not None:
         low, high = found["interval_95"]
         accuracy = f"{found['accuracy']:.1%}   95 % interval {low:.1%} to {high:.1%}"
-    passed = {f"pass@{k}": share for k, share in found["pass_at"].items() if share is not None}
     dropped = ("answers_failed", "failures", "prompts_too_long")
     return [
         ("problems", f"{found['problems']} × {found['answers_each']} answers"),
         ("accuracy", accuracy),
-        *((name, f"{share:.1%}") for name, share in passed.items()),
+        *((f"pass@{k}", f"{x:.1%}") for k, x in found["pass_at"].items() if x is not None),
         ("tokens", f"{found['length_mean']:.1f}, {found['truncated_frac']:.1%} truncated"),
         *((name.replace("_", " "), str(found[name])) for name in dropped if found[name]),
         ("results", found["folder"]),
@@ -121,7 +116,7 @@ def _ask(there: Collector, prompts: Sequence[Prompt], k: int, path: Path, bar: B
     most = RING_BYTES // (BYTES_PER_TOKEN * there.config.max_tokens_per_trajectory)
     num_cells = min(k * len(prompts), most)
     with closing(file), there.running(num_cells):
-        for place, attempt, _ in there.answers([p for p in prompts for _ in range(k)]):
+        for place, (attempt, _) in there.answers([p for p in prompts for _ in range(k)]):
             own, prompt = done[place // k], prompts[place // k]
             own[place % k] = attempt
             if len(own) == k:
