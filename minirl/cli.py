@@ -171,7 +171,6 @@ def evaluate(
     minirl eval Qwen/Qwen3-0.6B --task gsm8k --k 8 --set eval.num_prompts=200
     """
     from minirl.tools import evaluate as tool
-    from minirl.tools.collect import resolve
 
     if (compare is None) == (target is None):
         remedy = "minirl eval MODEL_OR_RUN, or minirl eval --compare A B"
@@ -180,7 +179,7 @@ def evaluate(
         _show(tool.compare(compare))
         return
     values = [*(overrides or ()), *([f"tasks.kind={toml_value(task)}"] if task else ())]
-    found = tool.evaluate(resolve(cast(str, target), recipe, values, k), out)
+    found = tool.evaluate(tool.resolve(cast(str, target), recipe, values, k), out)
     _show(tool.summary_rows(found))
     raise typer.Exit(0 if found["accuracy"] is not None else 1)
 
@@ -199,12 +198,11 @@ def sample(
 
     minirl sample runs/smoke-… "Tom has 7 apples. Tom buys 5 more. How many has Tom?" --tokens
     """
-    from minirl.tools.collect import resolve
-    from minirl.tools.collect import sample as draw
+    from minirl.tools import evaluate as tool
 
     given = ("tasks.kind=arithmetic", "eval.temperature=1", "rollout.max_new_tokens=256")
-    target = resolve(model, None, (*given, *(overrides or ())))
-    for line in draw(target, prompt, num, raw, tokens):
+    target = tool.resolve(model, None, (*given, *(overrides or ())))
+    for line in tool.sample(target, prompt, num, raw, tokens):
         typer.echo(line)
 
 
@@ -272,9 +270,8 @@ def plan(
 
     boxes = [f"devices.nodes={nodes}"] if nodes else []
     config = load(recipe, [*(overrides or []), *boxes]).config
-    total = gpus or config.num_devices
     planned = Plan(config, gpu_for(gpu), usual_lengths(config, mean or None))
-    fits, shown = tables(planned, total, price)
+    fits, shown = tables(planned, gpus or config.num_devices, price)
     for table in shown:
         _show(table)
     raise typer.Exit(0 if fits else 2)

@@ -16,8 +16,7 @@ from minirl.errors import RecipeError
 from minirl.recipe import to_toml
 from minirl.run_dir import read_lines
 from minirl.statistics import interval_of, mcnemar, pass_at, usual_ks, wilson
-from minirl.tools.collect import Attempt, resolve
-from minirl.tools.evaluate import Result, summarise
+from minirl.tools.evaluate import Attempt, Result, resolve, summarise
 
 
 def test_wilson_s_interval_has_known_values() -> None:

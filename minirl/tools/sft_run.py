@@ -36,8 +36,7 @@ def sft(config: Config, run_dir: Path) -> int:
     check_packages(config)
     with checking(config, find_model(config)) as check:
         check()
-    make_results_dir(run_dir, "--run-dir")
-    (run_dir / "recipe.toml").write_text(to_toml(config))
+    make_results_dir(run_dir, "--run-dir", to_toml(config))
     workers, bar = Workers(run_dir / "logs", config.devices.train), Bar("steps")
     rendezvous, output = run_dir.absolute() / "rendezvous", run_dir / "model"
     try:
