@@ -266,10 +266,9 @@ def _ask(there: Collector, prompts: Sequence[Prompt], k: int, path: Path, bar: B
     """All problems, each k times; the results as they come."""
     results: list[Result] = []
     done = [dict[int, Attempt]() for _ in prompts]
-    file = JsonLines(path, bar.note)
     most = RING_BYTES // (BYTES_PER_TOKEN * there.config.max_tokens_per_trajectory)
     num_cells = min(k * len(prompts), most)
-    with closing(file), there.running(num_cells):
+    with closing(JsonLines(path, bar.note)) as file, there.running(num_cells):
         for place, (attempt, _) in there.answers([p for p in prompts for _ in range(k)]):
             own, prompt = done[place // k], prompts[place // k]
             own[place % k] = attempt
