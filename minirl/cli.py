@@ -364,7 +364,10 @@ def inspect(
     run: Annotated[Path, Argument(metavar="RUN", help="A run directory.")],
     step: Annotated[int | None, Option(help="Default: the last.")] = None,
 ) -> None:
-    """Print what a step trained: answers, rewards, versions, lengths."""
+    """Print what a step trained: answers, rewards, versions, lengths.
+
+    minirl inspect runs/smoke-… --step 12
+    """
     opened = open_run(run)
     line = find_step(opened, step)
     typer.echo(f"step {line['step']}, from version {line.get('version', '?')}")
