@@ -15,7 +15,7 @@ import typer
 from typer import Argument, Option
 
 import minirl
-from minirl.errors import MinirlError, RecipeError, Unreachable, one_line
+from minirl.errors import MinirlError, RecipeError, Unreachable, one_line, toml_value
 from minirl.run_dir import RUNS, choose_run_dir, holds_run, new_run_dir, open_run
 from minirl.view.runs import find_step, list_runs, run_rows, sample_texts, trajectory_rows
 
@@ -26,6 +26,9 @@ REMOVED = {
     "diff": "minirl report RUN RUN, which puts their values side by side",
     "trace": "--set log.trace=true, and open the run's trace.json in ui.perfetto.dev",
     "plan --num": "--gpus N",
+    "eval --problems": "--set eval.num_prompts=N",
+    "--temperature": "--set eval.temperature=T",
+    "--max-new-tokens": "--set rollout.max_new_tokens=N",
 }
 UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)  # typer has no public name
 
@@ -39,8 +42,6 @@ Recipe = Annotated[Path, Argument(metavar="RECIPE", help="A TOML file, as recipe
 Overrides = Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="Repeatable.")]
 RunDirectory = Annotated[Path | None, Option("--run-dir", help="Default: runs/<recipe>-<time>.")]
 Out = Annotated[Path | None, Option(metavar="DIR", help="Where the results go.")]
-Two = tuple[Path, Path]
-Temperature = Annotated[float | None, Option(help="0 is greedy.")]
 
 
 def main() -> None:
@@ -123,9 +124,7 @@ def train(
     recipe.toml, metrics.jsonl, evals.jsonl, samples.jsonl, batches.jsonl and summary.json. Ctrl-C
     once: finish the step, save, exit. Twice: now.
 
-    \b
-    minirl train recipes/smoke.toml --set train.steps=10 --set buffer.max_staleness=0
-    minirl train recipes/gsm8k.toml --run-dir runs/mine    # again: resumes it
+    minirl train recipes/smoke.toml --set train.steps=10 --run-dir runs/mine    # again: resumes it
     """
     from minirl.recipe import find_model, load
 
@@ -158,12 +157,10 @@ def train(
 @app.command("eval")
 def evaluate(
     target: Annotated[str | None, Argument(metavar="[MODEL_OR_RUN]")] = None,
-    compare: Annotated[Two | None, Option(metavar="A B", help="Two folders of results.")] = None,
+    compare: Annotated[tuple[Path, Path] | None, Option(metavar="A B", help="Two results.")] = None,
     task: Annotated[str | None, Option(metavar="KIND", help="As tasks.kind in a recipe.")] = None,
     recipe: Annotated[Path | None, Option(help="Task and sampling for a model.")] = None,
     k: Annotated[int, Option("--k", min=1, max=1024, help="Answers to each problem.")] = 1,
-    temperature: Temperature = None,
-    problems: Annotated[int | None, Option(help="Default: eval.num_prompts.")] = None,
     out: Out = None,
     overrides: Overrides = None,
 ) -> None:
@@ -171,12 +168,9 @@ def evaluate(
     last checkpoint), a checkpoint, or a model: a Hugging Face folder, a hub name or "tiny", which
     needs --task or --recipe. It leaves results.jsonl and summary.json in RUN/evals/… or evals/….
 
-    \b
-    minirl eval Qwen/Qwen3-0.6B --task gsm8k --k 8 --problems 200
-    minirl eval --compare evals/tiny-… runs/smoke-…/evals/step-…    before and after RL
+    minirl eval Qwen/Qwen3-0.6B --task gsm8k --k 8 --set eval.num_prompts=200
     """
     from minirl.tools import evaluate as tool
-    from minirl.tools.collect import as_overrides, resolve
 
     if (compare is None) == (target is None):
         remedy = "minirl eval MODEL_OR_RUN, or minirl eval --compare A B"
@@ -184,9 +178,8 @@ def evaluate(
     if compare is not None:
         _show(tool.compare(compare))
         return
-    given = {"tasks.kind": task, "eval.num_prompts": problems, "eval.temperature": temperature}
-    values = (*(overrides or ()), *as_overrides(given))
-    found = tool.evaluate(resolve(cast(str, target), recipe, values, k), out)
+    values = [*(overrides or ()), *([f"tasks.kind={toml_value(task)}"] if task else ())]
+    found = tool.evaluate(tool.resolve(cast(str, target), recipe, values, k), out)
     _show(tool.summary_rows(found))
     raise typer.Exit(0 if found["accuracy"] is not None else 1)
 
@@ -196,23 +189,20 @@ def sample(
     model: Annotated[str, Argument(metavar="MODEL", help="As MODEL_OR_RUN of minirl eval.")],
     prompt: Annotated[str, Argument(metavar="PROMPT")],
     num: Annotated[int, Option("-n", min=1, max=1024, help="How many answers.")] = 4,
-    temperature: Temperature = 1.0,
-    max_new_tokens: Annotated[int, Option(help="An answer is cut here.")] = 256,
     raw: Annotated[bool, Option("--raw", help="Use no chat template.")] = False,
     tokens: Annotated[bool, Option("--tokens", help="Print each token and its logprob.")] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Print answers of a model to one prompt, with their logprobs.
+    """Print answers of a model to one prompt, with their logprobs. They are sampled at
+    eval.temperature (here 1.0) and cut at rollout.max_new_tokens (here 256).
 
     minirl sample runs/smoke-… "Tom has 7 apples. Tom buys 5 more. How many has Tom?" --tokens
     """
-    from minirl.tools.collect import as_overrides, resolve
-    from minirl.tools.collect import sample as draw
+    from minirl.tools import evaluate as tool
 
-    given = {"tasks.kind": "arithmetic", "eval.temperature": temperature}  # of no task is asked
-    values = as_overrides({**given, "rollout.max_new_tokens": max_new_tokens})
-    target = resolve(model, None, (*values, *(overrides or ())))
-    for line in draw(target, prompt, num, raw, tokens):
+    given = ("tasks.kind=arithmetic", "eval.temperature=1", "rollout.max_new_tokens=256")
+    target = tool.resolve(model, None, (*given, *(overrides or ())))
+    for line in tool.sample(target, prompt, num, raw, tokens):
         typer.echo(line)
 
 
@@ -221,19 +211,14 @@ def sft(recipe: Recipe, overrides: Overrides = None, run_dir: RunDirectory = Non
     """Train a model on its task's worked answers, before RL. It leaves model/ (a Hugging Face
     folder), metrics.jsonl and summary.json (held-out loss) in runs/<recipe>-sft-<time>/.
 
-    \b
     minirl sft recipes/gsm8k.toml --set sft.steps=300
-    minirl train recipes/gsm8k.toml --set model.path=runs/gsm8k-sft-…/model
     """
     from minirl.recipe import load
 
     config = load(recipe, overrides or []).config
-    folder = run_dir or new_run_dir(f"{recipe.stem}-sft")
-    if any(folder.iterdir() if folder.exists() else ()):
-        raise RecipeError("--run-dir", str(folder), "is not empty", "name a new directory")
     from minirl.tools.sft_run import sft as learn
 
-    raise typer.Exit(learn(config, folder))
+    raise typer.Exit(learn(config, run_dir or new_run_dir(f"{recipe.stem}-sft")))
 
 
 @app.command()
@@ -285,9 +270,8 @@ def plan(
 
     boxes = [f"devices.nodes={nodes}"] if nodes else []
     config = load(recipe, [*(overrides or []), *boxes]).config
-    total = gpus or config.num_devices
     planned = Plan(config, gpu_for(gpu), usual_lengths(config, mean or None))
-    fits, shown = tables(planned, total, price)
+    fits, shown = tables(planned, gpus or config.num_devices, price)
     for table in shown:
         _show(table)
     raise typer.Exit(0 if fits else 2)
@@ -372,8 +356,7 @@ def watch(
 def runs(folder: Annotated[Path, Argument(metavar="[DIR]")] = RUNS) -> None:
     """List runs: state, step, reward, accuracy, age. `minirl train --resume` continues a run that
     stopped (by a signal, and saved) or failed (without a result)."""
-    found = list_runs(folder) if folder != RUNS or folder.exists() else []
-    _show(run_rows(found) if found else [(f"no runs in {folder}",)])
+    _show(run_rows(found) if (found := list_runs(folder)) else [(f"no runs in {folder}",)])
 
 
 @app.command()

@@ -179,6 +179,14 @@ def new_run_dir(name: str) -> Path:
     return RUNS / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
+def make_results_dir(path: Path, key: str, recipe: str) -> None:
+    """For the results of `minirl eval` and `minirl sft`, with the recipe and a folder for logs."""
+    if path.exists() and any(path.iterdir()):
+        raise RecipeError(key, str(path), "is not empty", "name a new directory")
+    (path / "logs").mkdir(parents=True, exist_ok=True)
+    (path / "recipe.toml").write_text(recipe)
+
+
 def choose_run_dir(recipe: Path, run_dir: Path | None, resume: bool) -> Path:
     """Where `minirl train` writes: a new directory, or the one of the run to resume."""
     if run_dir is not None:

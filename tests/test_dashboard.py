@@ -52,7 +52,7 @@ def example(**changes: Any) -> Status:
 
 def lines_of(shown: Status, width: int, height: int, which: int = 0, now: float = NOW) -> list[str]:
     """Exactly as large as the terminal, or it would scroll."""
-    drawn = dashboard.picture(shown, now, width, height, which, dashboard.KEYS)
+    drawn = dashboard.picture(shown, now, (width, height), which, dashboard.KEYS)
     lines = "".join(segment.text for segment in drawn.segments).split("\n")[:-1]
     assert len(lines) == height and {cell_len(line) for line in lines} == {width}
     return lines

@@ -16,8 +16,7 @@ from minirl.errors import RecipeError
 from minirl.recipe import to_toml
 from minirl.run_dir import read_lines
 from minirl.statistics import interval_of, mcnemar, pass_at, usual_ks, wilson
-from minirl.tools.collect import Attempt, as_overrides, resolve
-from minirl.tools.evaluate import Result, summarise
+from minirl.tools.evaluate import Attempt, Result, resolve, summarise
 
 
 def test_wilson_s_interval_has_known_values() -> None:
@@ -92,16 +91,14 @@ def test_a_run_has_its_recipe_and_a_model_needs_a_task(tmp_path: Path, tied_fold
         (folder / "config.json").write_text("{}")
     (tmp_path / "recipe.toml").write_text(to_toml(Config()))
     for name, folder in ((tmp_path, last), (first, first)):
-        assert resolve(str(name)).config.model.path == str(folder)
-    values = as_overrides({"eval.num_prompts": 7, "seed": 3, "tasks.data": None})
-    config = resolve(str(tmp_path), None, values).config
-    assert (config.eval.num_prompts, config.seed) == (7, 3)
+        assert resolve(str(name), None, ()).config.model.path == str(folder)
+    assert resolve(str(tmp_path), None, ["seed=3"]).config.seed == 3
     # Several answers are sampled: greedy ones would be alike.
     for k, given, expected in ((1, (), 0.0), (4, (), 1.0), (4, (0.6,), 0.6), (4, (0,), 1.0)):
         sets = [f"eval.temperature={value}" for value in given]
         assert resolve(str(tmp_path), None, sets, k).config.eval.temperature == expected
     with pytest.raises(RecipeError, match="comes with no task"):
-        resolve(str(tied_folder))
+        resolve(str(tied_folder), None, ())
     config = resolve(str(tied_folder), None, ["tasks.kind=arithmetic"]).config
     assert config.model.path == str(tied_folder)
 
@@ -113,8 +110,8 @@ def test_a_model_is_evaluated_and_sampled(engines: int, tied_folder: Path, tmp_p
     few hang."""
     task = f"{Path(__file__).parent / 'noisy_task.py'}:UnsureAgain"
     done = minirl(
-        *("eval", str(tied_folder), "--task", task, "--k", "3", "--problems", "12"),
-        *("--temperature=1", "--set=rollout.max_new_tokens=24", f"--set=devices.rollout={engines}"),
+        *("eval", str(tied_folder), "--task", task, "--k", "3", "--set=eval.num_prompts=12"),
+        *("--set=rollout.max_new_tokens=24", f"--set=devices.rollout={engines}"),
         *("--set=tasks.timeout_s=0.5", "--set=rollout.kv_cache_gib=0.1"),
         *("--set=tasks.max_prompt_tokens=64", "--out", "out"),
         cwd=tmp_path,
@@ -148,8 +145,8 @@ def test_a_model_is_evaluated_and_sampled(engines: int, tied_folder: Path, tmp_p
 def check_samples(folder: Path, tmp_path: Path) -> None:
     """Greedy: both answers are alike. test_engine.py compares logprobs with a plain forward."""
     done = minirl(
-        *("sample", str(folder), "Tom has 7 apples.", "-n", "2", "--temperature", "0", "--tokens"),
-        *("--max-new-tokens", "8", "--set", "rollout.kv_cache_gib=0.1"),
+        *("sample", str(folder), "Tom has 7.", "-n2", "--tokens", "--set=eval.temperature=0"),
+        *("--set=rollout.max_new_tokens=8", "--set=rollout.kv_cache_gib=0.1"),
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr

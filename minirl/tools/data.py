@@ -17,10 +17,8 @@ from minirl.tasks.check import MOST_LOOKED_AT
 from minirl.tasks.prompts import encode, has_template, key_of, trained_on
 
 
-def data_rows(
-    config: Config, task: Task, tokenizer: Any, most: int = MOST_LOOKED_AT
-) -> Iterator[tuple[str, str]]:
-    train = [task.train(i) for i in range(min(task.num_train, most))]
+def data_rows(config: Config, task: Task, tokenizer: Any) -> Iterator[tuple[str, str]]:
+    train = [task.train(i) for i in range(min(task.num_train, MOST_LOOKED_AT))]
     test = task.heldout(config.eval.num_prompts)
     yield "train", f"{task.num_train:,} examples, of which {len(train):,} are looked at"
     yield from _side(train, config.tasks.max_prompt_tokens, tokenizer)

@@ -105,10 +105,9 @@ def make_trainer(kind: str, config: Config) -> Trainer:
     """Alone, without batches."""
     folder = str(recipe.find_model(config))
     store = WeightStore(model.weight_table(Path(folder)), config.model.dtype)
-    paths: dict[str, Any] = {"folder": folder, "tokenizer_folder": folder}
-    shared: dict[str, Any] = {"ring": TrajectoryRing(1, 1), "store": store, "version": 0}
-    setup = TrainerSetup(config=config, placement=devices.Placement(kind), **paths, **shared)
-    return Trainer(setup, Board(1).writer(0))
+    given: dict[str, Any] = {"tokenizer_folder": folder, "store": store, "version": 0}
+    given |= {"ring": TrajectoryRing(1, 1), "placement": devices.Placement(kind)}
+    return Trainer(TrainerSetup(config=config, folder=folder, **given), Board(1).writer(0))
 
 
 def links(kind: str, config: Config) -> Figures:

@@ -411,9 +411,8 @@ def tables(plan: Plan, num_gpus: int, price: float = 0.0) -> tuple[bool, list[Ta
         changes = " ".join(f"--set {change}" for change in best.changes_from(plan.config))
         memory.append(("to change", changes, "then it fits"))
     about, least, most = hours = [best.hours * share for share in (1.0, *TRUST)]
-    time = (
-        f"{plan.config.train.steps:,} steps in about {about:.2g} hours ({least:.2g} to {most:.2g})"
-    )
+    between = f"{least:.2g} to {most:.2g}"
+    time = f"{plan.config.train.steps:,} steps in about {about:.2g} hours ({between})"
     if price:
         num_gpus += (plan.config.num_nodes - 1) * plan.config.devices.rollout
         cost, low, high = (f"{each * num_gpus * price:,.2f}" for each in hours)

@@ -21,7 +21,7 @@ from minirl.launch import INTERRUPTED, spawn_ranks
 from minirl.messages import Learned, Role, SftSetup, Stop
 from minirl.metrics import metrics_line
 from minirl.recipe import check_devices, check_model, check_packages, find_model, to_toml
-from minirl.run_dir import JsonLines, write_text
+from minirl.run_dir import JsonLines, make_results_dir, write_text
 from minirl.tasks.check import checking
 from minirl.view.console import Bar
 from minirl.workers import Workers, graceful, signals
@@ -36,8 +36,7 @@ def sft(config: Config, run_dir: Path) -> int:
     check_packages(config)
     with checking(config, find_model(config)) as check:
         check()
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    (run_dir / "recipe.toml").write_text(to_toml(config))
+    make_results_dir(run_dir, "--run-dir", to_toml(config))
     workers, bar = Workers(run_dir / "logs", config.devices.train), Bar("steps")
     rendezvous, output = run_dir.absolute() / "rendezvous", run_dir / "model"
     try:

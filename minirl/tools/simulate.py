@@ -162,11 +162,8 @@ class Simulation:
                 self.feed((num_steps - self.buffer.version) * self.buffer.batch_size)
                 self.learn()
                 self.next_event()
-        seconds = self.now - began_s
-        idle_s = fmean(engine.idle_s for engine in self.engines)
-        return Throughput(
-            self.num_tokens / seconds, self.trainer_idle_s / seconds, idle_s / seconds
-        )
+        idle_s = self.trainer_idle_s, fmean(engine.idle_s for engine in self.engines)
+        return Throughput(*(total / (self.now - began_s) for total in (self.num_tokens, *idle_s)))
 
     def feed(self, needed: int) -> None:
         """As many groups as the buffer admits, each to the engine that the dispatcher picks."""
@@ -190,8 +187,7 @@ class Simulation:
             self.num_tokens += sum(written)
             num_prompts = self.costs.prompts_per_answer * len(written)
             num_trained = sum(written) + self.lengths.prompt * num_prompts
-            train_s = self.costs.train + self.costs.train_per_token * num_trained
-            self.trained_s = self.now + train_s
+            self.trained_s = self.now + self.costs.train + self.costs.train_per_token * num_trained
 
     def next_event(self) -> None:
         engine = min(self.engines, key=attrgetter("next_end_s"))

@@ -319,11 +319,9 @@ def body(status: Status, width: int, height: int, which: int) -> list[Line]:
     return lines
 
 
-def picture(
-    status: Status, now: float, width: int, height: int, which: int = 0, keys: str = ""
-) -> Segments:
+def picture(status: Status, now: float, size: tuple[int, int], which: int, keys: str) -> Segments:
     """Exactly as large as asked; what is too much is left out above the keys."""
-    share = min(1.0, status.step / max(1, status.steps))
+    (width, height), share = size, min(1.0, status.step / max(1, status.steps))
     right = f" step {status.step}/{status.steps}  {share:4.0%}  {clock(status.seconds)}"
     right += f"  ETA {eta(status.last, status.steps)} " if status.state == "running" else " "
     name = f" minirl {shorten(status.name, max(1, min(32, width - len(right) - 18)))} "
@@ -368,7 +366,7 @@ class Screen(contextlib.ExitStack):
     def show(self, status: Status) -> str:
         """Draws it; gives the keys that are pressed within a second. `p` is dealt with here."""
         width, height = map(max, self._console.size, MIN_SIZE)
-        drawn = picture(status, time.time(), width, height, self._which, self._keys)
+        drawn = picture(status, time.time(), (width, height), self._which, self._keys)
         self._console.update_screen(drawn)
         if not select.select([0], [], [], LOOK_S)[0]:
             return ""
@@ -394,7 +392,8 @@ def watch(run_dir: Path) -> None:
     """Until `q`; once, where there is no terminal."""
     console = Console(highlight=False, soft_wrap=True)
     if not can_draw(console):
-        console.print(picture(look(run_dir), time.time(), console.width, max(24, console.height)))
+        size = console.width, max(24, console.height)
+        console.print(picture(look(run_dir), time.time(), size, 0, ""))
         return
     with Screen(console, WATCH_KEYS) as screen, contextlib.suppress(KeyboardInterrupt):
         while "q" not in screen.show(look(run_dir)):
