@@ -25,6 +25,7 @@ class Task:
     reference_column: str = "reference"
     turn_stop: tuple[str, ...] = ()  # texts that end a turn, where the task replies
     options: Mapping[str, Any] = {}  # what [tasks.options] may set; an instance has this run's
+    solution_form = "{}"  # what stands around the reference in an answer that scores 1
 
     def __init__(self, config: TasksConfig, seed: int = 0):
         self.config, self.seed = config, seed
@@ -73,7 +74,7 @@ class Task:
 
     def solution(self, example: Example) -> str:
         """An answer that must score 1: the self-check uses it."""
-        return example.reference
+        return self.solution_form.format(example.reference)
 
     @property
     def num_train(self) -> int:

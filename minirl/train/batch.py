@@ -86,10 +86,9 @@ def items_of(batch: Batch, ring: TrajectoryRing, max_staleness: int) -> list[lis
         items = []
         for place, trajectory in enumerate(group.trajectories):
             view = ring.read(trajectory.cell, group.id)
-            item = item_of(view, batch.version, max_staleness)
-            trainable = item.trainable & (place not in group.masked)
-            reward = group.rewards[place]
-            items.append(item._replace(reward=reward, start=start, trainable=trainable))
+            most = -1 if place in group.masked else max_staleness  # -1: none of it trains
+            item = item_of(view, batch.version, most)
+            items.append(item._replace(reward=group.rewards[place], start=start))
             start += len(view.tokens)
         groups.append(items)
     return groups
@@ -104,20 +103,6 @@ def item_of(view: TrajectoryView, version: int, max_staleness: int = 0) -> Item:
 
 def num_trainable(items: Sequence[Item]) -> int:
     return sum(int(item.trainable.sum()) for item in items)
-
-
-def loss_weights(counts: Sequence[int], kind: str, max_new_tokens: int) -> list[float]:
-    """What each trained token of a trajectory counts, where a mean over tokens has 1.
-
-    `counts` are the trained tokens of each trajectory of a minibatch. The loss is then divided by
-    their sum, so "sequence" gives 1/(count · trajectories that train) and "constant"
-    1/(trajectories · max_new_tokens) to a token.
-    """
-    total = sum(counts)
-    if kind == "constant":
-        return [total / (len(counts) * max_new_tokens)] * len(counts)
-    num_training = sum(count > 0 for count in counts)
-    return [total / (count * num_training) if count else 0.0 for count in counts]
 
 
 def own_micro_batches(
