@@ -17,8 +17,7 @@ from minirl.tasks.sources import SourceRow, as_rows, read
 
 
 class Task:
-    """Data is read at first use: a verifier never reads it. A class of another base works too, if
-    it has `num_train`, `train`, `heldout`, `reward` and `solution`."""
+    """Data is read at first use: a verifier never reads it."""
 
     data: str = ""  # what is read where the recipe names no tasks.data, and its columns
     prompt_column: str = "prompt"
@@ -97,7 +96,7 @@ class Task:
 
 
 def has_turns(task: Task) -> bool:
-    return getattr(type(task), "reply", Task.reply) is not Task.reply
+    return type(task).reply is not Task.reply
 
 
 class Generated(Task):

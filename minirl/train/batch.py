@@ -41,11 +41,6 @@ class Item(NamedTuple):
         return len(self.view.tokens)
 
     @property
-    def prompt(self) -> NDArray[np.int32]:
-        """The tokens before the first that the model wrote."""
-        return self.view.tokens[: self.written.argmax() if self.written.any() else None]
-
-    @property
     def place(self) -> slice:
         return slice(self.start, self.start + self.length)
 
@@ -118,10 +113,11 @@ def own_micro_batches(
 
 
 def by_prompt(items: Sequence[Item]) -> list[Unit]:
-    """Trajectories that begin with the same tokens."""
+    """Trajectories that have the same tokens before the first that the model wrote."""
     found: dict[bytes, Unit] = {}
     for place, item in enumerate(items):
-        unit = found.setdefault(item.prompt.tobytes(), Unit([], len(item.prompt), []))
+        prompt = item.view.tokens[: item.written.argmax() if item.written.any() else None]
+        unit = found.setdefault(prompt.tobytes(), Unit([], len(prompt), []))
         unit.places.append(place)
         unit.answers.append(item.length - unit.prompt)
     return list(found.values())
@@ -164,11 +160,10 @@ def staleness_metrics(items: Sequence[Item]) -> dict[str, float | None]:
     """The buffer's metrics that need every token's version."""
     trained = trained_staleness(items)
     num_written = sum(int(item.written.sum()) for item in items)
+    versions = [len(np.unique(item.view.versions[item.written])) for item in items]
     return {
         "buffer/staleness_mean": float(trained.mean()) if len(trained) else 0.0,
         "buffer/staleness_max": float(max(trained, default=0)),
         "buffer/masked_frac": 1.0 - len(trained) / max(1, num_written),
-        "buffer/versions_per_trajectory": fmean(
-            len(np.unique(item.view.versions[item.written])) for item in items
-        ),
+        "buffer/versions_per_trajectory": fmean(versions),
     }
