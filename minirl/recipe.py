@@ -156,18 +156,14 @@ def _read_chain(path: Path, origin: str = "", seen: tuple[Path, ...] = ()) -> li
 
 def _parse_override(text: str) -> _Layer:
     """`section.key=value`; the value is TOML, and what is not TOML is a string."""
-    key, equals, raw = text.partition("=")
-    key, value = key.strip(), raw.strip()
-    if not equals or not key or key == "extends":
-        remedy = "write section.key=value, such as --set train.lr=1e-5"
-        raise RecipeError("--set", text, "sets no key of a recipe", remedy)
-    parsed: Any = value
-    with suppress(ValueError, RecursionError):
-        table = tomllib.loads(f"value = {value}")
-        parsed = table["value"] if len(table) == 1 else value
-    for part in reversed(key.split(".")):
-        parsed = {part: parsed}
-    return _Layer(parsed, "--set")
+    key, equals, value = text.partition("=")
+    for written in (value, toml_value(value.strip())):
+        with suppress(ValueError, RecursionError):
+            table = tomllib.loads(f"{key} = {written}")
+            if equals and len(table) == 1 and "extends" not in table:
+                return _Layer(table, "--set")
+    remedy = "write section.key=value, such as --set train.lr=1e-5"
+    raise RecipeError("--set", text, "sets no key of a recipe", remedy)
 
 
 def _flatten(layer: _Layer) -> Iterator[tuple[str, Any]]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from minirl.config import TrainConfig
 from minirl.train.advantage import ESTIMATORS, estimate, gae
-from minirl.train.batch import loss_weights
 from minirl.train.objective import OBJECTIVES, Sums, Tokens, loglinear_prox, loss_of
+from minirl.train.prepare import loss_weights
 
 TRAIN = TrainConfig(clip_low=0.2, clip_high=0.3, behav_cap=5.0)
 NAN = float("nan")

@@ -22,12 +22,10 @@ EXAMPLE = Example("q", "right")
 TASK = """
 import os
 
-class Moody:
-    num_train = 1
-    replies = {"wrong": "text right", "nan": "", "inf": 3}
+from minirl.tasks import Task
 
-    def __init__(self, config, seed):
-        pass
+class Moody(Task):
+    replies = {"wrong": "text right", "nan": "", "inf": 3}
 
     def reward(self, example, answer):
         match answer.text.split()[0]:
@@ -103,7 +101,7 @@ def test_rewards_and_texts_come_in_order_and_a_failure_is_never_a_0(bench: Bench
     assert bench.ask(request) == Graded(4, (1.0, 0.0, 1.0, 0.0), texts)
     numbers = {"nan": "nan", "inf": "inf", "text": "'not a number'"}
     failures = {word: f"the reward is {n}, not a finite number" for word, n in numbers.items()}
-    failures["raise"] = "no idea (moody.py, line 16, in reward)"
+    failures["raise"] = "no idea (moody.py, line 14, in reward)"
     for i, (text, error) in enumerate(failures.items()):
         assert bench.ask(bench.grade(i, "right", text)) == Graded(i, error=f"ValueError: {error}")
 

@@ -17,14 +17,14 @@ from minirl.tasks.sources import SourceRow, as_rows, read
 
 
 class Task:
-    """Data is read at first use: a verifier never reads it. A class of another base works too, if
-    it has `num_train`, `train`, `heldout`, `reward` and `solution`."""
+    """Data is read at first use: a verifier never reads it."""
 
     data: str = ""  # what is read where the recipe names no tasks.data, and its columns
     prompt_column: str = "prompt"
     reference_column: str = "reference"
     turn_stop: tuple[str, ...] = ()  # texts that end a turn, where the task replies
     options: Mapping[str, Any] = {}  # what [tasks.options] may set; an instance has this run's
+    solution_form = "{}"  # what stands around the reference in an answer that scores 1
 
     def __init__(self, config: TasksConfig, seed: int = 0):
         self.config, self.seed = config, seed
@@ -73,7 +73,7 @@ class Task:
 
     def solution(self, example: Example) -> str:
         """An answer that must score 1: the self-check uses it."""
-        return example.reference
+        return self.solution_form.format(example.reference)
 
     @property
     def num_train(self) -> int:
@@ -96,7 +96,7 @@ class Task:
 
 
 def has_turns(task: Task) -> bool:
-    return getattr(type(task), "reply", Task.reply) is not Task.reply
+    return type(task).reply is not Task.reply
 
 
 class Generated(Task):

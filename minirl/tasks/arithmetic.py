@@ -99,6 +99,7 @@ class Arithmetic(Generated):
 
     difficulty = USUAL
     options = {"step_weights": list(difficulty.step_weights)}  # noqa: RUF012
+    solution_form = f" {MARK}{{}}"
 
     def __init__(self, config: TasksConfig, seed: int = 0):
         super().__init__(config, seed)
@@ -121,9 +122,6 @@ class Arithmetic(Generated):
         number = re.match(r"-?\d+", last)
         is_right = number is not None and number[0] == example.reference
         return float(is_right and answer.stop is StopReason.STOP)
-
-    def solution(self, example: Example) -> str:
-        return f" {MARK}{example.reference}"
 
 
 class Calculator(Arithmetic):

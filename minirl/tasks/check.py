@@ -140,9 +140,9 @@ class _Watch:
         """Bounded are its own methods, also where they call each other: through `self`."""
         task = self.call(registry.make_task, config)
         for name in METHODS:
-            method = getattr(task, name, None)
+            method = getattr(task, name)
             if callable(method) and not method.__module__.startswith("minirl."):
                 vars(task)[name] = partial(self.call, method)
-        if getattr(type(task), "num_train", None) is not Task.num_train:  # perhaps a property
-            self.call(getattr, task, "num_train", None)
+        if type(task).num_train is not Task.num_train:  # perhaps a property
+            self.call(getattr, task, "num_train")
         return task

@@ -34,6 +34,7 @@ class Test(NamedTuple):
 class Code(Task):
     data = str(Path(__file__).with_name("code_problems"))
     options = {"test_s": 2.0}  # noqa: RUF012
+    solution_form = "```python\n{}\n```"
 
     def __init__(self, config: TasksConfig, seed: int = 0):
         super().__init__(config, seed)
@@ -66,9 +67,6 @@ class Code(Task):
             if left_s <= 0 or not passes(test, run(blocks[-1], test.stdin, test.call, limits)):
                 return 0.0
         return 1.0
-
-    def solution(self, example: Example) -> str:
-        return f"```python\n{example.reference}\n```"
 
 
 def passes(test: Test, outcome: Outcome) -> bool:

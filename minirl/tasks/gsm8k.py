@@ -35,6 +35,7 @@ class Gsm8k(Task):
     data = "openai/gsm8k:main"
     prompt_column, reference_column = "question", "answer"
     options = {"instruction": INSTRUCTION}  # noqa: RUF012
+    solution_form = HASHES + " {}"
 
     def example(self, row: SourceRow) -> Example:
         asked = super().example(row)
@@ -48,9 +49,6 @@ class Gsm8k(Task):
     def reward(self, example: Example, answer: Answer) -> float:
         is_right = final_number(answer.text) == final_number(example.reference)
         return float(is_right and answer.stop is StopReason.STOP)
-
-    def solution(self, example: Example) -> str:
-        return f"{HASHES} {example.reference}"
 
 
 def instructed(example: Example, instruction: str) -> tuple[dict[str, str], ...]:

@@ -8,13 +8,12 @@ Leaves out: proofs, and answers with units: these are what the text says.
 
 import re
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from math_verify import parse, verify
 from math_verify.errors import TimeoutException
 
-from minirl.config import TasksConfig
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Task
 from minirl.tasks.gsm8k import final, instructed, last_box
@@ -23,16 +22,15 @@ from minirl.tasks.sources import SourceRow
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 LIMIT_S = 5
 MAX_CHARS = 1000  # a longer box is wrong: no reference comes near it, and to parse it costs
+# sympy imports much of itself at the first comparison: do that outside of any time limit.
+verify(*(parse(text, parsing_timeout=60) for text in ("$x+x$", "$2x$")), timeout_seconds=60)
 
 
 class Mathematics(Task):
     data = "DigitalLearningGmbH/MATH-lighteval"
     prompt_column, reference_column = "problem", "solution"
     options = {"instruction": INSTRUCTION}  # noqa: RUF012
-
-    def __init__(self, config: TasksConfig, seed: int = 0):
-        super().__init__(config, seed)
-        _warm_up()
+    solution_form = r"\boxed{{{}}}"
 
     def example(self, row: SourceRow) -> Example:
         asked = super().example(row)
@@ -41,9 +39,6 @@ class Mathematics(Task):
 
     def reward(self, example: Example, answer: Answer) -> float:
         return float(answer.stop is StopReason.STOP and is_equal(example.reference, answer.text))
-
-    def solution(self, example: Example) -> str:
-        return rf"\boxed{{{example.reference}}}"
 
 
 def is_equal(reference: str, answer: str) -> bool:
@@ -70,12 +65,6 @@ def _parsed(latex: str, is_text: bool = False) -> tuple[Any, ...]:
     """What math-verify makes of it. Empty: nothing that it can read."""
     text = latex if is_text else rf"\boxed{{{plain(latex)}}}"
     return tuple(parse(text, parsing_timeout=LIMIT_S, raise_on_error=True))
-
-
-@cache
-def _warm_up() -> None:
-    """sympy imports much of itself at the first comparison: do that outside of any time limit."""
-    verify(*(parse(text, parsing_timeout=60) for text in ("$x+x$", "$2x$")), timeout_seconds=60)
 
 
 def plain(latex: str) -> str:

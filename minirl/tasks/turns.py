@@ -32,7 +32,7 @@ def dialogue_of(task: Task, kind: str, tokenizer: Any) -> Dialogue | None:
     """None: the task has one turn."""
     if not has_turns(task):
         return None
-    stop = getattr(task, "turn_stop", ())
+    stop = task.turn_stop
     if not isinstance(stop, tuple) or not all(isinstance(text, str) and text for text in stop):
         rule = f"its turn_stop is {stop!r}"
         raise RecipeError("tasks.kind", kind, rule, 'a tuple of texts, such as ("</call>",)')

@@ -41,11 +41,6 @@ class Item(NamedTuple):
         return len(self.view.tokens)
 
     @property
-    def prompt(self) -> NDArray[np.int32]:
-        """The tokens before the first that the model wrote."""
-        return self.view.tokens[: self.written.argmax() if self.written.any() else None]
-
-    @property
     def place(self) -> slice:
         return slice(self.start, self.start + self.length)
 
@@ -86,10 +81,9 @@ def items_of(batch: Batch, ring: TrajectoryRing, max_staleness: int) -> list[lis
         items = []
         for place, trajectory in enumerate(group.trajectories):
             view = ring.read(trajectory.cell, group.id)
-            item = item_of(view, batch.version, max_staleness)
-            trainable = item.trainable & (place not in group.masked)
-            reward = group.rewards[place]
-            items.append(item._replace(reward=reward, start=start, trainable=trainable))
+            most = -1 if place in group.masked else max_staleness  # -1: none of it trains
+            item = item_of(view, batch.version, most)
+            items.append(item._replace(reward=group.rewards[place], start=start))
             start += len(view.tokens)
         groups.append(items)
     return groups
@@ -106,20 +100,6 @@ def num_trainable(items: Sequence[Item]) -> int:
     return sum(int(item.trainable.sum()) for item in items)
 
 
-def loss_weights(counts: Sequence[int], kind: str, max_new_tokens: int) -> list[float]:
-    """What each trained token of a trajectory counts, where a mean over tokens has 1.
-
-    `counts` are the trained tokens of each trajectory of a minibatch. The loss is then divided by
-    their sum, so "sequence" gives 1/(count · trajectories that train) and "constant"
-    1/(trajectories · max_new_tokens) to a token.
-    """
-    total = sum(counts)
-    if kind == "constant":
-        return [total / (len(counts) * max_new_tokens)] * len(counts)
-    num_training = sum(count > 0 for count in counts)
-    return [total / (count * num_training) if count else 0.0 for count in counts]
-
-
 def own_micro_batches(
     items: Sequence[Item], setup: RankSetup, can_share: bool = False
 ) -> list[MicroBatch]:
@@ -133,10 +113,11 @@ def own_micro_batches(
 
 
 def by_prompt(items: Sequence[Item]) -> list[Unit]:
-    """Trajectories that begin with the same tokens."""
+    """Trajectories that have the same tokens before the first that the model wrote."""
     found: dict[bytes, Unit] = {}
     for place, item in enumerate(items):
-        unit = found.setdefault(item.prompt.tobytes(), Unit([], len(item.prompt), []))
+        prompt = item.view.tokens[: item.written.argmax() if item.written.any() else None]
+        unit = found.setdefault(prompt.tobytes(), Unit([], len(prompt), []))
         unit.places.append(place)
         unit.answers.append(item.length - unit.prompt)
     return list(found.values())
@@ -179,11 +160,10 @@ def staleness_metrics(items: Sequence[Item]) -> dict[str, float | None]:
     """The buffer's metrics that need every token's version."""
     trained = trained_staleness(items)
     num_written = sum(int(item.written.sum()) for item in items)
+    versions = [len(np.unique(item.view.versions[item.written])) for item in items]
     return {
         "buffer/staleness_mean": float(trained.mean()) if len(trained) else 0.0,
         "buffer/staleness_max": float(max(trained, default=0)),
         "buffer/masked_frac": 1.0 - len(trained) / max(1, num_written),
-        "buffer/versions_per_trajectory": fmean(
-            len(np.unique(item.view.versions[item.written])) for item in items
-        ),
+        "buffer/versions_per_trajectory": fmean(versions),
     }

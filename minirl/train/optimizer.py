@@ -130,7 +130,7 @@ class Replica:
         if self.is_sharded:
             parts = {n: own_slice(p.detach()) for n, p in trained.items()}
             trained = {n: nn.Parameter(part) for n, part in parts.items() if part.numel()}
-        self._slices, self.is_8bit = trained, self.config.optimizer == "adamw8bit"
+        self.slices, self.is_8bit = trained, self.config.optimizer == "adamw8bit"
         is_zero = self.num_shares > 1 and not self.is_sharded
         self.optimizer = build_optimizer(trained.values(), lr, self.config, is_zero)
         self._local: Any = getattr(self.optimizer, "optim", self.optimizer)  # of its own share
@@ -165,9 +165,9 @@ class Replica:
         """The gradient's norm before it was clipped. If it is not finite, nothing is clipped: that
         would spread over the whole gradient and hide its origin."""
         named = dict(self.named.named_parameters())
-        for name, part in self._slices.items():
+        for name, part in self.slices.items():
             part.grad = own_slice(named[name].grad)
-        own = list(self._slices.values())
+        own = list(self.slices.values())
         norm = torch.nn.utils.get_total_norm([p.grad for p in own if p.grad is not None])
         if self.is_sharded:
             norm = over_ranks(norm.square()).sqrt()
@@ -187,12 +187,6 @@ class Replica:
         norms = torch._foreach_norm([own_slice(p.detach()) for _, p in named], dtype=torch.float32)
         bad = over_ranks((~torch.stack(norms).isfinite()).int()).nonzero()
         return named[int(bad[0, 0])][0] if len(bad) else ""
-
-    @property
-    def slices(self) -> dict[str, Tensor]:
-        """This rank's part of every weight that is trained, by name."""
-        named = self.named.named_parameters()
-        return {name: own_slice(p.detach()) for name, p in named if p.requires_grad}
 
     def state_by_name(self) -> dict[str, Tensor]:
         """Of a sharded optimizer: this rank's share. All 8-bit states share one table of values,
@@ -231,7 +225,7 @@ class Replica:
 
     def _owned(self) -> list[tuple[str, Tensor]]:
         """Names and what the optimizer updates."""
-        names = {id(own): name for name, own in self._slices.items()}
+        names = {id(own): name for name, own in self.slices.items()}
         groups = self._local.param_groups
         return [(names[id(p)], p) for group in groups for p in group["params"]]
 

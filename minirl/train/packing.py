@@ -8,7 +8,6 @@ backward that syncs is a collective: a rank with too few units ends with empty m
 the trainer runs as a dummy of zero loss.
 """
 
-import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -112,11 +111,11 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, min_count: int = 1) -
 def balanced(units: Sequence[Unit], num_ranks: int) -> list[list[Unit]]:
     """By rank: costliest first, each to the rank that has the least cost so far."""
     owned: list[list[Unit]] = [[] for _ in range(num_ranks)]
-    loads = [(0.0, rank) for rank in range(num_ranks)]
-    for index in longest_first([unit.cost for unit in units]):
-        load, rank = heapq.heappop(loads)
-        owned[rank].append(units[index])
-        heapq.heappush(loads, (load + units[index].cost, rank))
+    loads = [0.0] * num_ranks
+    for unit in sorted(units, key=lambda unit: -unit.cost):
+        rank = loads.index(min(loads))
+        owned[rank].append(unit)
+        loads[rank] += unit.cost
     return owned
 
 

@@ -9,7 +9,7 @@ one column for the whole batch: then every rank knows all of it, and computes th
 Axes: T tokens of a micro-batch, A tokens of the whole batch, N written tokens of a trajectory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,14 +21,7 @@ from torch import nn
 from minirl.messages import TrainerSetup
 from minirl.records import Batch
 from minirl.train.advantage import EPSILON, estimate, gae
-from minirl.train.batch import (
-    Item,
-    MicroBatch,
-    items_of,
-    loss_weights,
-    num_trainable,
-    own_micro_batches,
-)
+from minirl.train.batch import Item, MicroBatch, items_of, num_trainable, own_micro_batches
 from minirl.train.optimizer import over_ranks
 from minirl.train.policy import Policy
 
@@ -70,7 +63,8 @@ class Preparer:
         size = len(groups) // train.num_minibatches  # whole groups, equally many in each
         starts = range(0, size * train.num_minibatches, size)
         parts = [[item for group in groups[i : i + size] for item in group] for i in starts]
-        mine = [[self.with_forwards(m) for m in self.micro_batches(part)] for part in parts]
+        shares = (own_micro_batches(part, self.setup, self.policy.can_share) for part in parts)
+        mine = [[self.with_forwards(micro) for micro in share] for share in shares]
         flat = [micro for micro_batches in mine for micro in micro_batches]
         if self.critic is None:
             rewards = [[item.reward for item in group] for group in groups]
@@ -79,18 +73,12 @@ class Preparer:
             columns = self.by_token(items, self.values(self.critic, flat, items))
         if train.loss_norm != "token":  # else every token counts the same
             columns["weights_T"] = self.weights(parts)
-        known = {name: torch.from_numpy(c).to(device) for name, c in columns.items()}
+        known: dict[str, Any] = {n: torch.from_numpy(c).to(device) for n, c in columns.items()}
         finished = []
-        for i, (part, micro_batches) in enumerate(zip(parts, mine, strict=True)):
-            whole = []
-            for micro in micro_batches:
-                own: dict[str, Any] = {name: known[name][micro.index_T] for name in known}
-                whole.append(micro._replace(**own))
-            finished.append(Minibatch(whole, max(1, num_trainable(part)), i / len(parts)))
+        for i, (part, share) in enumerate(zip(parts, mine, strict=True)):
+            own = [m._replace(**{n: c[m.index_T] for n, c in known.items()}) for m in share]
+            finished.append(Minibatch(own, max(1, num_trainable(part)), i / len(parts)))
         return Prepared(finished, groups, columns["advantages_T"])
-
-    def micro_batches(self, items: list[Item]) -> list[MicroBatch]:
-        return own_micro_batches(items, self.setup, self.policy.can_share)
 
     @torch.no_grad()
     def with_forwards(self, micro: MicroBatch) -> MicroBatch:
@@ -140,6 +128,20 @@ class Preparer:
         kind, longest = config.train.loss_norm, config.rollout.max_new_tokens
         counts = [[num_trainable([item]) for item in part] for part in parts]
         return over_tokens([loss_weights(part, kind, longest) for part in counts], parts)
+
+
+def loss_weights(counts: Sequence[int], kind: str, max_new_tokens: int) -> list[float]:
+    """What each trained token of a trajectory counts, where a mean over tokens has 1.
+
+    `counts` are the trained tokens of each trajectory of a minibatch. The loss is then divided by
+    their sum, so "sequence" gives 1/(count · trajectories that train) and "constant"
+    1/(trajectories · max_new_tokens) to a token.
+    """
+    total = sum(counts)
+    if kind == "constant":
+        return [total / (len(counts) * max_new_tokens)] * len(counts)
+    num_training = sum(count > 0 for count in counts)
+    return [total / (count * num_training) if count else 0.0 for count in counts]
 
 
 def over_tokens(values: list[list[float]], parts: list[list[Item]]) -> Column:

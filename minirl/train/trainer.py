@@ -91,7 +91,7 @@ class Trainer:
         self.logprobs_A = torch.zeros(num_tokens, device=self.device)
         sums: Sums = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
         norms = [self.update(minibatch, sums) for minibatch in prepared.minibatches]
-        if bad := self.bad_weight():
+        if bad := next(filter(None, (replica.bad_weight() for replica in self.replicas)), ""):
             remedy = "continue with --resume; if it comes again, start anew with a lower train.lr"
             raise MinirlError(f"step {batch.step}: {bad} is not finite after the update; {remedy}")
         taken = [norm for norm in norms if norm is not None]
@@ -187,10 +187,6 @@ class Trainer:
                     micro = pack([item_of(view, self.version)], self.device)
                     self.setup.ring.read(*cell)  # still that entry: the copy is whole
                     yield micro
-
-    def bad_weight(self) -> str:
-        """The first parameter that is not finite, or ""."""
-        return next((bad for replica in self.replicas if (bad := replica.bad_weight())), "")
 
     def summary(self, sums: Sums) -> dict[str, float | None]:
         """Metrics, over all ranks."""
@@ -314,7 +310,7 @@ def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
     torch.manual_seed(setup.config.seed)
     join_ranks(setup)
     trainer = Trainer(setup, board, pipe if setup.rank == 0 else None)
-    if bad := trainer.bad_weight():
+    if bad := trainer.learner.bad_weight():
         raise RecipeError("model.path", setup.folder, f"its {bad} is not finite", "take another")
     trainer.publish(setup.version)
     note = "" if trainer.policy.can_share else "this model trains the prompt anew in each answer"
