@@ -55,7 +55,6 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
     assert (status.state, status.step) == ("finished", 4)
     assert [lane.name for lane in status.lanes] == ["rollout-0", "rollout-1", "train-0", "train-1"]
     assert sum(status.staleness) == run.summary()["trained_tokens"] and status.samples
-    assert status.cost < 0.1
     assert addresses and addresses <= LOOPBACK
     check_secrets(run, ended, environments)
     assert min(lines[-1][f"buffer/dropped_{what}_error"] for what in ("reward", "reply")) > 0

@@ -91,7 +91,7 @@ def test_a_task_is_found_by_its_name_and_proves_itself(kind: str) -> None:
     [
         ("import no_such_package", "No module named 'no_such_package'"),
         ("class Mine(:", "SyntaxError"),
-        ("class Other: pass", "has no attribute 'Mine')"),
+        ("class Other: pass", "there is no Mine in it, but Other)"),
         ("class Mine:\n    def __init__(*_): ...", "(TypeError: it is no Task)"),
         ("def Mine(*_): raise OSError('no disk')", "(OSError: no disk (mine.py, line 1, in Mine))"),
         *((kind, "cannot be loaded") for kind in ("no.py:Task", "no_module:Task", "nonsense", ":")),

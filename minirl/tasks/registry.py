@@ -129,6 +129,11 @@ def _load(name: str) -> Any:
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(place)
+    if not hasattr(module, inside):
+        here = [
+            n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__
+        ]
+        raise LookupError(f"there is no {inside} in it, but {', '.join(here) or 'nothing else'}")
     return getattr(module, inside)
 
 
