@@ -58,9 +58,9 @@ class Run:
     def wait_for_step(self, step: int) -> None:
         self.wait_until(lambda: len(self.metrics()) >= step)
 
-    def end(self, limit_s: float = LIMIT_S) -> "Ended":
-        """Waits for the end, and sees that nothing is left of it: no process, and no shared memory
-        that no process holds."""
+    def end(self, limit_s: float = LIMIT_S, code: int | None = None) -> "Ended":
+        """Waits for the end, perhaps with this exit code, and sees that nothing is left of it: no
+        process, and no shared memory that no process holds."""
         try:
             out, err = self.process.communicate(timeout=limit_s)
         finally:
@@ -68,7 +68,9 @@ class Run:
         # Others' memory is orphaned for an instant too, as it comes and goes.
         wait_until(lambda: not living(self.process.pid) and not orphaned_memory() - self.before)
         assert list(self.dir.rglob("*.tmp")) == [], "a half-written file is left"
-        return Ended(self.process.returncode, out, err)
+        ended = Ended(self.process.returncode, out, err)
+        assert code in (None, ended.code), ended
+        return ended
 
     def metrics(self) -> list[dict[str, Any]]:
         return read_lines(self.dir / "metrics.jsonl")

@@ -439,15 +439,6 @@ def test_a_group_goes_to_the_engine_with_the_least_outstanding(num: int, dice: A
 # Under random histories ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("on_stale", OnStale)
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.integers(1, 8), st.integers(0, 5), st.integers(0, 2**32), st.integers(1, 300))
-def test_any_history(
-    on_stale: OnStale, batch_size: int, max_staleness: int, seed: int, num_events: int
-) -> None:
-    World(batch_size, max_staleness, on_stale, seed).run(num_events)
-
-
 @pytest.mark.parametrize("count", [300, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("on_stale", OnStale)
 def test_seeds_hold_and_go_through_what_they_claim(on_stale: OnStale, count: int) -> None:

@@ -15,7 +15,7 @@ import plain_script
 import pytest
 import torch
 from crew import CUDA_ENGINE_PLACE, ENGINE_PLACE, Inbox, crew
-from versions import EXACT, Versions
+from plain_script import EXACT, Versions
 
 from minirl import devices
 from minirl.config import Config, DevicesConfig, ModelConfig, RolloutConfig, TasksConfig
@@ -358,7 +358,7 @@ def test_a_reload_that_went_wrong(fault: str, engines: dict[str, Remote]) -> Non
 def wrong_canary(engine: Remote) -> np.ndarray:
     """Of the next version: what the engine computes is not what the trainer does."""
     version = engine.versions.store.latest + 1
-    return plain_script.canary(engine.versions.load(version)) + 0.01
+    return plain_script.canary_of(engine.versions.load(version)) + 0.01
 
 
 def test_a_wrong_canary_is_noticed(tied: Remote) -> None:
