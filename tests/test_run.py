@@ -1,6 +1,6 @@
 """Whole runs: the real command, real vLLM, real trainer ranks; an early SIGTERM. Dead and frozen
 workers, broken rewards, full disks and a killed controller are in test_supervisor.py and the soak;
-broken reloads are in test_engine.py.
+broken reloads, and weights that come in flight, are in test_engine.py.
 """
 
 import json
@@ -155,12 +155,9 @@ def test_a_run_shares_its_cores_and_trains_only_while_the_engine_sleeps(
 
 
 def test_smoke_recipe_learns(tmp_path: Path) -> None:
-    """Sixteen of its thirty steps; `make learn` makes them all. With fewer sequences at once, so
-    that some run when weights come, on any machine."""
-    few = {"rollout__max_num_seqs": 12}
-    run = Run(tmp_path / "run", small=False, train__steps=16, eval__every=16, **few)
+    """Sixteen of its thirty steps; `make learn` makes them all."""
+    run = Run(tmp_path / "run", small=False, train__steps=16, eval__every=16)
     check_learned(run, 600, 0.75)
-    assert run.summary()["multi_version_trajectories"] > 0
     assert run.summary()["logprob_gap_max"] < 1e-4, "KV was not computed anew under new weights"
     rewards = [line["reward/mean"] for line in run.metrics()]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3

@@ -136,11 +136,8 @@ def test_what_a_function_gives_has_the_form_of_what_it_takes(tmp_path: Path) -> 
     ones_T, index_T = torch.ones(2), torch.zeros(2, dtype=torch.int64)
     tokens = Tokens(ones_T, ones_T, ones_T, ones_T, torch.tensor([True, False]), index_T, 1)
     loss, sums = loss_of(f"{tmp_path}/own.py:plain", tokens, CONFIG.train)
-    assert loss == -1 and (sums["tokens"], sums["capped_frac"], sums["behav_ratio_mean"]) == (
-        1,
-        0,
-        1,
-    )
+    found = [sums[name] for name in ("tokens", "capped_frac", "behav_ratio_mean")]
+    assert loss == -1 and found == [1, 0, 1]
     with pytest.raises(RecipeError, match=r"shape \[\], not \[2\]; give one value per token"):
         loss_of(f"{tmp_path}/own.py:summed", tokens, CONFIG.train)
     with pytest.raises(RecipeError, match="gave not one advantage per reward"):
