@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from crew import publish
+from processes import publish
 from tiny_models import EOS, VOCAB
 from torch import Tensor
 

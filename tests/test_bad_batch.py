@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import ranks
-from crew import files_up_to
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from processes import files_up_to
 from ranks import CONFIG, FIRST_VERSION, FRESH, MIXED, STATE, Data, LocalRank, are_equal
 from safetensors.torch import load_file, save_file
 from test_config import cut, garble

@@ -14,8 +14,8 @@ import numpy as np
 import plain_script
 import pytest
 import torch
-from crew import CUDA_ENGINE_PLACE, ENGINE_PLACE, Inbox, crew
 from plain_script import EXACT, Versions
+from processes import CUDA_ENGINE_PLACE, ENGINE_PLACE, Inbox, crew
 
 from minirl import devices
 from minirl.config import Config, DevicesConfig, ModelConfig, RolloutConfig, TasksConfig

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from crew import ENGINE_PLACE, Inbox, crew
 from plain_script import EXACT, Versions
+from processes import ENGINE_PLACE, Inbox, crew
 from tiny_models import EOS, POSITIONS, tokenizer
 
 from minirl import messages

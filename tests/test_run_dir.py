@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crew import files_up_to
 from fault_bodies import write_checkpoint
+from processes import files_up_to
 from run_dirs import Notes, evaluate, log_of, make_config, write_run
 
 from minirl import launch, metrics, run_dir

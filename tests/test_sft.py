@@ -11,7 +11,7 @@ from pathlib import Path
 import plain_script
 import pytest
 import torch
-from crew import TRAINER_PLACE, wait_until
+from processes import TRAINER_PLACE, wait_until
 from ranks import FIRST_VERSION, LONGEST, GroupWriter, LocalRank, Recipe, relative_error
 from safetensors.torch import load_file
 from test_cli import ROOT, minirl

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from crew import LIMIT_S, TRAINER_PLACE, wait_until
 from fault_bodies import Script
+from processes import LIMIT_S, TRAINER_PLACE, wait_until
 from run_dirs import Notes
 
 from minirl import supervisor

@@ -19,8 +19,8 @@ import ranks
 import torch
 import torch.distributed as dist
 import varlen_cpu  # noqa: F401  registers the kernel of packed attention
-from crew import CUDA_TRAINER_PLACE
 from plain_script import PlainScript, Weights
+from processes import CUDA_TRAINER_PLACE
 from ranks import CONFIG, FRESH, MIXED, Data, LocalRank, are_equal, relative_error, with_train
 
 from minirl.buffer import History
