@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from crew import publish
+from processes import publish
 from safetensors.torch import load_file, save_file
 
 from minirl import messages

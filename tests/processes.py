@@ -1,20 +1,103 @@
-"""What the tests of whole runs share: start one, look into it, and see that it leaves nothing."""
+"""What tests with processes share: real workers with an inbox for what they say, a disk that is as
+full as one gets it without mounting one, and whole runs, which must leave nothing behind."""
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 
+from minirl.devices import Placement, vllm_environment
+from minirl.messages import Died
 from minirl.run_dir import read_lines
-from tests.crew import LIMIT_S, wait_until
+from minirl.shm.weights import WeightStore, canary_tokens
+from minirl.workers import Worker, Workers
 from tests.soak.controller_process import living, orphaned_memory
+
+VOCAB = 384  # of tiny_models.py, which loads torch
+LIMIT_S = 600.0  # a hang is a failure, however slow the machine
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+TRAINER_PLACE = Placement("cpu", env=ONE_THREAD)
+ENGINE_PLACE = Placement("cpu", env={**ONE_THREAD, **vllm_environment("cpu")})
+ON_GPU = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+CUDA_TRAINER_PLACE = Placement("cuda", env=ON_GPU)
+CUDA_ENGINE_PLACE = Placement("cuda", env={**ON_GPU, **vllm_environment("cuda")})
+
+Message = TypeVar("Message")
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.002)
+
+
+def publish(store: WeightStore, version: int, weights: Iterable[Any], canary: Any = 0.0) -> None:
+    """As a trainer does it; `weights` in the order of the store's table."""
+    with store.publishing(version) as slot:
+        slot.fill(weights)
+        slot.canary["tokens"] = canary_tokens(VOCAB)
+        slot.canary["logprobs"] = canary
+
+
+class Inbox:
+    """Messages of workers that are not taken yet."""
+
+    def __init__(self, workers: Workers):
+        self.workers = workers
+        self.messages: list[tuple[Worker, object]] = []
+
+    def take(self, worker: Worker, kind: type[Message]) -> Message:
+        """The worker's next message of this kind; a death that was not asked for is a failure."""
+
+        def found() -> list[object]:
+            own = [message for sender, message in self.messages if sender is worker]
+            return [message for message in own if isinstance(message, (kind, Died))]
+
+        self.wait_until(lambda: bool(found()))
+        message = found()[0]
+        self.messages.remove((worker, message))
+        assert isinstance(message, kind), f"{message}\n{self.workers.log_tail(worker)}"
+        return message
+
+    def wait_until(self, is_there: Callable[[], bool], listen_s: float = 0.2) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not is_there():
+            assert time.monotonic() < deadline, f"waited in vain; received {self.messages}"
+            self.messages += self.workers.receive(listen_s)
+
+
+@contextmanager
+def crew(log_dir: Path, num_workers: int) -> Iterator[Inbox]:
+    log_dir.mkdir(parents=True, exist_ok=True)
+    workers = Workers(log_dir, num_workers)
+    try:
+        yield Inbox(workers)
+    finally:
+        workers.kill()
+
+
+@contextmanager
+def files_up_to(num_bytes: int) -> Iterator[None]:
+    """Writes past this size fail half-way."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# Whole runs ---------------------------------------------------------------------------------------
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 SMALL = {"train.steps": 4, "train.batch_size": 4, "rollout.group_size": 4, "eval.every": 0}
@@ -58,9 +141,9 @@ class Run:
     def wait_for_step(self, step: int) -> None:
         self.wait_until(lambda: len(self.metrics()) >= step)
 
-    def end(self, limit_s: float = LIMIT_S) -> "Ended":
-        """Waits for the end, and sees that nothing is left of it: no process, and no shared memory
-        that no process holds."""
+    def end(self, limit_s: float = LIMIT_S, code: int | None = None) -> "Ended":
+        """Waits for the end, perhaps with this exit code, and sees that nothing is left of it: no
+        process, and no shared memory that no process holds."""
         try:
             out, err = self.process.communicate(timeout=limit_s)
         finally:
@@ -68,7 +151,9 @@ class Run:
         # Others' memory is orphaned for an instant too, as it comes and goes.
         wait_until(lambda: not living(self.process.pid) and not orphaned_memory() - self.before)
         assert list(self.dir.rglob("*.tmp")) == [], "a half-written file is left"
-        return Ended(self.process.returncode, out, err)
+        ended = Ended(self.process.returncode, out, err)
+        assert code in (None, ended.code), ended
+        return ended
 
     def metrics(self) -> list[dict[str, Any]]:
         return read_lines(self.dir / "metrics.jsonl")

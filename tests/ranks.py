@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import plain_script
 import torch
-from crew import TRAINER_PLACE, Inbox, crew
 from plain_script import Weights
+from processes import TRAINER_PLACE, Inbox, crew
 from safetensors.torch import load_file
 
 from minirl import messages

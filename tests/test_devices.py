@@ -1,10 +1,11 @@
-"""Which process runs where: on CPU by cores, on CUDA by GPUs; GPUs are found without torch."""
+"""Which process runs where: on CPU by cores, on CUDA by GPUs, or both pools on the same; GPUs are
+found without torch."""
 
 import json
 import os
 import subprocess
 import sys
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,8 @@ import pynvml
 import pytest
 import torch
 
-from minirl import devices
-from minirl.config import Config, DevicesConfig
+from minirl import devices, recipe
+from minirl.config import BufferConfig, Config, DevicesConfig, RolloutConfig
 from minirl.devices import Gpu, place
 from minirl.recipe import load
 from minirl.tools import doctor, measure, plan
@@ -72,6 +73,46 @@ def test_on_cuda_every_process_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     _, ranks = place(config, "cuda", 6, engines=False)
     assert [rank.env["CUDA_VISIBLE_DEVICES"] for rank in ranks] == ["0", "1"]
+
+
+# Engine and trainer on the same GPU or cores -----------------------------------------------------
+
+
+SHARED = DevicesConfig(share=True)
+IN_TURNS = Config(devices=SHARED, buffer=BufferConfig(max_staleness=0))
+AT_ONCE = Config(devices=SHARED, rollout=RolloutConfig(kv_cache_gib=3.0))
+
+
+def test_both_have_all_cores_or_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {4, 5, 6})
+    for own in chain(*place(AT_ONCE, "cpu", 3)):
+        assert own.cores == (4, 5, 6) and own.env["OMP_NUM_THREADS"] == "3"
+        assert own.env["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,2")
+    both = chain(*place(AT_ONCE, "cuda", 2))
+    assert [own.env["CUDA_VISIBLE_DEVICES"] for own in both] == ["7", "7"]
+
+
+def test_only_the_only_gpu_is_shared_by_itself() -> None:
+    for kind, available, is_shared in (("cuda", 1, True), ("cuda", 2, False), ("cpu", 1, False)):
+        assert recipe.check_devices(Config(), kind, available).devices.share == is_shared
+
+
+def test_each_stays_within_its_bill(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = devices.engine_arguments(AT_ONCE, "cuda")
+    assert arguments["kv_cache_memory_bytes"] == 3 * 2**30
+    assert arguments["gpu_memory_utilization"] == 0.01 and not arguments["enable_sleep_mode"]
+    assert devices.engine_arguments(IN_TURNS, "cuda")["enable_sleep_mode"]
+    assert devices.engine_arguments(Config(), "cuda")["kv_cache_memory_bytes"] is None
+    gpu, limits = SimpleNamespace(total_memory=24 * 2**30), list[float]()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limits.append)
+    for config in (AT_ONCE, IN_TURNS):
+        devices.leave_room_for_engine(config, weights_bytes=6 * 2**30)
+    assert limits == [12 / 24, 21 / 24]
+
+
+# What there is, and its limits --------------------------------------------------------------------
 
 
 def fake_nvml(num_gpus: int) -> SimpleNamespace:

@@ -3,28 +3,30 @@
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from string import ascii_letters
-from typing import Any
+from typing import Any, NamedTuple
 
-import engine_child
 import numpy as np
 import plain_script
 import pytest
 import torch
-from crew import CUDA_ENGINE_PLACE, ENGINE_PLACE, Inbox, crew
-from engine_child import Result
-from versions import EXACT, Versions
+from plain_script import EXACT, Versions
+from processes import CUDA_ENGINE_PLACE, ENGINE_PLACE, Inbox, crew
 
-from minirl.config import Config, ModelConfig, RolloutConfig, TasksConfig
+from minirl import devices
+from minirl.config import Config, DevicesConfig, ModelConfig, RolloutConfig, TasksConfig
 from minirl.devices import Placement
 from minirl.errors import StaleWeights
 from minirl.messages import Role
 from minirl.records import StopReason
-from minirl.rollout.engine import LIMIT, Engine, Sampling
+from minirl.rollout.engine import LIMIT, NUM_NEARER, Canary, Chunk, Engine, Sampling
+from minirl.rollout.weight_loader import find_piece
 from minirl.rollout.worker import RolloutSetup
+from minirl.shm.board import BoardWriter
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import CANARY_TOKENS
 from minirl.workers import Worker
@@ -37,6 +39,96 @@ CONFIG = Config(
     rollout=RolloutConfig(max_new_tokens=128, max_num_seqs=16, kv_cache_gib=0.125),
 )
 FREE = Sampling(max_tokens=100, temperature=1.0)
+
+
+class Result(NamedTuple):
+    value: Any = None
+    error: Exception | None = None
+
+
+def run(setups: dict[str, RolloutSetup], board: BoardWriter, pipe: Connection) -> None:
+    """The body of the process that holds the engines: vLLM needs its environment before torch is
+    imported. A call is an engine's name, a method of Engine, a function of this module, or getattr,
+    and its arguments; anything else ends the process."""
+    if "TRITON_INTERPRET" in os.environ:  # `make v2`: this one kernel cannot be interpreted
+        import vllm.v1.sample.ops.topk_topp_sampler as sampler
+
+        sampler.HAS_TRITON = False
+    engines = {}
+    for name, setup in setups.items():
+        with async_scheduling(name.startswith("async")):
+            engines[name] = Engine(setup.config, setup.folder, setup.kind, setup.store, setup.seed)
+            core = engines[name]._engine.engine_core.engine_core
+            assert (core.batch_queue is not None) == name.startswith("async")
+    if "TRITON_INTERPRET" in os.environ:
+        first: Any = next(iter(engines.values()))
+        assert first._engine.vllm_config.use_v2_model_runner
+    pipe.send(Result())
+    while isinstance(call := pipe.recv(), tuple):
+        name, function, arguments = call
+        try:
+            pipe.send(Result(function(engines[name], *arguments)))
+        except (StaleWeights, ValueError) as error:
+            pipe.send(Result(error=error))
+    for engine in engines.values():
+        engine.shutdown()
+
+
+@contextmanager
+def async_scheduling(is_on: bool) -> Iterator[None]:
+    """As on CUDA: vLLM itself turns it off on a CPU."""
+    from vllm.platforms import current_platform
+
+    arguments, check = devices.engine_arguments, current_platform.check_and_update_config
+
+    def check_all_else(vllm_config: Any) -> None:
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = is_on
+
+    kind = type(current_platform)
+    kind.check_and_update_config = staticmethod(check_all_else)
+    devices.engine_arguments = lambda *a: {**arguments(*a), "async_scheduling": is_on}
+    yield
+    kind.check_and_update_config, devices.engine_arguments = check, arguments
+
+
+def steps(engine: Engine, count: int) -> list[Chunk]:
+    """So many steps at most."""
+    found: list[Chunk] = []
+    for _ in range(count):
+        if not engine.is_busy:
+            break
+        found += [chunk._replace(tokens=list(chunk.tokens)) for chunk in engine.step()]
+    return found
+
+
+def unplaced(engine: Engine) -> list[str]:
+    """Tensors that are left to the canary, of all ranks."""
+
+    def names(wrapper: Any) -> list[str]:
+        return wrapper.worker._loaded.unplaced
+
+    return [name for rank in engine._engine.collective_rpc(names) for name in rank]
+
+
+def break_copies(engine: Engine, fault: str) -> None:
+    """From now on copies go wrong: "all" loses every tensor, "torn" takes every other one from the
+    slot of the version before, a name loses that tensor, and "" mends it."""
+
+    def patch(wrapper: Any) -> None:
+        worker = wrapper.worker
+
+        def copy(weights: dict[str, Any]) -> None:
+            kept = {n: w for n, w in weights.items() if fault not in ("all", n)}
+            if fault == "torn":
+                store = worker._store
+                other = dict(store.views(int(store._versions[0] == store.latest)))
+                kept = {n: other[n] if i % 2 else w for i, (n, w) in enumerate(weights.items())}
+            type(worker).copy(worker, kept)
+
+        worker.copy = copy
+
+    engine._engine.collective_rpc(patch)
 
 
 @dataclass
@@ -81,7 +173,7 @@ class Remote:
         return self.written[self.next_key]
 
     def step(self, count: int = 1000) -> None:
-        for chunk in self.call(engine_child.steps, count):
+        for chunk in self.call(steps, count):
             written = self.written[chunk.key]
             written.tokens += chunk.tokens
             written.logprobs += chunk.logprobs
@@ -109,8 +201,8 @@ TIGHT = replace(CONFIG, rollout=replace(CONFIG.rollout, kv_cache_gib=TIGHT_TOKEN
 ENGINES = {"tied": CONFIG, "llama": CONFIG, "keep": KEEP, "short": SHORT, "tight": TIGHT}
 ENGINES |= {"async": CONFIG, "async keep": KEEP}
 HALF = replace(CONFIG, model=ModelConfig(dtype="bfloat16"))
-if "TRITON_INTERPRET" not in os.environ:  # `make v2`: it would take minutes
-    ENGINES |= {"half": HALF}
+SHARDED = replace(HALF, devices=DevicesConfig(kind="cpu", rollout=2, tensor_parallel=2))
+IN_HALF = ("half", "sharded") * ("TRITON_INTERPRET" not in os.environ)  # `make v2`: minutes each
 UPDATE = 2e-3  # about an update's: less than bfloat16's noise in the canary
 
 
@@ -123,13 +215,13 @@ def running(logs: Path, settings: Settings, place: Placement) -> Iterator[dict[s
     versions, setups = dict[str, Versions](), {}
     for name, (config, folder) in settings.items():
         versions[name] = Versions(folder, config.model.dtype)
-        if name == "half":
+        if name in IN_HALF:
             versions[name].scale = UPDATE
         versions[name].publish(0)
         ring, store = TrajectoryRing(1, 1), versions[name].store
         setups[name] = RolloutSetup(config, str(folder), place.kind, 1, ring, store)
     with crew(logs, 1) as inbox:
-        worker = inbox.workers.spawn(Role.ROLLOUT, 0, "engine_child:run", setups, place)
+        worker = inbox.workers.spawn(Role.ROLLOUT, 0, f"{__name__}:run", setups, place)
         inbox.take(worker, Result)
         remotes = {name: Remote(name, inbox, worker, versions[name]) for name in settings}
         for remote in remotes.values():
@@ -142,11 +234,18 @@ def running(logs: Path, settings: Settings, place: Placement) -> Iterator[dict[s
 def engines(
     tied_folder: Path, llama_folder: Path, biased_folder: Path, tmp_path_factory: Any
 ) -> Iterator[dict[str, Remote]]:
-    """The Llama has a head of its own (untied)."""
-    folders, logs = {"llama": llama_folder, "half": biased_folder}, tmp_path_factory.mktemp("logs")
+    """The Llama has a head of its own (untied). One engine is on two ranks."""
+    folders, logs = {"llama": llama_folder}, tmp_path_factory.mktemp("logs")
     settings = {name: (config, folders.get(name, tied_folder)) for name, config in ENGINES.items()}
-    with running(logs, settings, ENGINE_PLACE) as remotes:
-        yield remotes
+    with ExitStack() as stack:
+        remotes = {}
+        if IN_HALF:
+            settings["half"] = HALF, biased_folder
+            (place,), _ = devices.place(SHARDED, "cpu", devices.num_cores(), ranks=False)
+            stack.callback(devices.sweep_temp, logs)
+            place, two = devices.with_own_temp(place, logs), {"sharded": (SHARDED, biased_folder)}
+            remotes = stack.enter_context(running(logs / "two", two, place))
+        yield remotes | stack.enter_context(running(logs, settings, ENGINE_PLACE))
 
 
 @pytest.fixture()
@@ -228,10 +327,11 @@ FAULTS = (
 # The checks of rule 6 -------------------------------------------------------------------------
 
 
-def check_healthy(engine: Remote) -> None:
-    """No healthy version is stopped, and no tensor is left to the canary."""
-    assert engine.call(engine_child.unplaced) == []
-    gaps = []
+@pytest.mark.parametrize("name", IN_HALF)
+def test_no_healthy_version_is_stopped(name: str, engines: dict[str, Remote]) -> None:
+    """And no tensor is left to the canary."""
+    engine, gaps = engines[name], []
+    assert engine.call(unplaced) == []
     for _ in range(NUM_VERSIONS):
         engine.update()
         gaps.append(engine.call(getattr, "canary").gap)
@@ -239,33 +339,26 @@ def check_healthy(engine: Remote) -> None:
     assert 0 < max(gaps) < LIMIT["bfloat16"]
 
 
-def check_noticed(engine: Remote, fault: str, named: str) -> None:
-    engine.call(engine_child.break_copies, fault)
-    with pytest.raises(StaleWeights, match=f"did not reach the engine: tensor {named}"):
-        engine.update()
-    engine.call(engine_child.break_copies, "")
-    engine.update()
-
-
-@pytest.mark.skipif("half" not in ENGINES, reason="not under make v2")
-def test_no_healthy_version_is_stopped(engines: dict[str, Remote]) -> None:
-    check_healthy(engines["half"])
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_reload_that_went_wrong(fault: str, engines: dict[str, Remote]) -> None:
     """The first tensor that was left behind is named."""
-    for engine in (engines[name] for name in ("tied", "llama", "half") if name in engines):
+    for name in ("tied", "llama", *IN_HALF):
+        engine = engines[name]
         names = [spec.name for spec in engine.versions.store.table]
         if fault in ("all", "torn", *names):
             first = {"all": names[0], "torn": names[1]}.get(fault, rf"{fault} \(and 0 more\)")
-            check_noticed(engine, fault, first)
+            first = first if name != "sharded" else fault * (fault in names)
+            engine.call(break_copies, fault)
+            with pytest.raises(StaleWeights, match=f"did not reach the engine: tensor {first}"):
+                engine.update()
+            engine.call(break_copies, "")
+            engine.update()
 
 
 def wrong_canary(engine: Remote) -> np.ndarray:
     """Of the next version: what the engine computes is not what the trainer does."""
     version = engine.versions.store.latest + 1
-    return plain_script.canary(engine.versions.load(version)) + 0.01
+    return plain_script.canary_of(engine.versions.load(version)) + 0.01
 
 
 def test_a_wrong_canary_is_noticed(tied: Remote) -> None:
@@ -355,3 +448,57 @@ def test_weights_change_in_flight_on_cuda(tied_folder: Path, tmp_path: Path) -> 
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             assert answer.versions == sorted(answer.versions)
             assert engines["cuda"].errors(prompt, answer).mean() < 0.1
+
+
+# Without an engine ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("room", "full", "num_ranks", "rows"),
+    [
+        (6, 6, 2, [(0, 6), (0, 6)]),  # the same on all
+        (3, 6, 2, [(0, 3), (3, 6)]),
+        (2, 4, 4, [(0, 2), (0, 2), (2, 4), (2, 4)]),  # two key-value heads on four ranks
+        (8, 13, 2, [(0, 8), (8, 13)]),  # a padded vocabulary
+        (16, 13, 1, [(0, 13)]),
+    ],
+)
+def test_rank_slices(room: int, full: int, num_ranks: int, rows: list[tuple[int, int]]) -> None:
+    tensor = torch.arange(3.0 * full).view(full, 3)
+    for rank, (start, stop) in enumerate(rows):
+        for of, held in ((tensor, torch.zeros(room, 3)), (tensor.T, torch.zeros(3, room))):
+            piece, own = find_piece(held, of.shape, rank, num_ranks), tensor[start:stop]
+            assert piece is not None and piece.held.shape == of[piece.of].shape
+            assert torch.equal(of[piece.of], own.T if len(of) == 3 else own)
+
+
+def through(canary: Canary, noise: float, change: float, is_stale: bool, count: int) -> list[str]:
+    """What the canary says of each version: the trainer's logprobs change by `change`."""
+    dice, trainer, said = np.random.default_rng(0), np.zeros(63), []
+    first = trainer
+    for _ in range(count):
+        serves = first if is_stale else trainer
+        said.append(canary.judge(serves + noise * dice.standard_normal(63), trainer))
+        trainer = trainer + change * dice.standard_normal(63)
+    return said
+
+
+@pytest.mark.parametrize("noise", [1e-6, 0.1])
+@pytest.mark.parametrize("change", [0.0, 0.1, 1.0, 10.0])
+def test_the_canary_knows_noise_from_an_older_version(noise: float, change: float) -> None:
+    dtype = "bfloat16" if noise > 1e-3 else "float32"
+    assert not any(through(Canary(dtype), noise, change * noise, False, 1000))
+    said = through(Canary(dtype), noise, change * noise, True, 400)
+    if noise == 0.1 and change >= 1:
+        assert not any(said[:NUM_NEARER]) or change > 3
+        assert "older version" in "".join(said) or "(limit" in "".join(said)
+
+
+def test_the_limit_comes_from_the_first_load() -> None:
+    for gap, later, is_fine in ((0.01, 0.24, True), (0.01, 0.26, False), (0.1, 0.39, True)):
+        canary, trainer = Canary("bfloat16"), np.zeros(63)
+        assert canary.judge(trainer + gap, trainer) == ""
+        assert (canary.judge(trainer - later, trainer) == "") == is_fine
+        assert "nan off" in canary.judge(trainer * np.nan, trainer)
+    for dtype, gap in (("bfloat16", 0.51), ("float32", 0.011)):
+        assert Canary(dtype).judge(np.full(63, gap), np.zeros(63)).endswith("model differently")

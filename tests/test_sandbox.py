@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from attacks import ESCAPES, FUNCTIONS, NOBODY, PROGRAMS, SHORT, World, world
-from crew import wait_until
+from processes import wait_until
 from test_cli import python
 
 from minirl.config import Config, TasksConfig

@@ -10,8 +10,8 @@ from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
 from typing import Any
 
-import crew
 import numpy as np
+import processes
 import pytest
 import torch
 
@@ -66,7 +66,7 @@ def canary(version: int) -> np.ndarray:
 
 def publish(store: WeightStore, *versions: int) -> None:
     for version in versions:
-        crew.publish(store, version, filled(version), canary(version))
+        processes.publish(store, version, filled(version), canary(version))
 
 
 def publish_forever(store: WeightStore, pipe: Connection) -> None:
@@ -136,24 +136,6 @@ def test_versions_come_back_whole_also_by_path_and_from_a_resumed_runs_version()
         tokens = canary_tokens(vocab_size)
         assert len(tokens) == CANARY_TOKENS and all(0 <= t < vocab_size for t in tokens)
         assert canary_tokens(vocab_size, [1, 0, 1])[:6] == [1, 0, 1, 1, 0, 1]
-
-
-# One version goes into the other slot: there is nothing to retry. After two the first attempt was
-# torn, and is not returned.
-@pytest.mark.parametrize("attempts", [[(0.0, 0.0)], [(0.0, 2.0), (2.0, 2.0)]])
-def test_a_reader_retries(attempts: list[tuple[float, float]]) -> None:
-    store, seen = store_with(0), list[tuple[float, float]]()
-
-    def load(slot: int) -> None:
-        tensors = [tensor for _, tensor in store.views(slot)]
-        first = float(tensors[0].max())
-        if not seen:
-            publish(store, *range(1, 1 + len(attempts)))
-        seen.append((first, float(tensors[-1].max())))
-
-    assert store.read(load).version == attempts[-1][0]
-    assert seen == attempts
-    check_version(store, len(attempts))
 
 
 def test_a_fast_writer_in_another_process_never_gives_a_torn_copy() -> None:

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from crew import LIMIT_S, TRAINER_PLACE, wait_until
 from fault_bodies import Script
+from processes import LIMIT_S, TRAINER_PLACE, wait_until
 from run_dirs import Notes
 
 from minirl import supervisor
@@ -384,11 +384,14 @@ NO_ROOM = "Free memory on device cuda:0 (31.02/79.10 GiB) on startup is less tha
         ("rollout", NO_ROOM, "cuda", "rollout.memory_fraction from 0.85 to 0.75"),
         ("rollout", CUDA_OOM, "cuda", "rollout.memory_fraction from 0.85 to 0.75"),
         ("rollout", CPU_OOM, "cpu", "rollout.kv_cache_gib from 0.5 to 0.25"),
+        ("rollout", CUDA_OOM, "shared", "rollout.kv_cache_gib from 0.5 to 0.25"),
+        ("rollout", TOO_SMALL, "shared", "rollout.kv_cache_gib from 0.5 to 1.0"),
         ("verify", "SIGKILL\nended by the kernel's OOM killer", "cpu", "train.batch_size from 32"),
     ],
 )
 def test_each_shortage_names_a_key_to_change(role: str, words: str, kind: str, change: str) -> None:
-    said = memory_hint(role, words, Config(), kind)
+    config, kind = build({"devices.share": kind == "shared"}), kind.replace("shared", "cuda")
+    said = memory_hint(role, words, config, kind)
     assert f"change {change}" in said
     key, after = said.partition("change ")[2].split(" from ")[0], said.rpartition(" to ")[2]
     load(SMOKE, [f"{key}={after}"])  # what it says can be said: a recipe takes it

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crew import Inbox, crew
+from processes import Inbox, crew
 from tiny_models import tokenizer
 
 from minirl.config import Config, TasksConfig

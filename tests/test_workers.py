@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from crew import TRAINER_PLACE, Inbox, crew, wait_until
+from processes import TRAINER_PLACE, Inbox, crew, wait_until
 
 from minirl import workers as workers_module
 from minirl.errors import MinirlError  # noqa: F401 (for `end`)

@@ -94,9 +94,3 @@ def prime_rl() -> dict[tuple[str, str, int, int], tuple[int, float]]:
 
 if __name__ == "__main__":
     print(memory_table())
-    rates = {eta: tokens_per_s(eta) for eta in PAPER}
-    for eta, error in ratio_errors(rates).items():
-        off = rates[eta] / PAPER[eta] - 1
-        print(f"η = {eta:<2} paper {PAPER[eta]:,}, off {off:+.0%}; ratio to η = 0 {error:+.1%}")
-    for case, (published, error) in prime_rl().items():
-        print(*case, f"published {published:,}, planned {error:+.0%}")
