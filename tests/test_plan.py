@@ -14,7 +14,7 @@ from minirl import devices
 from minirl.balance import measured, sentence
 from minirl.config import Config
 from minirl.errors import RecipeError
-from minirl.launch import _make_job
+from minirl.launch import Job
 from minirl.recipe import build, load
 from minirl.tools import plan as tool
 from minirl.tools.plan import GIB, GPUS, SHAPES, Plan, recommended, shape_of, splits
@@ -220,7 +220,7 @@ def test_auto_takes_the_planned_split(monkeypatch: pytest.MonkeyPatch) -> None:
         gpu = devices.Gpu(f"NVIDIA {name}", int(79.6 * GIB), (9, 0))
         monkeypatch.setattr(devices, "gpus", lambda gpu=gpu: [gpu])
         expected = planned if name in GPUS else own.config
-        assert _make_job(given, Path(), Path()).config == expected, "resumed or not"
+        assert Job(given, Path(), Path()).config == expected, "resumed or not"
     assert planned != own.config
 
 
