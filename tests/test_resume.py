@@ -63,7 +63,7 @@ def test_a_refused_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
             (run_dir / "logs" / "rollout-0.log").touch()
             raise error
 
-        monkeypatch.setattr(launch, "_run", run)
+        monkeypatch.setattr(launch.Job, "run", run)
         loaded, resume = load(SMOKE, overrides), holds_run(run_dir)
         return launch.train(loaded, SMOKE, choose_run_dir(SMOKE, run_dir, False), resume, True)
 
