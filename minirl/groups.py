@@ -1,7 +1,7 @@
 """A group's life, from its prompt to a batch. Takes what workers say, gives what to send them.
 
     begin ──Submit──► engine ──Finished──► queue ──Grade──► verifier ──Graded──► buffer ──► batch
-                       ▲  └──TurnEnded──► queue ──Ask──► verifier ──Replied──┐
+                       ▲  └──(a turn)───► queue ──Ask──► verifier ──Replied──┐
                        └──────────────────── Continue ◄──────────────────────┘
 
 `GroupState` is all that is known of one group, `Groups.states` the only table of them. A group ends
@@ -176,10 +176,10 @@ class Groups:
     def handle(self, rank: int, message: object, now: float) -> Sends:
         """`rank` is the sender's, among engines or among verifiers."""
         match message:
-            case messages.Finished():
+            case messages.Finished(are_turns=False):
                 for group_id, place, trajectory in message.trajectories:
                     self._on_trajectory(self.states[group_id], place, trajectory)
-            case messages.TurnEnded():
+            case messages.Finished():
                 for group_id, place, trajectory in message.trajectories:
                     if (state := self.states[group_id]).abort is None:
                         ask = Ask(group_id, place, state.prompt.example, trajectory)
@@ -328,10 +328,6 @@ class Groups:
             self.evaluation.is_cancelled = True
         return self._outgoing()
 
-    @property
-    def num_abandoned(self) -> int:
-        return sum(state.abort is Drop.WORKER_DIED for state in self.states.values())
-
     # -- batches
 
     def next_batch(self, step: int, now: float) -> Batch | None:
@@ -376,7 +372,8 @@ class Groups:
         return sorted([state.prompt.index for state in self.own] + self.stream.waiting)
 
     def stall_facts(self) -> dict[str, object]:
-        slots = {**self.slots, "abandoned": self.num_abandoned}
+        num_abandoned = sum(state.abort is Drop.WORKER_DIED for state in self.states.values())
+        slots = {**self.slots, "abandoned": num_abandoned}
         return {
             "slots": ", ".join(f"{count} {name}" for name, count in slots.items()),
             "ledger": ", ".join(f"{n} {name}" for name, n in self.buffer.ledger._asdict().items()),

@@ -14,13 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from minirl import balance, devices, model
+from minirl import devices, model
 from minirl.buffer import Buffer, History, OnStale
 from minirl.config import Config
 from minirl.devices import Placement, with_own_temp
 from minirl.errors import MinirlError, RecipeError
 from minirl.loop import Loop
 from minirl.messages import RankSetup, Role, Stop, TrainerSetup
+from minirl.metrics import measured_balance
 from minirl.recipe import Loaded, check_devices, check_memory, check_model, check_packages, to_toml
 from minirl.resume import Start, check_changes, check_steps, find_start
 from minirl.rollout.worker import RolloutSetup
@@ -197,7 +198,7 @@ class Job:
             "run_dir": str(self.run_dir),
             "seed": config.seed,
             "drops": dict(loop.buffer.drops),
-            "balance": balance.measured(config, log.metrics, word) or None,
+            "balance": measured_balance(config, log.metrics, word) or None,
             "ended": time.strftime(TIME_FORMAT),
             **devices.describe(self.kind),
         }

@@ -274,9 +274,8 @@ class Loop:
     def roll_back(self, step: int, version: int) -> Sends:
         """The ranks restart from the last checkpoint; generation continues."""
         sends = self.groups.roll_back(step, version)
-        num_kept = self.buffer.num_in_flight - self.groups.num_abandoned
-        what = f"its weights are version {version} now; {num_kept} groups are kept"
-        self.log.note(f"rollback from step {self.step} to {step}: {what}")
+        what = f"rollback from step {self.step} to {step}"
+        self.log.note(f"{what}: its weights are version {version} now")
         self.log.steps_redone += self.step - step
         self.log.roll_back(step)
         self.step = self.saved_step = step

@@ -60,7 +60,8 @@ class Desk:
         assert [name for name, _ in sends] == ["rollout-0", "rollout-1"]
 
     def turn(self, group_id: int, place: int = 0, turn: Trajectory = TURN) -> Sends:
-        return self.groups.handle(group_id, messages.TurnEnded(((group_id, place, turn),)), 0.0)
+        ended = messages.Finished(((group_id, place, turn),), are_turns=True)
+        return self.groups.handle(group_id, ended, 0.0)
 
     def reply(self, group_id: int, place: int, *tokens: int) -> Sends:
         return self.groups.handle(0, messages.Replied(group_id, place, tokens), 0.0)
@@ -114,7 +115,7 @@ def test_at_eta_0_an_engine_gets_all_its_replies_at_once_in_order() -> None:
     ((_, submit),) = groups.begin(2, [0], 0, 0.0)
     assert isinstance(submit, messages.Submit) and submit.seed is not None
     for group_id, place in ((1, 1), (0, 1), (1, 0), (0, 0)):
-        groups.handle(0, messages.TurnEnded(((group_id, place, TURN),)), 0.0)
+        groups.handle(0, messages.Finished(((group_id, place, TURN),), are_turns=True), 0.0)
     assert groups.handle(0, messages.Replied(1, 1, (7,)), 0.0) == []
     assert groups.handle(1, messages.Replied(0, 1, (8,)), 0.0) == []
     assert groups.handle(2, messages.Replied(1, 0, ()), 0.0) == []  # it ends
@@ -308,7 +309,7 @@ class House:
             done = Trajectory(answer.cell, 30, 4, StopReason.STOP, *versions, replied, turns)
             if self.dice.random() < share_of_turns:
                 answer.turns, answer.is_parked = turns, True
-                engine.said.append(messages.TurnEnded(((*at, done),)))
+                engine.said.append(messages.Finished(((*at, done),), are_turns=True))
                 self.seen["turns"] += 1
             else:
                 del engine.answers[at]
