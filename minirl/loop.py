@@ -282,13 +282,10 @@ class Loop:
         self.batch, self.is_saving = None, False
         return sends
 
-    def keep_batch(self, worker: Worker, why: str) -> str:
+    def keep_batch(self, why: str) -> str:
         """Where an engine does not run the weights that it should (rule 6), or a step spoiled the
         trainer's: the batch in training, if there is one, and the weights that it began with."""
-        if self.batch is None and (worker.role is not Role.ROLLOUT or not self.step):
-            return ""
-        batch = self.batch or Batch(self.step, self.buffer.version, ())
-        return self.log.save_bad(batch, batch.version, why)
+        return self.log.save_bad(self.batch, why) if self.batch is not None else ""
 
     def stall_facts(self) -> dict[str, object]:
         trains = f"trains step {self.batch.step}" if self.batch else "has no batch"

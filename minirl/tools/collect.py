@@ -36,7 +36,7 @@ from minirl.tasks.turns import dialogue_of, readable, texts_of
 from minirl.tasks.verifier import VerifierSetup
 from minirl.train import checkpoint
 from minirl.view.console import Bar
-from minirl.workers import Worker, Workers, signals
+from minirl.workers import Workers, signals
 
 NO_LIMIT = "train.max_tokens=100000000"  # nothing is trained
 
@@ -178,7 +178,7 @@ class Collector:
     def stall_facts(self) -> dict[str, object]:
         return self.groups.stall_facts()
 
-    def keep_batch(self, worker: Worker, why: str) -> str:
+    def keep_batch(self, why: str) -> str:
         return f"; its log is in {self.run_dir}"
 
     def roll_back(self, step: int, version: int) -> Sends:
