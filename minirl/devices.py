@@ -159,8 +159,7 @@ def place(
     if kind == "cpu":
         pool = sorted(os.sched_getaffinity(0))
         split = round(len(pool) * rollout / (rollout + train))
-        if engines and ranks:
-            split = max(1, min(len(pool) - 1, split))
+        split = max(engines, min(len(pool) - ranks, split))  # at least one core each
     first, second = (pool, pool) if is_shared else (pool[:split], pool[split:] or pool)
     parts = _shares(first, rollout // shards)
     # Threads that spin at a barrier would take the cores of the other pool.

@@ -30,6 +30,7 @@ class Ended(NamedTuple):
     """What came of one prompt."""
 
     group_id: int
+    cell: int
     trajectory: Trajectory | None  # None: the engine refused the prompt, or gave it up
     reward: float | None  # None: it failed, as `error` says. No verdict is not a 0
     error: str = ""
@@ -52,15 +53,12 @@ class Evaluation:
     def __post_init__(self) -> None:
         self._to_ask = deque(range(len(self.prompts)))
         self._free = deque(self.cells)
-        self._cell_of: dict[int, int] = {}
         self._untaken: list[int] = []
 
     def next_to_ask(self) -> Iterator[tuple[int, int]]:
         """Places of prompts, each with a free cell."""
         while self._to_ask and self._free:
-            place = self._to_ask.popleft()
-            self._cell_of[place] = self._free.popleft()
-            yield place, self._cell_of[place]
+            yield self._to_ask.popleft(), self._free.popleft()
 
     def saw(self, *versions: int) -> None:
         self.is_void |= self.version is not None and {self.version} != {*versions}
@@ -69,21 +67,21 @@ class Evaluation:
         self.ended[place] = ended
         self._untaken.append(place)
 
-    def lost(self, place: int) -> None:
+    def lost(self, place: int, cell: int) -> None:
         """Its engine died, and the weights with it, perhaps from the store too."""
         if self.version is None:
-            self._free.append(self._cell_of.pop(place))
+            self._free.append(cell)
             self._to_ask.append(place)
         else:
             self.is_void = True
-            self.end(place, Ended(0, None, None))
+            self.end(place, Ended(0, cell, None, None))
 
     def take_ended(self) -> Iterator[tuple[int, Ended]]:
         """Those that ended since the last call; their cells are free afterwards."""
         while self._untaken:
             place = self._untaken.pop(0)
             yield place, self.ended[place]
-            self._free.append(self._cell_of.pop(place))
+            self._free.append(self.ended[place].cell)
 
     @property
     def is_done(self) -> bool:

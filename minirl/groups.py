@@ -1,7 +1,7 @@
 """A group's life, from its prompt to a batch. Takes what workers say, gives what to send them.
 
     begin ──Submit──► engine ──Finished──► queue ──Grade──► verifier ──Graded──► buffer ──► batch
-                       ▲  └──TurnEnded──► queue ──Ask──► verifier ──Replied──┐
+                       ▲  └──(a turn)───► queue ──Ask──► verifier ──Replied──┐
                        └──────────────────── Continue ◄──────────────────────┘
 
 `GroupState` is all that is known of one group, `Groups.states` the only table of them. A group ends
@@ -41,7 +41,6 @@ from minirl.rollout.dispatch import Assignment, Dispatcher
 from minirl.tasks.prompts import PromptStream
 
 FIRST_EVAL_ID = 1 << 40  # group ids from here on are of evaluations
-MAX_LOSSES = 5  # of one prompt with its engine: then the prompt is taken for the cause
 MAX_SCORED = 2  # answers per version that rank 0 compares logprobs of
 
 Sends = list[tuple[str, object]]  # the name of a worker, and what it is sent
@@ -95,7 +94,6 @@ class Groups:
         self.evaluation: Evaluation | None = None
         self._eval_ids = itertools.count(FIRST_EVAL_ID)
         self._replies: dict[int, dict[tuple[int, int], tuple[int, ...]]] = defaultdict(dict)
-        self._num_losses: Counter[int] = Counter()  # of a prompt, with its engine
         self._since_saved: list[tuple[int, list[Ticket]]] = []  # trained since the checkpoint
         self._num_to_score = 0  # answers, for the batch in training
         self._outbox: Sends = []
@@ -178,10 +176,10 @@ class Groups:
     def handle(self, rank: int, message: object, now: float) -> Sends:
         """`rank` is the sender's, among engines or among verifiers."""
         match message:
-            case messages.Finished():
+            case messages.Finished(are_turns=False):
                 for group_id, place, trajectory in message.trajectories:
                     self._on_trajectory(self.states[group_id], place, trajectory)
-            case messages.TurnEnded():
+            case messages.Finished():
                 for group_id, place, trajectory in message.trajectories:
                     if (state := self.states[group_id]).abort is None:
                         ask = Ask(group_id, place, state.prompt.example, trajectory)
@@ -271,8 +269,8 @@ class Groups:
         if state.evaluation is not None:
             self._evaluated(state, graded)
             return
-        ticket = (state.id, state.prompt.index)
-        group = filter_group(self.config, ticket, request.trajectories, graded.rewards)
+        given = Group(state.id, state.prompt.index, request.trajectories, graded.rewards)
+        group = filter_group(self.config, given)
         if isinstance(group, Drop) or state.abort:
             self._drop(state, group if isinstance(group, Drop) else Drop.WORKER_DIED)
         else:
@@ -288,13 +286,10 @@ class Groups:
         for state in [state for state in self._of(engine) if state.phase is Phase.SAMPLING]:
             self._leave_engine(state)
             if state.evaluation is not None:
-                state.evaluation.lost(state.eval_place)
+                state.evaluation.lost(state.eval_place, state.cells[0])
                 del self.states[state.id]
             else:
-                self._num_losses[state.prompt.index] += 1
-                is_deadly = self._num_losses[state.prompt.index] >= MAX_LOSSES
-                why = f"a prompt whose engine died {MAX_LOSSES} times"
-                self._drop(state, Drop.REFUSED if is_deadly else Drop.WORKER_DIED, why)
+                self._drop(state, Drop.WORKER_DIED)
         return self._outgoing()
 
     def verifier_lost(
@@ -332,10 +327,6 @@ class Groups:
         if self.evaluation is not None and self.evaluation.step > step:
             self.evaluation.is_cancelled = True
         return self._outgoing()
-
-    @property
-    def num_abandoned(self) -> int:
-        return sum(state.abort is Drop.WORKER_DIED for state in self.states.values())
 
     # -- batches
 
@@ -381,7 +372,8 @@ class Groups:
         return sorted([state.prompt.index for state in self.own] + self.stream.waiting)
 
     def stall_facts(self) -> dict[str, object]:
-        slots = {**self.slots, "abandoned": self.num_abandoned}
+        num_abandoned = sum(state.abort is Drop.WORKER_DIED for state in self.states.values())
+        slots = {**self.slots, "abandoned": num_abandoned}
         return {
             "slots": ", ".join(f"{count} {name}" for name, count in slots.items()),
             "ledger": ", ".join(f"{n} {name}" for name, n in self.buffer.ledger._asdict().items()),
@@ -422,7 +414,8 @@ class Groups:
     def _evaluated(self, state: GroupState, graded: messages.Graded) -> None:
         assert state.evaluation is not None
         reward, text = (*graded.rewards, None)[0], (*graded.texts, None)[0]
-        ended = Ended(state.id, state.done.get(0), reward, graded.error, text)
+        answer, error = state.done.get(0), graded.error
+        ended = Ended(state.id, state.cells[0], answer, reward, error, text)
         state.evaluation.end(state.eval_place, ended)
         del self.states[state.id]
 
@@ -431,9 +424,8 @@ class Groups:
         self._forget_turns(state)
 
     def _forget_turns(self, state: GroupState) -> None:
-        if state.asked:
-            state.asked.clear()
-            self._turns = deque(ask for ask in self._turns if ask.group_id != state.id)
+        state.asked.clear()
+        self._turns = deque(ask for ask in self._turns if ask.group_id != state.id)
 
     # -- what is sent
 
@@ -464,18 +456,14 @@ class Groups:
         return [state for state in self.states.values() if state.assignment.engine == engine]
 
 
-def filter_group(
-    config: Config,
-    ticket: tuple[int, int],
-    trajectories: tuple[Trajectory, ...],
-    rewards: tuple[float, ...],
-) -> Group | Drop:
-    """The group for the buffer, or why it is not worth training; `ticket` is its id and its
-    prompt's index. A truncated answer may be masked out of the loss: it counts in the mean."""
-    is_masked = config.buffer.mask_truncated
-    cut = [i for i, t in enumerate(trajectories) if is_masked and t.stop is StopReason.LENGTH]
-    if len(cut) == len(trajectories):
+def filter_group(config: Config, group: Group) -> Group | Drop:
+    """The group for the buffer, or why it is not worth training. A truncated answer may be masked
+    out of the loss: it counts in the mean."""
+    if config.buffer.mask_truncated:
+        stops = [trajectory.stop for trajectory in group.trajectories]
+        cut = frozenset(i for i, stop in enumerate(stops) if stop is StopReason.LENGTH)
+        group = group._replace(masked=cut)
+    if not group.trained:
         return Drop.TRUNCATED
-    if config.buffer.drop_equal_rewards and min(rewards) == max(rewards):
-        return Drop.EQUAL_REWARDS
-    return Group(*ticket, trajectories, rewards, frozenset(cut))
+    is_equal = min(group.rewards) == max(group.rewards)
+    return Drop.EQUAL_REWARDS if is_equal and config.buffer.drop_equal_rewards else group

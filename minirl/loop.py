@@ -274,22 +274,18 @@ class Loop:
     def roll_back(self, step: int, version: int) -> Sends:
         """The ranks restart from the last checkpoint; generation continues."""
         sends = self.groups.roll_back(step, version)
-        num_kept = self.buffer.num_in_flight - self.groups.num_abandoned
-        what = f"its weights are version {version} now; {num_kept} groups are kept"
-        self.log.note(f"rollback from step {self.step} to {step}: {what}")
+        what = f"rollback from step {self.step} to {step}"
+        self.log.note(f"{what}: its weights are version {version} now")
         self.log.steps_redone += self.step - step
         self.log.roll_back(step)
         self.step = self.saved_step = step
         self.batch, self.is_saving = None, False
         return sends
 
-    def keep_batch(self, worker: Worker, why: str) -> str:
+    def keep_batch(self, why: str) -> str:
         """Where an engine does not run the weights that it should (rule 6), or a step spoiled the
         trainer's: the batch in training, if there is one, and the weights that it began with."""
-        if self.batch is None and (worker.role is not Role.ROLLOUT or not self.step):
-            return ""
-        batch = self.batch or Batch(self.step, self.buffer.version, ())
-        return self.log.save_bad(batch, batch.version, why)
+        return self.log.save_bad(self.batch, why) if self.batch is not None else ""
 
     def stall_facts(self) -> dict[str, object]:
         trains = f"trains step {self.batch.step}" if self.batch else "has no batch"

@@ -4,7 +4,7 @@ they are in shared memory (shm/), and messages name cells and versions.
 
     worker    is sent                          says
     any       Stop                             Started; Died comes from workers.py
-    engine    Submit, Abort, Continue          Pinned, Finished, TurnEnded, Gone
+    engine    Submit, Abort, Continue          Pinned, Finished, Gone
     verifier  Grade, Ask                       Graded, Replied (of a self-check: Checked)
     rank      Train, Score, Save               Trained, Saved (of `minirl sft`: Learned, Saved)
     link      Relayed                          Relayed (outpost.py)
@@ -78,7 +78,7 @@ class Abort(NamedTuple):
 
 
 class Continue(NamedTuple):
-    """To TurnEnded: (group id, place, tokens of the reply); no tokens: that turn was the last."""
+    """After turns: (group id, place, tokens of the reply); no tokens: that turn was the last."""
 
     replies: tuple[tuple[int, int, tuple[int, ...]], ...]
 
@@ -91,12 +91,7 @@ class Finished(NamedTuple):
     """Trajectories that are sealed in the ring: (group id, place in the group, descriptor)."""
 
     trajectories: tuple[tuple[int, int, Trajectory], ...]
-
-
-class TurnEnded(NamedTuple):
-    """The same, of trajectories that continue if the task has a reply."""
-
-    trajectories: tuple[tuple[int, int, Trajectory], ...]
+    are_turns: bool = False  # which continue if the task has a reply
 
 
 class Gone(NamedTuple):

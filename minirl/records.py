@@ -45,8 +45,7 @@ class Drop(StrEnum):
         return self.replace("_", " ")
 
 
-@dataclass(frozen=True)
-class Example:
+class Example(NamedTuple):
     """What a task asks: text (or chat messages) and the reference that its reward knows."""
 
     prompt: str | tuple[dict[str, str], ...]
@@ -112,8 +111,7 @@ class Group(NamedTuple):
         return max([t.tail_version for t in self.trained])
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """What one training step trains: the step starts from `version` and gives `version + 1`."""
 
     step: int

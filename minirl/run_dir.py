@@ -106,11 +106,10 @@ def hold(run_dir: Path) -> IO[str]:
 
 
 def _is_locked(file: IO[str], how: int) -> bool:
-    with suppress(OSError):  # a file system without locks
-        try:
-            flock(file, how | LOCK_NB)
-        except BlockingIOError:
-            return True
+    try:
+        flock(file, how | LOCK_NB)
+    except OSError as error:  # of another kind where a file system has no locks
+        return isinstance(error, BlockingIOError)
     return False
 
 

@@ -176,16 +176,16 @@ class RunLog:
         learns."""
         fault, saved = idle_fault(self.metrics, self.config.train.num_minibatches), ""
         if trained.problem:
-            saved = self.save_bad(batch, batch.version, trained.problem, must_save=bool(fault))
+            saved = self.save_bad(batch, trained.problem, must_save=bool(fault))
             self.note(f"step {batch.step}: {trained.problem}: the weights stay as they were{saved}")
         if fault:
             raise MinirlError(f"step {batch.step}: {fault}{saved}; {self.last_checkpoint}")
         for limit, text in broken_limits(trained.values).items():
             self._seldom.note(limit, f"warning: step {batch.step}: {limit}: {text}")
 
-    def save_bad(self, batch: Batch, version: int, why: str, must_save: bool = True) -> str:
-        """With the weights of `version`. Gives the end of a sentence that says where it is."""
-        return self._saver.save_bad(batch, version, why, must_save) if self._saver else ""
+    def save_bad(self, batch: Batch, why: str, must_save: bool = True) -> str:
+        """With the weights it began with. Gives the end of a sentence that says where it is."""
+        return self._saver.save_bad(batch, batch.version, why, must_save) if self._saver else ""
 
     @property
     def accuracies(self) -> list[tuple[int, float]]:

@@ -57,7 +57,7 @@ class Controller(Protocol):
     """What the supervisor asks of the loop that it serves."""
 
     def stall_facts(self) -> dict[str, object]: ...
-    def keep_batch(self, worker: Worker, why: str) -> str: ...  # of a failure that is final
+    def keep_batch(self, why: str) -> str: ...  # of a failure that is final
     def roll_back(self, step: int, version: int) -> Sends: ...  # `version`: of its weights now
 
 
@@ -107,7 +107,7 @@ class Supervisor:
         if worker.role is Role.TRAIN:
             worker, death = next(iter(self.workers.causes(self._ranks)), (worker, death))
         if death.is_final:
-            kept = self.controller.keep_batch(worker, death.how)
+            kept = self.controller.keep_batch(death.how)
             raise MinirlError(f"{worker.name}: {death.how}{kept}")
         if worker.role is Role.LINK:  # frozen; of one that ended the engines' deaths are reported
             worker.process.kill()

@@ -69,7 +69,7 @@ class Data(NamedTuple):
     batches: tuple[Batch, ...]
 
     def of(self, recipe: Recipe, step: int = 1) -> Batch:
-        return replace(self.batches[RECIPES.index(recipe)], step=step)
+        return self.batches[RECIPES.index(recipe)]._replace(step=step)
 
 
 def make_data(tied_folder: Path) -> Data:
@@ -115,7 +115,7 @@ def with_reward(batch: Batch, group: int, reward: float) -> Batch:
     """The first trajectory of a group has another reward."""
     groups = list(batch.groups)
     groups[group] = groups[group]._replace(rewards=(reward, *groups[group].rewards[1:]))
-    return replace(batch, groups=tuple(groups))
+    return batch._replace(groups=tuple(groups))
 
 
 # Ranks ----------------------------------------------------------------------------------------

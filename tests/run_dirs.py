@@ -51,7 +51,7 @@ def evaluate(log: RunLog, version: int, right: int) -> None:
     for place in range(len(HELDOUT)):
         answer = Trajectory(place, 5, 3, StopReason.STOP, version, version)
         text = f"as version {version} says: <4>"
-        evaluation.end(place, Ended(place, answer, float(place < right), text=text))
+        evaluation.end(place, Ended(place, place, answer, float(place < right), text=text))
     log.evaluated(evaluation)
 
 

@@ -50,7 +50,7 @@ def saver(data: Data, config: Config, rank: LocalRank, tmp_path: Path) -> BatchS
 
 def test_replay_is_exact(data: Data, rank: LocalRank, saver: BatchSaver, tmp_path: Path) -> None:
     first, *rest = data.of(MIXED).groups
-    masked = replace(data.of(MIXED), groups=(first._replace(masked=frozenset({1})), *rest))
+    masked = data.of(MIXED)._replace(groups=(first._replace(masked=frozenset({1})), *rest))
     saver.save_bad(masked, FIRST_VERSION, "low")
     expected = rank.train(masked)
     done = CliRunner().invoke(app, ["replay", str(tmp_path / "bad_batches" / "step-000001")])
@@ -108,7 +108,7 @@ def test_spoiled_weights(data: Data, rank: LocalRank, saver: BatchSaver, tmp_pat
     published = rank.weights()
     name, parameter = next(iter(rank.trainer.policy.model.named_parameters()))
     rank.trainer.learner.optimizer.state[parameter]["exp_avg"][0, 0] = float("nan")
-    batch = replace(data.of(FRESH, 2), version=FIRST_VERSION + 1)
+    batch = data.of(FRESH, 2)._replace(version=FIRST_VERSION + 1)
     with pytest.raises(MinirlError, match=f"step 2: .*{name} is not finite after the update"):
         rank.train(batch)
     assert rank.store.latest == FIRST_VERSION + 1 and are_equal(rank.weights(), published)

@@ -60,7 +60,8 @@ class Desk:
         assert [name for name, _ in sends] == ["rollout-0", "rollout-1"]
 
     def turn(self, group_id: int, place: int = 0, turn: Trajectory = TURN) -> Sends:
-        return self.groups.handle(group_id, messages.TurnEnded(((group_id, place, turn),)), 0.0)
+        ended = messages.Finished(((group_id, place, turn),), are_turns=True)
+        return self.groups.handle(group_id, ended, 0.0)
 
     def reply(self, group_id: int, place: int, *tokens: int) -> Sends:
         return self.groups.handle(0, messages.Replied(group_id, place, tokens), 0.0)
@@ -114,7 +115,7 @@ def test_at_eta_0_an_engine_gets_all_its_replies_at_once_in_order() -> None:
     ((_, submit),) = groups.begin(2, [0], 0, 0.0)
     assert isinstance(submit, messages.Submit) and submit.seed is not None
     for group_id, place in ((1, 1), (0, 1), (1, 0), (0, 0)):
-        groups.handle(0, messages.TurnEnded(((group_id, place, TURN),)), 0.0)
+        groups.handle(0, messages.Finished(((group_id, place, TURN),), are_turns=True), 0.0)
     assert groups.handle(0, messages.Replied(1, 1, (7,)), 0.0) == []
     assert groups.handle(1, messages.Replied(0, 1, (8,)), 0.0) == []
     assert groups.handle(2, messages.Replied(1, 0, ()), 0.0) == []  # it ends
@@ -150,8 +151,8 @@ def evaluation(count: int, num_cells: int = 99) -> Evaluation:
     return Evaluation(prompts, range(num_cells))
 
 
-def ended(reward: float | None, stop: StopReason = StopReason.STOP) -> Ended:
-    return Ended(0, Trajectory(0, 2, 1, stop, 7, 7), reward)
+def ended(reward: float | None, stop: StopReason = StopReason.STOP, cell: int = 0) -> Ended:
+    return Ended(0, cell, Trajectory(cell, 2, 1, stop, 7, 7), reward)
 
 
 def test_accuracy_is_the_mean_of_what_was_graded() -> None:
@@ -166,15 +167,15 @@ def test_accuracy_is_the_mean_of_what_was_graded() -> None:
     assert result["low"] < result["accuracy"] == 2 / 3 < result["high"]
     assert (result["count"], result["failures"], result["truncated_frac"]) == (3, 1, 0.25)
     ungraded = evaluation(1)
-    ungraded.end(0, Ended(0, None, None))
+    ungraded.end(0, Ended(0, 0, None, None))
     assert ungraded.is_done and ungraded.line(0)["accuracy"] is None
 
 
 def test_where_there_is_one_version_lost_prompts_are_requeued_and_cells_reused() -> None:
     run = evaluation(3, num_cells=2)
     assert list(run.next_to_ask()) == [(0, 0), (1, 1)]
-    run.lost(0)
-    run.end(1, ended(1.0))
+    run.lost(0, 0)
+    run.end(1, ended(1.0, cell=1))
     assert list(run.next_to_ask()) == [(2, 0)], "the cell of 1 may still be read"
     assert [place for place, _ in run.take_ended()] == [1] and list(run.take_ended()) == []
     assert list(run.next_to_ask()) == [(0, 1)] and not run.is_void
@@ -308,7 +309,7 @@ class House:
             done = Trajectory(answer.cell, 30, 4, StopReason.STOP, *versions, replied, turns)
             if self.dice.random() < share_of_turns:
                 answer.turns, answer.is_parked = turns, True
-                engine.said.append(messages.TurnEnded(((*at, done),)))
+                engine.said.append(messages.Finished(((*at, done),), are_turns=True))
                 self.seen["turns"] += 1
             else:
                 del engine.answers[at]

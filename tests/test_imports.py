@@ -15,7 +15,7 @@ ROOT = Path(minirl.__file__).parent
 # without a cycle. `rollout` and `train` meet only in lower rooms.
 LEVELS = (
     "records config recipe errors devices statistics",
-    "metrics shm buffer balance messages tasks workers model run_dir",
+    "metrics shm buffer messages tasks workers model run_dir",
     "rollout train",
     "evaluation groups run_log resume supervisor loop outpost",
     "view",

@@ -11,10 +11,10 @@ import pytest
 from transformers import Qwen2Config, Qwen3Config
 
 from minirl import devices
-from minirl.balance import measured, sentence
 from minirl.config import Config
 from minirl.errors import RecipeError
-from minirl.launch import _make_job
+from minirl.launch import Job
+from minirl.metrics import balance, measured_balance
 from minirl.recipe import build, load
 from minirl.tools import plan as tool
 from minirl.tools.plan import GIB, GPUS, SHAPES, Plan, recommended, shape_of, splits
@@ -220,7 +220,7 @@ def test_auto_takes_the_planned_split(monkeypatch: pytest.MonkeyPatch) -> None:
         gpu = devices.Gpu(f"NVIDIA {name}", int(79.6 * GIB), (9, 0))
         monkeypatch.setattr(devices, "gpus", lambda gpu=gpu: [gpu])
         expected = planned if name in GPUS else own.config
-        assert _make_job(given, Path(), Path()).config == expected, "resumed or not"
+        assert Job(given, Path(), Path()).config == expected, "resumed or not"
     assert planned != own.config
 
 
@@ -236,25 +236,25 @@ def test_the_plan_agrees_with_the_papers_table_7_and_figure_5c_and_with_prime_rl
 
 
 def test_the_balance_names_the_bottleneck_and_what_would_help() -> None:
-    assert sentence(config(split=(4, 4)), (0.0, 0.41)) == (
+    assert balance(config(split=(4, 4)), (0.0, 0.41)) == (
         "generation-bound: trainers idle 41%, one GPU more for rollout would give +25%"
     )
-    assert sentence(config(), (0.98, 0.0), "cores") == (
+    assert balance(config(), (0.98, 0.0), "cores") == (
         "training-bound: engines idle 98%; all cores in turn (devices.share, max_staleness 0) "
         "would give +13%"
     )
-    assert sentence(config(), (0.6, 0.0), "cores") == "training-bound: engines idle 60%"
-    assert sentence(config(), (0.6, 0.0), "") == "training-bound: engines idle 60%"  # no room
-    assert sentence(config(), (0.01, 0.02)) == "balanced: engines idle 1%, trainers 2%"
+    assert balance(config(), (0.6, 0.0), "cores") == "training-bound: engines idle 60%"
+    assert balance(config(), (0.6, 0.0), "") == "training-bound: engines idle 60%"  # no room
+    assert balance(config(), (0.01, 0.02)) == "balanced: engines idle 1%, trainers 2%"
     # Of a run: steps weigh by their time, and the first is left out.
     names, steps = ("seconds", "rollout/idle_frac", "train/idle_frac"), [(100.0, 1.0, 1.0)]
     steps += [(101.0, 0.0, 0.8), (104.0, 0.0, 0.4)]
     lines = [dict(zip(names, step, strict=True)) for step in steps]
-    found = measured(config(), lines, "GPU")
+    found = measured_balance(config(), lines, "GPU")
     assert found.startswith("generation-bound: trainers idle 50%, ")
-    assert measured(config(), lines[:1], "GPU") == ""
+    assert measured_balance(config(), lines[:1], "GPU") == ""
     before = {**lines[1], "rollout/devices": 2, "train/devices": 1}  # resumed on other devices
-    assert measured(config(), [before, before, *lines], "GPU") == found
+    assert measured_balance(config(), [before, before, *lines], "GPU") == found
 
 
 def test_a_step_gives_every_running_sequence_a_token() -> None:

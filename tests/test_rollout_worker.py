@@ -101,9 +101,9 @@ class Station:
     def read(self) -> None:
         received, self.inbox.messages = self.inbox.messages, []
         for worker, message in received:
-            if isinstance(message, messages.Finished | messages.TurnEnded):
+            if isinstance(message, messages.Finished):
                 for each in message.trajectories:
-                    self.take(*each, is_last=isinstance(message, messages.Finished))
+                    self.take(*each, is_last=not message.are_turns)
             elif isinstance(message, messages.Gone):
                 assert message.group_id not in self.gone
                 self.gone[message.group_id] = message.why

@@ -180,7 +180,7 @@ def test_a_refused_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
             (folder / "logs" / "rollout-0.log").touch()
             raise error
 
-        monkeypatch.setattr(launch, "_run", run)
+        monkeypatch.setattr(launch.Job, "run", run)
         loaded, resume = load(SMOKE, overrides), run_dir.holds_run(folder)
         chosen = run_dir.choose_run_dir(SMOKE, folder, False)
         return launch.train(loaded, SMOKE, chosen, resume, True)

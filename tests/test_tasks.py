@@ -293,7 +293,7 @@ def answers(*lengths: int) -> tuple[Trajectory, ...]:
 
 def filtered(lengths: tuple[int, ...], rewards: tuple[float, ...], *rules: str) -> Group | Drop:
     config = recipe.build({f"buffer.{rule}": True for rule in rules})
-    return filter_group(config, (7, 5), answers(*lengths), rewards)
+    return filter_group(config, Group(7, 5, answers(*lengths), rewards))
 
 
 def test_a_group_that_teaches_nothing_is_dropped_and_others_pass() -> None:

@@ -11,7 +11,6 @@ Leaves out: groups, queues and the ring (worker.py).
 import gc
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,8 +31,7 @@ NOISE = 0.01  # share of the limit below which a gap says nothing
 NUM_NEARER = 3  # reloads in a row whose canary is twice as near to the version before
 
 
-@dataclass(frozen=True)
-class Sampling:
+class Sampling(NamedTuple):
     """How one request is sampled, in vLLM's words. Temperature 0 is greedy."""
 
     max_tokens: int
@@ -212,7 +210,7 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            **vars(sampling),
+            **sampling._asdict(),
             stop=list(self._rollout.stop),
             stop_token_ids=list(self._rollout.stop_tokens),
             include_stop_str_in_output=True,  # the tokens are there; the text says so too

@@ -2,7 +2,7 @@
 
     consumes  Submit, Abort and Continue from the controller, new weights from the store
     waits for prompts, when it has none; unblocked by Submit and Continue
-    gives     trajectories into the ring, and Finished, TurnEnded, Pinned, Gone
+    gives     trajectories into the ring, and Finished, Pinned, Gone
 
 Requests wait here, not in vLLM, until a sequence is free: so none waits under a prefix-cache salt
 of another version. What the model wrote in earlier turns is never tokenised again.
@@ -241,7 +241,7 @@ class RolloutWorker:
         if finished:
             self.pipe.send(messages.Finished(tuple(finished)))
         if ended:
-            self.pipe.send(messages.TurnEnded(tuple(ended)))
+            self.pipe.send(messages.Finished(tuple(ended), are_turns=True))
 
     def seal(self, request: Request, stop: StopReason) -> tuple[int, int, Trajectory]:
         group, tokens, versions = request.group, request.tokens, request.versions

@@ -47,7 +47,7 @@ from minirl.tasks.turns import dialogue_of, readable, texts_of
 from minirl.tasks.verifier import VerifierSetup
 from minirl.train import checkpoint
 from minirl.view.console import Bar
-from minirl.workers import Worker, Workers, signals
+from minirl.workers import Workers, signals
 
 RESULTS = "results.jsonl"
 RING_BYTES = 2**30  # what answers in flight may take before problems are asked in turns
@@ -181,7 +181,7 @@ class Collector:
     def collect(self) -> None:
         self.supervisor.collect(lambda worker, m: self.groups.handle(worker.rank, m, 0.0))
 
-    def keep_batch(self, worker: Worker, why: str) -> str:
+    def keep_batch(self, why: str) -> str:
         return f"; its log is in {self.run_dir}"
 
     def roll_back(self, step: int, version: int) -> Sends:

@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from minirl.balance import sentence
 from minirl.config import KEYS, Config, DevicesConfig, get
 from minirl.devices import ENGINE_WORK_BYTES, LIBRARY_BYTES
 from minirl.errors import MALFORMED, RecipeError, toml_value
+from minirl.metrics import balance
 from minirl.recipe import build, find_model, read_model_config, validate
 from minirl.shm.weights import ITEM_BYTES
 from minirl.tools.simulate import Costs, Lengths, Simulation, Throughput, long_tailed
@@ -418,7 +418,7 @@ def tables(plan: Plan, num_gpus: int, price: float = 0.0) -> tuple[bool, list[Ta
         cost, low, high = (f"{each * num_gpus * price:,.2f}" for each in hours)
         time += f", for {cost} ({low} to {high}) at {price:g} per GPU and hour"
     memory.append(("time", time, ""))
-    idle = sentence(best.config, (best.outcome.engines_idle, best.outcome.trainer_idle))
+    idle = balance(best.config, (best.outcome.engines_idle, best.outcome.trainer_idle))
     advice = f"<- take this{'' if own.fits else ', with these changes'}; {idle}"
     head = ("split", "tokens/s", "engines idle", "trainers idle", "")
     rows = [(*best.row[:-1], advice) if s is own else s.row for s in found]

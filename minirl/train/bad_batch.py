@@ -124,7 +124,7 @@ class BatchSaver:
             own = tuple(t._replace(cell=next(cells)) for t in group.trajectories)
             groups.append(group._replace(trajectories=own))
         columns = {name: np.concatenate([getattr(v, name) for v in views]) for name in COLUMNS}
-        return SavedBatch(replace(batch, groups=tuple(groups)), self.config, why, columns)
+        return SavedBatch(batch._replace(groups=tuple(groups)), self.config, why, columns)
 
 
 class Replayed(NamedTuple):

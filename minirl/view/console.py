@@ -22,9 +22,9 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 from rich.text import Text
 
-from minirl import balance
 from minirl.errors import one_line
 from minirl.loop import Loop
+from minirl.metrics import measured_balance
 from minirl.run_dir import Line
 from minirl.shm.board import Row, State, Total
 from minirl.view import dashboard
@@ -165,7 +165,7 @@ class Reporter:
             step=loop.step,
             steps=config.train.steps,
             seconds=log.seconds if loop.is_ready else 0.0,
-            verdict=balance.measured(config, lines[-20:], word),
+            verdict=measured_balance(config, lines[-20:], word),
             lanes=[self._lane(worker) for worker in self._workers],
             slots=loop.groups.slots,
             staleness=[sum(n) for n in zip_longest(*list(log.recent_staleness), fillvalue=0)],
