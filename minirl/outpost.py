@@ -11,8 +11,8 @@ An outpost holds the *unchanged* workers, ring, weight store and board of its bo
 process, so that neither Ray nor a slow box makes the controller wait, and the end of Ray is not the
 end of the run. At most one call to each box is under way; it carries everything, both ways.
 
-    rows     of what is sealed (12 bytes a token; the mask follows) come with Finished and
-             TurnEnded. The controller writes them into its ring before it hands the message on,
+    rows     of what is sealed (12 bytes a token; the mask follows) come with Finished.
+             The controller writes them into its ring before it hands the message on,
              unless the sender was replaced since: no cell of another group is ever written to.
     weights  are put after the trainer has published here, and filled in by a thread of each box
              while its engines sample. A box skips versions that it is too slow for. At most two
