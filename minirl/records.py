@@ -45,7 +45,8 @@ class Drop(StrEnum):
         return self.replace("_", " ")
 
 
-class Example(NamedTuple):
+@dataclass(frozen=True)
+class Example:
     """What a task asks: text (or chat messages) and the reference that its reward knows."""
 
     prompt: str | tuple[dict[str, str], ...]

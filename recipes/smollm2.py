@@ -14,6 +14,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from minirl.records import Example
@@ -40,7 +41,7 @@ class WordProblems(Arithmetic):
 
 
 def _chat(example: Example) -> Example:
-    return example._replace(prompt=(*SHOWN, {"role": "user", "content": str(example.prompt)}))
+    return replace(example, prompt=(*SHOWN, {"role": "user", "content": str(example.prompt)}))
 
 
 def convert(wheel: Path, folder: Path) -> None:

@@ -393,7 +393,7 @@ CASES = [{"temperature": 1.3}, {"top_k": 10}, {"temperature": 0.7, "top_p": 0.8}
 
 @pytest.mark.parametrize("case", [*CASES, {"temperature": 0.0, "max_tokens": 20}], ids=str)
 def test_logprobs_are_of_the_distribution_sampled_from(case: dict[str, Any], tied: Remote) -> None:
-    sampling = replace(FREE, **case)
+    sampling = FREE._replace(**case)
     answer = tied.add(PROMPT, sampling)
     tied.step()
     version, temperature = answer.versions[0], sampling.temperature or 1.0

@@ -7,6 +7,7 @@ Leaves out: proofs, and answers with units: these are what the text says.
 """
 
 import re
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -34,7 +35,7 @@ class Mathematics(Task):
     def example(self, row: SourceRow) -> Example:
         asked = super().example(row)
         prompt, box = instructed(asked, self.options["instruction"]), last_box(asked.reference)
-        return Example(prompt, box[1], asked.reference) if box else asked._replace(prompt=prompt)
+        return Example(prompt, box[1], asked.reference) if box else replace(asked, prompt=prompt)
 
     def reward(self, example: Example, answer: Answer) -> float:
         return float(answer.stop is StopReason.STOP and is_equal(example.reference, answer.text))

@@ -6,7 +6,6 @@ the controller. Answers are as long as the bench says, since its models never en
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from minirl.config import Config, ModelConfig, RolloutConfig, TasksConfig
@@ -42,7 +41,7 @@ class LongTailed(RolloutWorker):
 
     def sampling(self, request: Request) -> Sampling:
         length = self.lengths[request.group.group_id]
-        return replace(super().sampling(request), max_tokens=length)
+        return super().sampling(request)._replace(max_tokens=length)
 
 
 class WaitingWorker(RolloutWorker):
