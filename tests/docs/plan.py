@@ -76,13 +76,13 @@ def tokens_per_s(eta: int) -> float:
 def prime_rl_errors() -> dict[tuple[str, str, int, int], float]:
     """The planned rate over the published one, less one, by case and length."""
     found = {}
-    for (case, rates), place in product(PRIME_RL.items(), range(2)):
+    for case, place in product(PRIME_RL, range(2)):
         (model, gpu, num_gpus), num_tokens = case, LENGTHS[place]
         values = {"devices.train": num_gpus, "train.gradient_checkpointing": True}
         costs = plan_of(model, gpu, Lengths((num_tokens - 1,), 1), values).costs
         total = 2 * num_tokens * num_gpus
         rate = total / (costs.train + total * costs.train_per_token)
-        found[*case, num_tokens] = rate / rates[place] - 1
+        found[*case, num_tokens] = rate / PRIME_RL[case][place] - 1
     return found
 
 
