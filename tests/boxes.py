@@ -47,16 +47,13 @@ class Boxes:
         self.subnet = f"10.{os.getpid() % 200 + 20}.{os.getpid() // 200 % 250}"
         self.nodes: dict[int, subprocess.Popen[bytes]] = {}
         self.num_made = 0
+        self.port = PORT if has_namespaces else 20_000 + os.getpid() % 10_000
         own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         # A lost box is noticed in seconds, not in half a minute.
         own |= {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "3"}
         own |= {"RAY_ADDRESS": f"{self.ip(0)}:{self.port}", "RAY_USAGE_STATS_ENABLED": "0"}
         here, before = Path(__file__).parent, os.environ.get("PYTHONPATH", "")
         self.env = {**os.environ, **own, "PYTHONPATH": f"{here.parent}:{here}:{before}"}
-
-    @property
-    def port(self) -> int:
-        return PORT if self.has_namespaces else 20_000 + os.getpid() % 10_000
 
     def ip(self, box: int) -> str:
         return f"{self.subnet}.{box + 1}" if self.has_namespaces else "127.0.0.1"
@@ -82,13 +79,8 @@ class Boxes:
         # On a busy machine Ray's agents may start too slowly for its raylet, which then ends.
         command = ["bash", "-c", f"until {shlex.join(command)}; do sleep 1; done"]
         with (self.folder / f"box-{box}.log").open("wb") as log:
-            self.nodes[box] = subprocess.Popen(
-                self.inside(box, command),
-                env=self.env,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            given = {"env": self.env, "stdout": log, "stderr": log, "start_new_session": True}
+            self.nodes[box] = subprocess.Popen(self.inside(box, command), **given)
         return box
 
     def _make_namespace(self, box: int) -> None:
@@ -130,10 +122,8 @@ class Boxes:
     def bytes_to(self, box: int) -> int:
         """Both ways, over its link so far."""
         counters = f"cat /sys/class/net/eth0/statistics/{'{rx,tx}'}_bytes"
-        shown = subprocess.run(
-            self.inside(box, ["bash", "-c", counters]), capture_output=True, text=True, check=True
-        )
-        return sum(map(int, shown.stdout.split()))
+        shown = subprocess.check_output(self.inside(box, ["bash", "-c", counters]), text=True)
+        return sum(map(int, shown.split()))
 
     def pids(self, box: int) -> list[psutil.Process]:
         """All processes of a box; the namespace knows those that have left their parents."""
@@ -157,10 +147,6 @@ class Boxes:
         if self.has_namespaces:
             run("ip", "netns", "del", self.name(box))
 
-    def close(self) -> None:
-        for box in sorted(self.nodes, reverse=True):
-            self.kill(box)
-
 
 @contextmanager
 def boxes(count: int) -> Iterator[Boxes]:
@@ -175,5 +161,6 @@ def boxes(count: int) -> Iterator[Boxes]:
         made.wait(count)
         yield made
     finally:
-        made.close()
+        for box in sorted(made.nodes, reverse=True):
+            made.kill(box)
         shutil.rmtree(folder, ignore_errors=True)

@@ -13,11 +13,10 @@ import plain_script
 import torch
 from plain_script import Weights
 from processes import TRAINER_PLACE, Inbox, crew
-from safetensors.torch import load_file
 
 from minirl import messages
 from minirl.buffer import History
-from minirl.config import BufferConfig, Config, RolloutConfig, TrainConfig
+from minirl.config import ALGORITHMS, BufferConfig, Config, RolloutConfig, TrainConfig
 from minirl.messages import CheckpointState, Save, TrainerSetup
 from minirl.model import weight_table
 from minirl.records import Batch, Group, StopReason, Trajectory
@@ -58,10 +57,16 @@ MIXED = Recipe(versions=(-ETA - 1, -ETA, -1, 0), noise=0.8)
 # micro-batches of one trajectory, and the other has an empty one.
 FEW = Recipe(num_groups=2, versions=(-1, 0), noise=0.3, shortest=40)
 RECIPES = (EQUAL, STALE, FRESH, MIXED, FEW)
+LORA = {"lora_rank": 4, "gradient_checkpointing": True}
 
 
 def with_train(**values: Any) -> Config:
     return replace(CONFIG, train=replace(CONFIG.train, **values))
+
+
+def of_algorithm(name: str, **values: Any) -> Config:
+    parts = {key.removeprefix("train."): value for key, value in ALGORITHMS[name].items()}
+    return with_train(algorithm=name, **{**parts, "num_minibatches": 2, **values})
 
 
 class Data(NamedTuple):
@@ -227,16 +232,18 @@ def are_equal(ours: Weights, theirs: Weights) -> bool:
     return ours.keys() == theirs.keys() and all(same)
 
 
-def momentum(checkpoint: Path) -> Weights:
+def saved(checkpoint: Path, name: str) -> Weights:
     """From one file, or from all shares."""
-    end = "/exp_avg"
-    state = shares(checkpoint / "trainer", "optimizer")
-    return {key.removesuffix(end): state[key]() for key in state if key.endswith(end)}
+    return {key: read() for key, read in shares(checkpoint, name).items()}
+
+
+def momentum(checkpoint: Path) -> Weights:
+    end, state = "/exp_avg", saved(checkpoint, "trainer/optimizer")
+    return {key.removesuffix(end): state[key] for key in state if key.endswith(end)}
 
 
 def masters(checkpoint: Path) -> Weights:
     """The weights that training continues from, in float32."""
-    path = checkpoint / "trainer" / "master.safetensors"
-    weights = load_file(path if path.is_file() else checkpoint / "model.safetensors")
+    weights = saved(checkpoint, "trainer/master") or saved(checkpoint, "model")
     assert {w.dtype for w in weights.values()} == {torch.float32}
     return weights

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from minirl.buffer import History
 from minirl.cli import app
-from minirl.config import Config, ModelConfig
+from minirl.config import ModelConfig
 from minirl.errors import MinirlError, RecipeError
 from minirl.messages import CheckpointState, Save
 from minirl.records import Batch
@@ -34,18 +34,14 @@ from minirl.train.policy import load_policy
 
 
 @pytest.fixture
-def config(tied_folder: Path) -> Config:
-    return replace(CONFIG, model=ModelConfig(path=str(tied_folder)))
-
-
-@pytest.fixture
-def rank(data: Data, config: Config, tied_folder: Path) -> LocalRank:
+def rank(data: Data, tied_folder: Path) -> LocalRank:
+    config = replace(CONFIG, model=ModelConfig(path=str(tied_folder)))
     return LocalRank(tied_folder, config, data.ring)
 
 
 @pytest.fixture
-def saver(data: Data, config: Config, rank: LocalRank, tmp_path: Path) -> BatchSaver:
-    return BatchSaver(config, tmp_path, data.ring, rank.store, Path(config.model.path))
+def saver(data: Data, rank: LocalRank, tied_folder: Path, tmp_path: Path) -> BatchSaver:
+    return BatchSaver(rank.trainer.config, tmp_path, data.ring, rank.store, tied_folder)
 
 
 def test_replay_is_exact(data: Data, rank: LocalRank, saver: BatchSaver, tmp_path: Path) -> None:

@@ -247,16 +247,6 @@ class House:
             else:
                 self.tell(self.engines[int(rank)], message)
 
-    def score(self, message: messages.Score) -> None:
-        """Of the weights that the batch in training started from, before the next are out."""
-        assert self.batch is not None and message.version == self.batch.version == self.latest
-        for cell, group_id in message.cells:
-            assert cell in self.groups.states[group_id].cells
-            assert self.groups.states[group_id].evaluation is None
-            self.scored[message.version] += 1
-        assert self.scored[message.version] <= MAX_SCORED
-        self.seen["scored"] += 1
-
     def tell(self, engine: Engine, message: object) -> None:
         match message:
             case messages.Submit():
@@ -275,8 +265,15 @@ class House:
                         engine.answers[*at].is_parked = False
                     else:
                         engine.answers.pop(tuple(at), None)
-            case messages.Score():
-                self.score(message)
+            case messages.Score(version, cells):
+                # Of the weights that the batch in training started from, before the next are out.
+                assert self.batch is not None and version == self.batch.version == self.latest
+                for cell, scored_id in cells:
+                    assert cell in self.groups.states[scored_id].cells
+                    assert self.groups.states[scored_id].evaluation is None
+                self.scored[version] += len(cells)
+                assert self.scored[version] <= MAX_SCORED
+                self.seen["scored"] += 1
 
     def start(self, engine: Engine, group: messages.GroupRequest) -> None:
         if self.dice.random() < 0.03:

@@ -43,12 +43,9 @@ TOOLS = {"minirl.tools.plan"}  # of launch, for devices.split = "auto"
 LIGHT = "cli config buffer tasks.verifier tools.data tasks.math model workers tools.plan run_dir"
 
 
-def module_of(path: Path) -> str:
-    parts = path.relative_to(ROOT.parent).with_suffix("").parts
-    return ".".join(parts).removesuffix(".__init__")
-
-
-MODULES = {module_of(path): path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py"}
+PATHS = {path.relative_to(ROOT.parent).with_suffix(""): path for path in ROOT.rglob("*.py")}
+MODULES = {".".join(short.parts).removesuffix(".__init__"): PATHS[short] for short in PATHS}
+del MODULES["minirl"]
 
 
 def room_of(module: str) -> str:

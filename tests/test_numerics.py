@@ -99,4 +99,3 @@ def test_a_run_is_exact_under_model_runner_v2(tmp_path: Path, tied_folder: Path)
     run.end(code=0)
     assert_accounted(run.metrics(), max_staleness=2)
     assert run.summary()["logprob_gap_max"] < 1e-5
-    assert run.summary()["multi_version_trajectories"] > 0

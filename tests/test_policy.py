@@ -14,7 +14,7 @@ import torch._dynamo as dynamo
 import varlen_cpu  # noqa: F401  registers the kernel of packed attention
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import FIRST_VERSION, LocalRank, are_equal, with_train
+from ranks import FIRST_VERSION, LORA, LocalRank, are_equal, of_algorithm, with_train
 from torch import Tensor, nn
 
 from minirl.config import ALGORITHMS, Config, TrainConfig
@@ -242,25 +242,12 @@ def batch() -> tuple[TrajectoryRing, Batch]:
     return ring, Batch(1, VERSION, tuple(groups))
 
 
-def num_shared(rank: LocalRank) -> int:
-    parts = rank.trainer.prepared.minibatches
-    return sum(micro.shared is not None for part in parts for micro in part.micro_batches)
-
-
 NAMES = ("loss", "grad_norm", "value_loss", "kl", "entropy", "clip_frac", "behav_ratio_mean")
 COMPARED = {f"train/{name}" for name in NAMES}
 
 
-def algorithm(name: str, **values: Any) -> Config:
-    parts = {key.removeprefix("train."): value for key, value in ALGORITHMS[name].items()}
-    return with_train(**{**parts, "kl_coef": 0.05, **values})
-
-
-LORA = {"lora_rank": 4, "gradient_checkpointing": True}
-CONFIGS = {
-    **{name: algorithm(name, num_minibatches=2, critic_lr=1e-3) for name in ALGORITHMS},
-    "lora": algorithm("grpo", num_minibatches=2, **LORA),
-}
+CONFIGS = {name: of_algorithm(name, kl_coef=0.05, critic_lr=1e-3) for name in ALGORITHMS}
+CONFIGS["lora"] = of_algorithm("grpo", kl_coef=0.05, **LORA)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -277,7 +264,8 @@ def test_a_step_is_that_of_packed_trajectories_in_any_split(
         assert values["train/grad_norm"] > 0 and values["train/kl"] > 0
         states = [replica.state_by_name() for replica in rank.trainer.replicas]
         momenta = [state[key] for state in states for key in state if key.endswith("/exp_avg")]
-        found.append((num_shared(rank), values, momenta))
+        micros = [m for part in rank.trainer.prepared.minibatches for m in part.micro_batches]
+        found.append((any(micro.shared for micro in micros), values, momenta))
     (some, ours, momenta), *others = found
     assert some and ("train/value_loss" in ours) == (name == "ppo")
     for none, theirs, their_momenta in others:

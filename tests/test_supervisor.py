@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import pytest
 from fault_bodies import Script
-from processes import LIMIT_S, TRAINER_PLACE, wait_until
+from processes import LIMIT_S, RECIPES, TRAINER_PLACE, wait_until
 from run_dirs import Notes
 
 from minirl import supervisor
@@ -56,14 +56,9 @@ class Stage:
         # Forked: these workers need nothing but what is loaded here, and torch takes 2 s to load.
         self.workers._context = multiprocessing.get_context("fork")
         self.store = WeightStore((TensorSpec("w", (1,)),), "float32")
-        script = Script(
-            self.store,
-            folder=str(start.folder),
-            rendezvous=str(folder / "rendezvous"),
-            is_resumed=start.folder is not None,
-            version=start.state.history.version,
-            eta=config.buffer.max_staleness,
-        )
+        given: Any = {"folder": str(start.folder), "rendezvous": str(folder / "rendezvous")}
+        given |= {"is_resumed": start.folder is not None, "eta": config.buffer.max_staleness}
+        script = Script(self.store, version=start.state.history.version, **given)
         for role, body in BODIES.items():
             its = replace(script, **scripts.get(role.value, {}))
             self.workers.spawn(role, 0, body, its, TRAINER_PLACE)
@@ -365,7 +360,6 @@ def test_an_interrupted_run_finishes_its_step_and_saves_it(eta: int, tmp_path: P
 
 # The OOM hint -------------------------------------------------------------------------------------
 
-SMOKE = Path(__file__).parent.parent / "recipes" / "smoke.toml"
 CUDA_OOM = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …"
 CPU_OOM = "RuntimeError: DefaultCPUAllocator: can't allocate memory"
 NO_BLOCKS = "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_…"
@@ -394,4 +388,4 @@ def test_each_shortage_names_a_key_to_change(role: str, words: str, kind: str, c
     said = memory_hint(role, words, config, kind)
     assert f"change {change}" in said
     key, after = said.partition("change ")[2].split(" from ")[0], said.rpartition(" to ")[2]
-    load(SMOKE, [f"{key}={after}"])  # what it says can be said: a recipe takes it
+    load(RECIPES / "smoke.toml", [f"{key}={after}"])  # what it says can be said: a recipe takes it

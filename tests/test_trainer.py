@@ -21,10 +21,10 @@ import torch.distributed as dist
 import varlen_cpu  # noqa: F401  registers the kernel of packed attention
 from plain_script import PlainScript, Weights
 from processes import CUDA_TRAINER_PLACE
-from ranks import CONFIG, FRESH, MIXED, Data, LocalRank, are_equal, relative_error, with_train
+from ranks import CONFIG, FRESH, LORA, MIXED, Data, LocalRank, are_equal, relative_error, with_train
 
 from minirl.buffer import History
-from minirl.config import ALGORITHMS, Config, ModelConfig
+from minirl.config import Config, ModelConfig
 from minirl.errors import MinirlError, RecipeError
 from minirl.messages import CheckpointState, Save, Saved, Score, Train, Trained
 from minirl.recipe import check_packages, to_toml
@@ -34,7 +34,6 @@ from minirl.shm.ring import TrajectoryRing
 from minirl.train import attention, optimizer, policy
 from minirl.train.attention import boundaries
 from minirl.train.checkpoint import read_state, read_whole
-from minirl.train.optimizer import shares
 from minirl.train.policy import load_policy, model_flops
 
 from transformers import AutoModelForCausalLM, AutoTokenizer  # isort: skip
@@ -63,7 +62,11 @@ def test_the_update_is_a_plain_scripts_however_it_is_split(
             assert trainer.store.latest == batch.version + 1
             for name, value in plain.train(batch, data.ring).items():
                 assert values[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
-            check_staleness(recipe, batch, values, data.ring)
+            views = [data.ring.read(t.cell, g.id) for g in batch.groups for t in g.trajectories]
+            stale = batch.version - np.concatenate([v.versions[v.mask == 1] for v in views])
+            assert values["buffer/masked_frac"] == pytest.approx((stale > ranks.ETA).mean())
+            assert values["buffer/staleness_max"] == max(stale[stale <= ranks.ETA], default=0)
+            assert values["buffer/versions_per_trajectory"] == len(recipe.versions)
             if recipe in (ranks.EQUAL, ranks.STALE):  # nothing to learn: not a bit moves
                 assert values["train/grad_norm"] == 0
                 assert are_equal(trainer.weights(), initial)
@@ -82,21 +85,6 @@ def test_the_update_is_a_plain_scripts_however_it_is_split(
     assert kept == ["step-000004", "step-000005"]  # checkpoint.keep is 2
 
 
-def check_staleness(
-    recipe: ranks.Recipe, batch: Batch, values: dict[str, float | None], ring: TrajectoryRing
-) -> None:
-    views = [ring.read(t.cell, g.id) for g in batch.groups for t in g.trajectories]
-    stale = batch.version - np.concatenate([view.versions[view.mask == 1] for view in views])
-    assert values["buffer/masked_frac"] == pytest.approx((stale > ranks.ETA).mean())
-    assert values["buffer/staleness_max"] == max(stale[stale <= ranks.ETA], default=0)
-    assert values["buffer/versions_per_trajectory"] == len(recipe.versions)
-
-
-def of_algorithm(name: str, **values: Any) -> Config:
-    parts = {key.removeprefix("train."): value for key, value in ALGORITHMS[name].items()}
-    return with_train(algorithm=name, **{**parts, "num_minibatches": 2, **values})
-
-
 def in_bfloat16(config: Config) -> Config:
     return replace(config, model=ModelConfig(dtype="bfloat16"))
 
@@ -107,7 +95,7 @@ def in_bfloat16(config: Config) -> Config:
         with_train(num_minibatches=2),
         # In bfloat16 an update this small is lost on every weight: only masters can add them up.
         in_bfloat16(with_train(lr=1e-6, num_minibatches=2)),
-        of_algorithm("ppo", critic_lr=3e-3),
+        ranks.of_algorithm("ppo", critic_lr=3e-3),
         in_bfloat16(with_train(lora_rank=4)),
     ],
     ids=["float32", "bfloat16", "critic", "lora"],
@@ -125,7 +113,11 @@ def test_resume_is_exact(config: Config, data: Data, tied_folder: Path, tmp_path
     one.save(folders[1])
     assert sorted((tmp_path / "one" / "checkpoints").iterdir()) == folders  # and no temporary file
     assert read_state(folders[0]) == state
-    check_ordinary(folders[0], published, tied_folder)
+    # transformers loads it as it is, and finds the weights that were published.
+    assert are_equal(_parameters(AutoModelForCausalLM.from_pretrained(folders[0])), published)
+    tokenizer, text = AutoTokenizer.from_pretrained(folders[0]), "3 plus 4 is 7\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode(text) == AutoTokenizer.from_pretrained(tied_folder).encode(text)
 
     two = LocalRank(tied_folder, config, data.ring, **ranks.resumed(folders[0], second.version))
     assert two.store.latest == second.version
@@ -140,56 +132,6 @@ def test_resume_is_exact(config: Config, data: Data, tied_folder: Path, tmp_path
     assert not are_equal(ranks.masters(folders[1]), ranks.masters(folders[0]))
     rounded = {n: w.to(one.store.torch_dtype) for n, w in ranks.masters(folders[1]).items()}
     assert are_equal(rounded, one.weights())
-
-
-def check_ordinary(checkpoint: Path, published: Weights, source: Path) -> None:
-    """transformers loads it as it is, and finds the weights that were published."""
-    assert are_equal(_parameters(AutoModelForCausalLM.from_pretrained(checkpoint)), published)
-    tokenizer, text = AutoTokenizer.from_pretrained(checkpoint), "3 plus 4 is 7\n"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.encode(text) == AutoTokenizer.from_pretrained(source).encode(text)
-
-
-@pytest.mark.slow
-def test_a_sharded_optimizer_is_a_whole_one(data: Data, tied_folder: Path, tmp_path: Path) -> None:
-    """Under a learning rate that changes every step, which each rank's share must follow. Other
-    numbers of ranks take the same shares."""
-    options = {"weight_decay": 0.1, "warmup_steps": 1, "schedule": "linear", "steps": 3}
-    config = with_train(shard="optimizer", **options)
-    first, second = data.of(FRESH), data.of(MIXED, 2)
-    folder, other = (tmp_path / "one" / "checkpoints" / f"step-00000{i}" for i in (1, 2))
-    with ranks.ranks(tmp_path / "one", tied_folder, config, data.ring, 2) as one:
-        one.train(first)
-        one.save(folder)
-        one.train(second)
-        uninterrupted = one.weights()
-        shares = other.with_name(f".{other.name}.shares")
-        (shares / "optimizer-1-of-2.safetensors").mkdir(parents=True)  # in the way
-        one.send(Save(str(other), ranks.STATE))
-        error = one.inbox.take(one.workers[0], Saved).error
-        assert error == "it could not be written (another rank could not write its share)"
-        assert not other.exists() and not shares.exists()
-        one.save(other)
-    names = sorted(path.name for path in (folder / "trainer").iterdir())
-    assert names == [*(f"optimizer-{i}-of-2.safetensors" for i in (0, 1)), "state.json"]
-    again, alone = ranks.resumed(folder, second.version), with_train(**options)
-    for num in (2, 3):
-        with ranks.ranks(tmp_path / str(num), tied_folder, config, data.ring, num, **again) as more:
-            more.train(second)
-            found = more.weights()
-            assert are_equal(found, uninterrupted) or num == 3
-            assert relative_error(found, uninterrupted) < 1e-6
-    for whole in (LocalRank(tied_folder, alone, data.ring, **again), None):
-        rank = whole or LocalRank(tied_folder, alone, data.ring)
-        batches = (first, second) if whole is None else (second,)
-        rates = [rank.train(batch)["train/lr"] for batch in batches]
-        assert len({*rates}) == len(batches)
-        assert relative_error(rank.weights(), uninterrupted) < 1e-6
-        assert relative_error(rank.momentum(), ranks.momentum(other)) < 1e-4
-    read_whole(folder)
-    (folder / "trainer" / names[0]).unlink()
-    with pytest.raises(MinirlError, match="lacks the optimizer's state, or a share of it"):
-        read_whole(folder)
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
@@ -309,7 +251,6 @@ def test_mfu_is_a_metric_where_the_rate_is_known(data: Data, tied_folder: Path) 
 
 PPO = {"estimator": "gae", "critic_lr": 1e-3, "loss_norm": "sequence"}
 KL = {"kl_coef": 0.1}
-LORA = {"lora_rank": 4, "gradient_checkpointing": True}
 MANY = {"num_minibatches": 2, "max_tokens": 64, "gradient_checkpointing": True}
 COMPARED = {"train/loss", "train/grad_norm", "train/value_loss", "train/kl", "train/logprob_gap"}
 
@@ -411,7 +352,13 @@ def test_several_ranks_give_the_update_of_one(
         assert are_equal(some.weights(), before)
         skipped = some.train(ranks.with_reward(data.of(FRESH), 0, float("inf")))
         assert skipped["train/skipped_updates"] > 0 and are_equal(some.weights(), before)
-        found = [train_and_score(some, data), some.train(data.of(MIXED, 2))]
+        batch, (scorer, *others) = data.of(FRESH), some.workers
+        cells = tuple((t.cell, g.id) for g in batch.groups[:2] for t in g.trajectories)
+        scorer.send(Train(batch))
+        scorer.send(Score(batch.version, cells))  # before the other ranks begin the step
+        for worker in others:
+            worker.send(Train(batch))
+        found = [some.inbox.take(scorer, Trained).values, some.train(data.of(MIXED, 2))]
         some.save(folder)
         weights = some.weights()
     assert_same(found, expected)
@@ -419,46 +366,51 @@ def test_several_ranks_give_the_update_of_one(
     assert relative_error(weights, alone.weights()) < 1e-6
 
 
-def train_and_score(some: ranks.Ranks, data: Data) -> dict[str, float | None]:
-    """The answers to score are there before the other ranks begin the step."""
-    batch = data.of(FRESH)
-    cells = tuple((t.cell, g.id) for g in batch.groups[:2] for t in g.trajectories)
-    for message in (Train(batch), Score(batch.version, cells)):
-        some.workers[0].send(message)
-    for worker in some.workers[1:]:
-        worker.send(Train(batch))
-    return some.inbox.take(some.workers[0], Trained).values
-
-
-def saved(folder: Path, name: str) -> Weights:
-    return {key: read() for key, read in shares(folder / "trainer", name).items()}
-
-
 @pytest.mark.slow
-def test_any_number_of_ranks_resumes_from_slices(
-    data: Data, tied_folder: Path, tmp_path: Path
+@pytest.mark.parametrize("shard", ["optimizer", "full"])
+def test_any_number_of_ranks_resumes_from_shares(
+    shard: str, data: Data, tied_folder: Path, tmp_path: Path
 ) -> None:
-    config = in_bfloat16(with_train(shard="full", lr=1e-4, **PPO))
+    """Under a learning rate that changes every step, which each rank's share must follow."""
+    options = {"weight_decay": 0.1, "warmup_steps": 1, "schedule": "linear", "steps": 3}
+    whole, files = with_train(**options), ["model", "trainer/optimizer"]
+    if shard == "full":
+        whole = in_bfloat16(with_train(**options, **PPO))
+        files = ["trainer/master", "trainer/critic"]
+        files += ["trainer/optimizer", "trainer/critic_optimizer"]
+    config = replace(whole, train=replace(whole.train, shard=shard))
     folder, *others = (tmp_path / str(i) / "checkpoints" / "step-000001" for i in range(4))
-    second = data.of(MIXED, 2)
+    first, second = data.of(FRESH), data.of(MIXED, 2)
     with ranks.ranks(tmp_path / "0", tied_folder, config, data.ring, 2) as two:
-        two.train(data.of(FRESH))
+        two.train(first)
         two.save(folder)
         two.train(second)
+        parts = others[0].with_name(f".{others[0].name}.shares")
+        (parts / "optimizer-1-of-2.safetensors").mkdir(parents=True)  # in the way
+        two.send(Save(str(others[0]), ranks.STATE))
+        error = two.inbox.take(two.workers[0], Saved).error
+        assert error == "it could not be written (another rank could not write its share)"
+        assert not others[0].exists() and not parts.exists()
         two.save(others[0])
-    read_whole(folder)
     again = ranks.resumed(folder, second.version)
     for num, other in zip((2, 3), others[1:], strict=True):
         with ranks.ranks(tmp_path / str(num), tied_folder, config, data.ring, num, **again) as some:
             some.train(second)
             some.save(other)
-        for name in ("master", "critic", "optimizer", "critic_optimizer"):
-            both = saved(other, name), saved(others[0], name)
+        for name in files:
+            both = ranks.saved(other, name), ranks.saved(others[0], name)
             assert are_equal(*both) or num == 3
-            assert relative_error(*both) < 1e-5
-    whole = replace(config, train=replace(config.train, shard="none"))
-    (rank := LocalRank(tied_folder, whole, data.ring, **again)).train(second)
-    assert relative_error(rank.trainer.learner.slices, saved(others[0], "master")) < 1e-5
+            assert relative_error(*both) < 1e-6
+    for given, batches in ((again, [second]), ({}, [first, second])):
+        rank = LocalRank(tied_folder, whole, data.ring, **given)
+        assert len({rank.train(batch)["train/lr"] for batch in batches}) == len(batches)
+        trained = ranks.saved(others[0], files[0])
+        assert relative_error(rank.trainer.learner.slices, trained) < 1e-6
+        assert relative_error(rank.momentum(), ranks.momentum(others[0])) < 1e-4
+    read_whole(folder)
+    (folder / "trainer" / "optimizer-0-of-2.safetensors").unlink()
+    with pytest.raises(MinirlError, match="lacks the optimizer's state, or a share of it"):
+        read_whole(folder)
 
 
 def test_under_lora_the_model_rests_in_its_dtype_and_is_merged_exactly_to_rounding(

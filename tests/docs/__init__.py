@@ -1,5 +1,5 @@
-"""What prints the generated pages under docs/: `python -m tests.docs.NAME`.
+"""What makes the generated pages under docs/: `python -m tests.docs.NAME`.
 
-results.py fills docs/results.md, reference.py prints docs/recipe.md, metrics.py docs/metrics.md,
-plan.py holds the planner against the paper, lines.py counts lines and files by room.
+results.py fills docs/results.md, pages.py writes docs/recipe.md and docs/metrics.md, plan.py prints
+the table of docs/planning.md, lines.py counts lines and files by room.
 """

@@ -1,7 +1,6 @@
-"""The table of docs/planning.md, and the planner against two published tables.
+"""Prints the table of docs/planning.md: `python -m tests.docs.plan`.
 
-    python -m tests.docs.plan
-
+test_plan.py holds that table and the planner to the figures here, of two published tables.
 The AReaL paper (arXiv 2505.24298), table 7, gives tokens per second of whole runs; what it does not
 give is taken as follows, the same for all rows: R1-Distill-Qwen-1.5B on H800, three GPUs in four
 for rollout, 4 minibatches, answers lognormal with a mean of 4,000 tokens in a context of 8k.
@@ -74,21 +73,16 @@ def tokens_per_s(eta: int) -> float:
     return plan_of(model, "H800", long_tailed(4000, limit, 200), values).outcome.tokens_per_s
 
 
-def ratio_errors(rates: dict[int, float]) -> dict[int, float]:
-    """Of the paper's ratios to η = 0, by η."""
-    return {eta: rates[eta] / rates[0] * PAPER[0] / PAPER[eta] - 1 for eta in PAPER}
-
-
-def prime_rl() -> dict[tuple[str, str, int, int], tuple[int, float]]:
-    """The published rate, and the planned one over it, less one, by case and length."""
+def prime_rl_errors() -> dict[tuple[str, str, int, int], float]:
+    """The planned rate over the published one, less one, by case and length."""
     found = {}
-    for (case, rates), place in product(PRIME_RL.items(), range(2)):
+    for case, place in product(PRIME_RL, range(2)):
         (model, gpu, num_gpus), num_tokens = case, LENGTHS[place]
         values = {"devices.train": num_gpus, "train.gradient_checkpointing": True}
         costs = plan_of(model, gpu, Lengths((num_tokens - 1,), 1), values).costs
         total = 2 * num_tokens * num_gpus
         rate = total / (costs.train + total * costs.train_per_token)
-        found[*case, num_tokens] = rates[place], rate / rates[place] - 1
+        found[*case, num_tokens] = rate / PRIME_RL[case][place] - 1
     return found
 
 
