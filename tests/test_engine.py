@@ -304,10 +304,10 @@ def test_no_prefix_is_of_another_version(name: str, engines: dict[str, Remote]) 
     engine = engines[name]
     running = engine.add(PROMPT)
     engine.step(3)
-    before = engine.add(PROMPT, replace(FREE, max_tokens=5))
+    before = engine.add(PROMPT, FREE._replace(max_tokens=5))
     engine.step(5)
     engine.update()
-    after = engine.add(PROMPT, replace(FREE, max_tokens=5))
+    after = engine.add(PROMPT, FREE._replace(max_tokens=5))
     engine.step()
     assert set(before.versions).isdisjoint(after.versions)
     assert len(set(running.versions)) == 2
