@@ -41,6 +41,7 @@ from minirl.rollout.dispatch import Assignment, Dispatcher
 from minirl.tasks.prompts import PromptStream
 
 FIRST_EVAL_ID = 1 << 40  # group ids from here on are of evaluations
+MAX_LOSSES = 5  # of one prompt with its engine: then the prompt is taken for the cause
 MAX_SCORED = 2  # answers per version that rank 0 compares logprobs of
 
 Sends = list[tuple[str, object]]  # the name of a worker, and what it is sent
@@ -94,6 +95,7 @@ class Groups:
         self.evaluation: Evaluation | None = None
         self._eval_ids = itertools.count(FIRST_EVAL_ID)
         self._replies: dict[int, dict[tuple[int, int], tuple[int, ...]]] = defaultdict(dict)
+        self._num_losses: Counter[int] = Counter()  # of a prompt, with its engine
         self._since_saved: list[tuple[int, list[Ticket]]] = []  # trained since the checkpoint
         self._num_to_score = 0  # answers, for the batch in training
         self._outbox: Sends = []
@@ -289,7 +291,10 @@ class Groups:
                 state.evaluation.lost(state.eval_place, state.cells[0])
                 del self.states[state.id]
             else:
-                self._drop(state, Drop.WORKER_DIED)
+                self._num_losses[state.prompt.index] += 1
+                is_deadly = self._num_losses[state.prompt.index] >= MAX_LOSSES
+                why = f"a prompt whose engine died {MAX_LOSSES} times"
+                self._drop(state, Drop.REFUSED if is_deadly else Drop.WORKER_DIED, why)
         return self._outgoing()
 
     def verifier_lost(
