@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from minirl.config import Config
 from minirl.records import Batch, Drop, Group
 
 AUTO = -1.0  # buffer.target_staleness: as few groups in flight as keep the trainer fed
@@ -368,3 +369,9 @@ class Buffer:
         """What a checkpoint keeps: groups in flight are not in it, their prompts run again."""
         drops = {str(reason): count for reason, count in self.drops.items()}
         return History(self.version, self._next_id, self._trained, drops)
+
+
+def make_buffer(config: Config, history: History | None = None) -> Buffer:
+    size, own = config.train.batch_size, config.buffer
+    rule, target = OnStale(own.on_stale), own.target_staleness
+    return Buffer(size, own.max_staleness, rule, history, target)

@@ -91,8 +91,7 @@ def _show(rows: Sequence[Sequence[str]]) -> None:
     """In columns. Not through rich, which would cut names and figures to a narrow terminal."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        typer.echo("  ".join(cells).rstrip())
+        typer.echo("  ".join(map(str.ljust, row, widths)).rstrip())
 
 
 @app.callback(invoke_without_command=True)

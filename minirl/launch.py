@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from minirl import devices, model
-from minirl.buffer import Buffer, History, OnStale
+from minirl.buffer import make_buffer
 from minirl.config import Config
 from minirl.devices import Placement, with_own_temp
 from minirl.errors import MinirlError, RecipeError
@@ -211,12 +211,6 @@ class Job:
         if log.problems:
             raise MinirlError(f"not all could be written: {'; '.join(log.problems)}")
         return 0 if is_whole else INTERRUPTED
-
-
-def make_buffer(config: Config, history: History | None = None) -> Buffer:
-    size, own = config.train.batch_size, config.buffer
-    rule, target = OnStale(own.on_stale), own.target_staleness
-    return Buffer(size, own.max_staleness, rule, history, target)
 
 
 def spawn_ranks(workers: Workers, role: Role, first: RankSetup, places: list[Placement]) -> None:

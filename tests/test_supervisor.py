@@ -21,9 +21,10 @@ from processes import LIMIT_S, RECIPES, TRAINER_PLACE, wait_until
 from run_dirs import Notes
 
 from minirl import supervisor
+from minirl.buffer import make_buffer
 from minirl.config import Config
 from minirl.errors import CannotTrain, MinirlError, Stalled
-from minirl.launch import _signals, make_buffer
+from minirl.launch import _signals
 from minirl.loop import Loop
 from minirl.messages import Role, Stop
 from minirl.recipe import build, load, to_toml

@@ -7,7 +7,6 @@ Leaves out: proofs, and answers with units: these are what the text says.
 """
 
 import re
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -35,7 +34,7 @@ class Mathematics(Task):
     def example(self, row: SourceRow) -> Example:
         asked = super().example(row)
         prompt, box = instructed(asked, self.options["instruction"]), last_box(asked.reference)
-        return Example(prompt, box[1], asked.reference) if box else replace(asked, prompt=prompt)
+        return Example(prompt, box[1], asked.reference) if box else Example(prompt, asked.reference)
 
     def reward(self, example: Example, answer: Answer) -> float:
         return float(answer.stop is StopReason.STOP and is_equal(example.reference, answer.text))

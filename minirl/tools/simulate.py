@@ -18,7 +18,7 @@ from operator import attrgetter
 from statistics import NormalDist, fmean
 from typing import NamedTuple
 
-from minirl.buffer import Buffer, OnStale
+from minirl.buffer import make_buffer
 from minirl.config import Config
 from minirl.records import Group, StopReason, Trajectory
 from minirl.rollout.dispatch import Assignment, Dispatcher
@@ -139,9 +139,7 @@ class Simulation:
     def __init__(self, config: Config, costs: Costs, lengths: Lengths, max_running: int):
         """`max_running`: sequences that one engine decodes at once."""
         self.costs, self.lengths, self.group_size = costs, lengths, config.rollout.group_size
-        size, own = config.train.batch_size, config.buffer
-        rule, target = OnStale(own.on_stale), own.target_staleness
-        self.buffer = Buffer(size, own.max_staleness, rule, None, target)
+        self.buffer = make_buffer(config)
         num_engines = config.num_nodes * config.devices.rollout // config.devices.tensor_parallel
         self.dispatcher = Dispatcher(num_engines, max(lengths.answers))
         self.engines = [SimulatedEngine(costs, max_running) for _ in range(num_engines)]
