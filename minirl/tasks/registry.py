@@ -130,10 +130,8 @@ def _load(name: str) -> Any:
     else:
         module = importlib.import_module(place)
     if not hasattr(module, inside):
-        here = [
-            n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__
-        ]
-        raise LookupError(f"there is no {inside} in it, but {', '.join(here) or 'nothing else'}")
+        own = [n for n, v in vars(module).items() if getattr(v, "__module__", 0) == module.__name__]
+        raise LookupError(f"there is no {inside} in it, but {', '.join(own) or 'nothing else'}")
     return getattr(module, inside)
 
 
