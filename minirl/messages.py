@@ -40,7 +40,7 @@ class Started(NamedTuple):
 class Stop: ...
 
 
-class Start(NamedTuple):  # to a worker of another box, instead of the one before
+class StartThere(NamedTuple):  # to a worker of another box, instead of the one before
     delay_s: float
 
 

@@ -47,7 +47,7 @@ from minirl import devices, model
 from minirl.config import Config
 from minirl.devices import Placement
 from minirl.errors import MinirlError, RecipeError, one_line
-from minirl.messages import Died, Relayed, Role, Start, Stop
+from minirl.messages import Died, Relayed, Role, StartThere, Stop
 from minirl.rollout.worker import RolloutSetup
 from minirl.shm.board import NUM_COLUMNS, BoardWriter, State
 from minirl.shm.ring import TrajectoryRing
@@ -340,7 +340,7 @@ class Outpost:
 
     def obey(self, order: Relayed) -> None:
         worker = next(worker for worker in self.workers.all if worker.name == order.name)
-        if isinstance(order.message, Start):
+        if isinstance(order.message, StartThere):
             worker.num_starts = order.start - 1
             self.workers.replace(worker, order.message.delay_s)
         elif worker.process is not None and order.start == worker.num_starts:

@@ -34,7 +34,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from minirl.devices import Placement
 from minirl.errors import Interrupted, MinirlError, Stalled, WorkerDied
-from minirl.messages import Died, Relayed, Role, Start
+from minirl.messages import Died, Relayed, Role, StartThere
 from minirl.shm.board import Board, State
 
 LOG_TAIL_LINES = 12
@@ -130,7 +130,7 @@ class Workers:
         worker.num_starts += 1
         self.board.reset(worker.row)
         if worker.box:
-            worker.send(Start(delay_s))
+            worker.send(StartThere(delay_s))
             return
         worker.pipe, theirs = self._context.Pipe()
         args = (worker, self.board, theirs, self._log(worker), delay_s)

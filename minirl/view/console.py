@@ -85,8 +85,9 @@ class ConsoleView:
 
     def close(self) -> None:
         """Prints the notes that were only in the panel."""
-        while self._unprinted:
-            self.console.print(_stamped(*self._unprinted.popleft()))
+        with contextlib.suppress(IndexError):  # another thread may print the last
+            while True:
+                self.console.print(_stamped(*self._unprinted.popleft()))
 
 
 def lane_state(row: Row) -> str:
