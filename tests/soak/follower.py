@@ -75,7 +75,8 @@ class RunFollower:
         self._metrics = LineFollower(self.run_dir / METRICS)
         self._trained = LineFollower(self.run_dir / TRAINED)
         self._samples = LineFollower(self.run_dir / SAMPLES)
-        self._began: dict[int, int] = {}  # the version that a group's step began with
+        # The version that a step began with, by step and group: a resumed run gives ids again.
+        self._began: dict[tuple[int, int], int] = {}
 
     def look(self) -> int:
         """How many steps have been trained so far, whatever became of them."""
@@ -86,10 +87,12 @@ class RunFollower:
             self._note(stale_line(line, self.max_staleness))
             self._note(unbalanced(line))
         for line in self._trained.look():
-            self._began |= {group_id: line["version"] for group_id in group_ids(line)}
+            began = {(line["step"], group_id): line["version"] for group_id in group_ids(line)}
+            self._began |= began
         for sample in self._samples.look():  # a step's are written after its batch
-            began = self._began.get(sample["group"], sample["versions"][-1])
-            count, problem = stale_tokens(sample, began, self.max_staleness)
+            at = sample["step"], sample["group"]
+            version = self._began.get(at, sample["versions"][-1])
+            count, problem = stale_tokens(sample, version, self.max_staleness)
             self.num_tokens += count
             self._note(problem)
         return self.num_steps

@@ -90,6 +90,19 @@ def test_every_line_is_seen_once_through_cuts_and_replacements(tmp_path: Path) -
     ]
 
 
+def test_a_torn_batch_is_not_taken_for_that_of_an_earlier_attempt(tmp_path: Path) -> None:
+    """A controller that was killed gives its successor the same ids of groups."""
+    batch = {"step": 3, "version": 130, "groups": [{"id": 9}]}
+    torn = json.dumps({**batch, "step": 4, "version": 129})[:30]
+    (tmp_path / "batches.jsonl").write_text(f"{json.dumps(batch)}\n{torn}\n")
+    sample = {"step": 4, "group": 9, "versions": [127, 127]}
+    sample |= {"token_versions": [127], "token_gaps": [0.0]}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    follower = RunFollower(tmp_path, max_staleness=2)
+    follower.look()
+    assert follower.num_tokens == 1 and follower.violations == []
+
+
 def test_bad_rewards_are_as_many_as_asked_for_and_a_task_stays_what_it_is() -> None:
     counts = Counter(bad_reward_at(5, 0.06, place) for place in range(20_000))
     assert 0.05 < 1 - counts[None] / 20_000 < 0.07
