@@ -92,7 +92,7 @@ def publish_half(store: WeightStore, version: int, pipe: Connection) -> None:
 
 def read_half(store: WeightStore, pipe: Connection) -> None:
     def load(slot: int) -> None:
-        next(store.views(slot))[1].clone()
+        store.views(slot)[0][1].clone()
         pipe.send("half")
         time.sleep(600)
 

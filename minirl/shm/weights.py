@@ -11,6 +11,7 @@ Leaves out: barriers. The order of stores is x86's; an ARM port would need them 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import cycle, islice
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -87,8 +88,8 @@ class WeightStore:
         self.table, self.dtype = table, dtype
         self._segment = segment or Segment(HEADER_BYTES + NUM_SLOTS * self.slot_bytes)
         header = self._segment.array(HEADER, (1,))
-        self._versions, self._sequence = header["versions"][0], header["sequence"][0]
-        self._canaries = header["canaries"][0]
+        self._versions, self._sequence, self._canaries = (header[n][0] for n in HEADER.names or ())
+        self.views = cache(lambda slot: [*self._views(slot)])  # building them takes a while
         if segment is None:
             self._versions[:] = -1
 
@@ -107,8 +108,7 @@ class WeightStore:
 
     @property
     def slot_bytes(self) -> int:
-        size = ITEM_BYTES[self.dtype]
-        return sum(aligned(spec.numel * size) for spec in self.table)
+        return sum(aligned(spec.numel * ITEM_BYTES[self.dtype]) for spec in self.table)
 
     @property
     def latest(self) -> int:
@@ -139,7 +139,7 @@ class WeightStore:
         start = HEADER_BYTES + slot * self.slot_bytes
         return self._segment.array(np.uint8, (self.slot_bytes,), start)
 
-    def views(self, slot: int) -> "Iterator[tuple[str, torch.Tensor]]":
+    def _views(self, slot: int) -> "Iterator[tuple[str, torch.Tensor]]":
         """The named tensors of a slot, in place. Only `read` knows whether they are whole."""
         memory, dtype, offset = self.memory, self.torch_dtype, HEADER_BYTES + slot * self.slot_bytes
         for spec in self.table:
