@@ -49,7 +49,8 @@ def ask_hub() -> None:
     from huggingface_hub import constants
 
     try:
-        urlopen(constants.ENDPOINT, timeout=10).close()
+        if not constants.HF_HUB_OFFLINE:
+            urlopen(constants.ENDPOINT, timeout=10).close()
     except HTTPError:
         pass  # an answer too
     except OSError:

@@ -197,8 +197,7 @@ class RunLog:
         return any(line["step"] >= step for line in self.evals)
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        own: Line = evaluation.line(self.config.log.samples)
-        line = {**own, "seconds": round(self.seconds, 3)}
+        line: Line = {**evaluation.line(self.config.log.samples), "seconds": round(self.seconds, 3)}
         self.evals.append(line)
         self._files["evals"].write(line)
         accuracy = "unknown" if line["accuracy"] is None else f"{line['accuracy']:.1%}"
