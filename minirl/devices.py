@@ -192,6 +192,10 @@ def _placement(kind: str, part: tuple[Any, ...], shards: int, env: dict[str, str
     return Placement(kind, cores=part, env=own)
 
 
+def one_thread(**env: str) -> Placement:
+    return Placement("cpu", env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **env})
+
+
 def vllm_environment(kind: str, engine: int = 0) -> dict[str, str]:
     """What must be set before torch and vLLM are imported: part of a rollout worker's placement."""
     env = {
@@ -249,10 +253,16 @@ def with_own_temp(place: Placement, folder: Path) -> Placement:
     return replace(place, env={**place.env, **own}) if place.kind == "cpu" else place
 
 
+def keep_names() -> None:
+    """Of named shared memory, which may outlive the rendezvous file that has its name."""
+    for path in Path(tempfile.gettempdir()).glob("vllm_dist_*"):
+        path.with_suffix(".shm").touch()
+
+
 def sweep_temp(folder: Path) -> None:
     """When all engines have ended: files, and under tensor parallelism named shared memory."""
-    for path in folder.glob("vllm_dist_*"):  # segments have the name of the rendezvous file
-        for segment in Path("/dev/shm").glob(f"{path.name}*"):
+    for path in folder.glob("vllm_dist_*"):
+        for segment in Path("/dev/shm").glob(f"{path.stem}*"):
             segment.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 

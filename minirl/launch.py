@@ -17,7 +17,7 @@ from typing import IO
 from minirl import devices, model
 from minirl.buffer import make_buffer
 from minirl.config import Config
-from minirl.devices import Placement, with_own_temp
+from minirl.devices import Placement, one_thread, with_own_temp
 from minirl.errors import MinirlError, RecipeError
 from minirl.loop import Loop
 from minirl.messages import RankSetup, Role, Stop, TrainerSetup
@@ -231,9 +231,8 @@ def spawn_engines(
 
 
 def spawn_verifiers(workers: Workers, setup: VerifierSetup) -> None:
-    place = Placement("cpu", env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
     for rank in range(setup.config.tasks.verifiers):
-        workers.spawn(Role.VERIFY, rank, BODIES[Role.VERIFY], setup, place)
+        workers.spawn(Role.VERIFY, rank, BODIES[Role.VERIFY], setup, one_thread())
 
 
 def _make_run_dir(config: Config, run_dir: Path, kind: str) -> IO[str]:

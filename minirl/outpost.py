@@ -45,7 +45,7 @@ from ray.util.placement_group import placement_group
 
 from minirl import devices, model
 from minirl.config import Config
-from minirl.devices import Placement
+from minirl.devices import Placement, one_thread
 from minirl.errors import MinirlError, RecipeError, one_line
 from minirl.messages import Died, Relayed, Role, StartThere, Stop
 from minirl.rollout.worker import RolloutSetup
@@ -103,8 +103,7 @@ def spawn_boxes(workers: Workers, engine: RolloutSetup, size: int, body: str) ->
     link = Link(Role.LINK, 0, len(workers.all), "minirl.outpost:run", setup, _place())
     workers.add(link)
     for rank in range(size, size * engine.config.num_nodes):
-        row, place = len(workers.all), Placement(engine.kind)
-        worker = Worker(Role.ROLLOUT, rank, row, "", None, place)
+        worker = Worker(Role.ROLLOUT, rank, len(workers.all), "", None, Placement(engine.kind))
         worker.box, worker.link = rank // size, link
         workers.add(worker)
 
@@ -139,9 +138,7 @@ def look() -> "list[NodeFacts]":
 def _place() -> Placement:
     """Of a process that talks with Ray: it needs the cluster's token, which no other gets."""
     own = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
-    own |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    once = {"RAY_gcs_server_port_wait_time_s": "1"}  # tried once (45 s), not 20 times
-    return Placement("cpu", env={**once, **own})
+    return one_thread(**{"RAY_gcs_server_port_wait_time_s": "1", **own})  # one try of 45 s, not 20
 
 
 # On the head, in a process of its own -------------------------------------------------------------
@@ -231,8 +228,7 @@ class Box:
         engine, first_rank = setup.engine, index * setup.num_engines
         store: Any = engine.store
         bare: Any = replace(engine, ring=None, store=None)  # type: ignore[arg-type]
-        bare_setup = setup._replace(engine=bare)
-        self.setup = (bare_setup, engine.ring.num_cells, store.table, first_rank)
+        self.setup = (setup._replace(engine=bare), engine.ring.num_cells, store.table, first_rank)
         where = strategies.PlacementGroupSchedulingStrategy(group, index)
         num_gpus = group.bundle_specs[index].get("GPU", 0)
         self.needs = {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": where}

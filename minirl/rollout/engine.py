@@ -107,6 +107,8 @@ class Engine:
                 **devices.engine_arguments(config, kind),
             )
         )
+        if config.devices.tensor_parallel > 1:
+            devices.keep_names()
         self._rollout, self._store = config.rollout, store
         self.canary = Canary(config.model.dtype)
         self._expected: Published | None = None  # whose canary is on its way

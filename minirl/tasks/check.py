@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from minirl import model
 from minirl.config import Config
-from minirl.devices import Placement
+from minirl.devices import one_thread
 from minirl.errors import RecipeError, WorkerDied
 from minirl.messages import Checked, Died, Role
 from minirl.recipe import check_task
@@ -47,8 +47,7 @@ def checking(config: Config, folder: Path | None) -> Iterator[Callable[[], Check
     if config.tasks.kind in registry.BUILT_IN:  # not a user's code: no process, a quicker start
         yield lambda: _check(config, folder)
         return
-    kept = {name: value for name, value in os.environ.items() if name in KEPT}
-    place = Placement("cpu", env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **kept})
+    place = one_thread(**{name: value for name, value in os.environ.items() if name in KEPT})
     with TemporaryDirectory(prefix="minirl-check-") as logs, signals():
         workers = Workers(Path(logs), 1)
         try:

@@ -143,10 +143,9 @@ def seccomp_program() -> list[Instruction]:
 
 def passing(argument: int, mask: int, values: tuple[int, ...]) -> list[Instruction]:
     """Jumps past its own end if the argument is one of the values, else refuses the call."""
-    steps: list[Instruction] = [(LOAD, 0, 0, ARGUMENTS + 4 * argument), (AND, 0, 0, mask)]
-    for left in range(len(values), 0, -1):
-        steps.append((EQUAL, left, 0, values[-left]))
-    return [*steps, (RETURN, 0, 0, EPERM)]
+    load = [(LOAD, 0, 0, ARGUMENTS + 4 * argument), (AND, 0, 0, mask)]
+    equal = [(EQUAL, left, 0, values[-left]) for left in range(len(values), 0, -1)]
+    return [*load, *equal, (RETURN, 0, 0, EPERM)]
 
 
 def install(program: list[Instruction]) -> None:

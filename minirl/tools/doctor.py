@@ -24,7 +24,7 @@ PROBE_TIMEOUT_S = 120
 GIB = 2**30
 INSTALL = 'pip install "minirl[cuda]" where there is a GPU, "minirl[cpu]" where there is none'
 TORCH_PROBE = "import torch; print(torch.cuda.device_count())"
-TRANSFORMERS_PROBE = "from transformers import Qwen3ForCausalLM"
+TRANSFORMERS_PROBE = "import minirl.train.policy; from transformers import Qwen3ForCausalLM"
 TRANSFORMERS = ("5.16.", "5.17.", "5.18.", "5.19.")  # tested
 
 
