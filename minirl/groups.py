@@ -266,7 +266,7 @@ class Groups:
         if graded.error:
             self._failed(request, graded.error)
             return
-        self.drops.graded()
+        self.drops.faults.clear()
         state = self.states[request.group_id]
         if state.evaluation is not None:
             self._evaluated(state, graded)
@@ -347,7 +347,7 @@ class Groups:
     def published(self, step: int, now: float) -> None:
         """The batch of `step` has become the next version. Its slots come back with `release`."""
         self._num_to_score = 0
-        self.drops.stepped()
+        self.drops.filtered.clear()
         self._since_saved.append((step, self.buffer.published(now)))
 
     def release(self) -> None:

@@ -27,7 +27,6 @@ class Role(StrEnum):
     TRAIN = "train"
     VERIFY = "verify"
     SFT = "sft"  # a rank of `minirl sft`
-    BENCH = "bench"  # a part of a benchmark
     LINK = "link"  # the head's process that talks with the other boxes
 
 

@@ -132,38 +132,31 @@ class DropWatch:
         self._max_faults, self._seldom = config.buffer.max_faults, seldom
         self._limit = max(MIN_FAULTS, math.ceil(self._max_faults * config.train.batch_size))
         self._examples: dict[Drop, str] = {}
-        self._faults: Counter[Drop] = Counter()  # since a group was last graded
-        self._filtered: Counter[Drop] = Counter()  # since the last step
+        self.faults: Counter[Drop] = Counter()  # since a group was last graded
+        self.filtered: Counter[Drop] = Counter()  # since the last step
 
     @property
     def fault(self) -> str:
         """Why the run cannot train, or ""."""
-        if (num := self._faults.total()) < self._limit:
+        if (num := self.faults.total()) < self._limit:
             return ""
-        ((reason, count),) = self._faults.most_common(1)
+        ((reason, count),) = self.faults.most_common(1)
         return (
             f"no reward for {num:,} groups in a row: {reason.words} {count:,} times, such as "
             f"{one_line(self._examples[reason])}; mend that, or raise buffer.max_faults = "
             f"{self._max_faults:g}"
         )
 
-    def graded(self) -> None:
-        self._faults.clear()
-
-    def stepped(self) -> None:
-        """The next version is published."""
-        self._filtered.clear()
-
     def dropped(self, reason: Drop, why: str) -> None:
         """The death of a worker has a limit of its own (supervisor.py)."""
         if reason in FILTERS:
-            self._filtered[reason] += 1
-            if (num := self._filtered.total()) % self._limit == 0:
-                ((most, count),) = self._filtered.most_common(1)
+            self.filtered[reason] += 1
+            if (num := self.filtered.total()) % self._limit == 0:
+                ((most, count),) = self.filtered.most_common(1)
                 share = f"{num:,} groups dropped since the last step, {count / num:.0%} of them"
                 self._seldom.note(most, f"warning: {share} {most.words}: {FILTERS[most]}")
         elif reason is not Drop.WORKER_DIED:
-            self._faults[reason] += 1
+            self.faults[reason] += 1
             self._examples[reason] = why
 
 

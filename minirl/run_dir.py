@@ -33,11 +33,19 @@ def replacing(path: Path, sync: bool = True) -> Iterator[Path]:
     try:
         yield aside
         if sync:
-            with aside.open("rb") as file:
-                os.fsync(file.fileno())
+            flush(aside)
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def flush(path: Path) -> None:
+    """To the disk, also a folder."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def write_text(path: Path, text: str) -> None:

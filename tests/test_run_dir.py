@@ -287,7 +287,7 @@ def after(ends: list[Drop | str], batch_size: int = B) -> tuple[DropWatch, list[
         if isinstance(end, Drop):
             watch.dropped(end, f"error {number} (task.py, line 3, in reward)")
         else:
-            getattr(watch, end)()
+            getattr(watch, end).clear()
     return watch, notes
 
 
@@ -299,8 +299,8 @@ def after(ends: list[Drop | str], batch_size: int = B) -> tuple[DropWatch, list[
         ([reason for reason in Drop if reason not in FILTERS] * LIMIT, True),
         ([Drop.WORKER_DIED] * 99, False),  # it has a limit of its own
         ([EQUAL] * 99, False),
-        ([*[ERROR] * (LIMIT - 1), "graded"] * 3, False),
-        ([*[ERROR] * (LIMIT - 1), Drop.WORKER_DIED, Drop.TOO_LONG, "stepped", ERROR], True),
+        ([*[ERROR] * (LIMIT - 1), "faults"] * 3, False),
+        ([*[ERROR] * (LIMIT - 1), Drop.WORKER_DIED, Drop.TOO_LONG, "filtered", ERROR], True),
     ],
 )
 def test_so_many_faults_in_a_row_stop_the_run(ends: list[Drop | str], stops: bool) -> None:
@@ -321,8 +321,8 @@ def test_the_line_has_the_commonest_reason_its_count_and_an_example() -> None:
     ("ends", "said"),
     [
         ([EQUAL] * (LIMIT - 1), ""),
-        ([*[EQUAL] * (LIMIT - 1), "stepped", EQUAL], ""),
-        ([*[EQUAL, "graded"] * LIMIT], "30 groups .* 100% of them equal rewards: set buffer.drop"),
+        ([*[EQUAL] * (LIMIT - 1), "filtered", EQUAL], ""),
+        ([*[EQUAL, "faults"] * LIMIT], "30 groups .* 100% of them equal rewards: set buffer.drop"),
         ([*[Drop.TRUNCATED] * 24, *[EQUAL] * 6], "80% of them truncated: raise rollout.max_new"),
         ([Drop.TOO_LONG] * LIMIT, "too long: raise tasks.max_prompt_tokens"),
         ([EQUAL] * LIMIT * 20, r"\(10 times so far\)"),

@@ -66,12 +66,12 @@ class OpenSlot(NamedTuple):
         CUDA they are converted there, and the copies may still be under way when this returns."""
         import torch
 
-        tensors = (tensor for _, tensor in self.store.views(self.slot))
-        pairs = zip(tensors, weights, strict=True)
-        while some := list(islice(pairs, at_once)):
-            shared = [to for to, _ in some]
-            ready = [w.to(to.dtype) if w.is_cuda else w for to, w in some]
-            torch._foreach_copy_(shared, ready, non_blocking=True)
+        tensors, in_order = [tensor for _, tensor in self.store.views(self.slot)], iter(weights)
+        for start in range(0, len(tensors), at_once):
+            shared = tensors[start : start + at_once]
+            own = islice(in_order, len(shared))
+            ready = [w.to(self.store.torch_dtype) if w.is_cuda else w for w in own]
+            torch._foreach_copy_(shared, ready, non_blocking=True)  # raises where one is missing
 
 
 def canary_tokens(vocab_size: int, text: Sequence[int] = ()) -> list[int]:

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from minirl.errors import MALFORMED, MinirlError, one_line
 from minirl.messages import CheckpointState
+from minirl.run_dir import flush
 
 STATE = "trainer/state.json"
 BESIDE_WEIGHTS = ("*token*", "chat_template*", "vocab*", "merges.txt", "generation_config.json")
@@ -38,20 +39,14 @@ def written_aside(folder: Path) -> Iterator[Path]:
     try:
         yield aside
         for path in [*aside.rglob("*"), aside]:  # folders too: they hold the names
-            _flush(path)
+            flush(path)
         if folder.exists():
             os.rename(folder, before)
         os.rename(aside, folder)
-        _flush(folder.parent)
+        flush(folder.parent)
         shutil.rmtree(before, ignore_errors=True)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:

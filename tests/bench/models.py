@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from minirl import devices
-from minirl.shm.weights import TensorSpec, WeightStore, canary_tokens
+from minirl.shm.weights import CANARY, CANARY_TOKENS, TensorSpec, WeightStore, canary_tokens
 from tests.tiny_models import COMMON as MODEL
 
 POSITIONS = 2048
@@ -115,11 +115,14 @@ class Publisher:
         torch.manual_seed(0)
         self.store = store
         model = Qwen3ForCausalLM(Qwen3Config.from_pretrained(folder)).eval()
-        self.sets, self.vocab_size = [], model.config.vocab_size
+        self.sets, vocab_size = [], model.config.vocab_size
         for _ in range(2):
             weights = {name: w.detach().clone() for name, w in model.state_dict().items()}
             in_order = [weights[spec.name] for spec in store.table]
-            self.sets.append((in_order, _canary(model, model.config.vocab_size)))
+            canary = np.zeros(CANARY_TOKENS, CANARY)
+            canary["tokens"] = canary_tokens(vocab_size)
+            canary["logprobs"] = _canary(model, vocab_size)
+            self.sets.append((in_order, canary))
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(1.01)
@@ -130,8 +133,7 @@ class Publisher:
         weights, canary = self.sets[version % 2]
         with self.store.publishing(version) as slot:
             slot.fill(weights)
-            slot.canary["tokens"] = canary_tokens(self.vocab_size)
-            slot.canary["logprobs"] = canary
+            slot.canary[:] = canary
 
 
 def publish(publisher: Publisher) -> None:

@@ -82,7 +82,7 @@ class Processes:
 
     def part(self, place: Placement, make: Callable[..., Any], *arguments: Any) -> Worker:
         """Starts a part. Its first result says that it is made."""
-        return self.spawn(Role.BENCH, f"{__name__}:serve", Part(make, arguments), place)
+        return self.spawn(Role.SFT, f"{__name__}:serve", Part(make, arguments), place)
 
     def spawn(self, role: Role, body: str, setup: Any, place: Placement) -> Worker:
         """Starts a worker of a run, real or scripted; ranks count up within a role."""
