@@ -163,7 +163,7 @@ class DropWatch:
 # Which pool holds a run back ----------------------------------------------------------------------
 
 # Of a pool that has all CPU cores instead of half: SmolLM2-135M on 2 cores; none for "tiny".
-SPEEDUP = 1.15
+SPEEDUP = 1.5
 
 
 def balance(config: Config, idle: Sequence[float], word: str = "GPU") -> str:

@@ -242,7 +242,7 @@ def test_the_balance_names_the_bottleneck_and_what_would_help() -> None:
     )
     assert balance(config(), (0.98, 0.0), "cores") == (
         "training-bound: engines idle 98%; all cores in turn (devices.share, max_staleness 0) "
-        "would give +13%"
+        "would give +47%"
     )
     assert balance(config(), (0.6, 0.0), "cores") == "training-bound: engines idle 60%"
     assert balance(config(), (0.6, 0.0), "") == "training-bound: engines idle 60%"  # no room
