@@ -187,6 +187,7 @@ def _placement(kind: str, part: tuple[Any, ...], shards: int, env: dict[str, str
         return Placement(kind, env={**own, "CUDA_VISIBLE_DEVICES": ",".join(part)})
     each = _shares(part, shards)
     own |= {"OMP_NUM_THREADS": str(len(each[0])), "CUDA_VISIBLE_DEVICES": ""}
+    own["THP_MEM_ALLOC_ENABLE"] = "1"  # huge pages: in a VM the first touch of a small one is slow
     if shards > 1:  # one part of an engine's cores to each of its processes, in vLLM's own words
         own["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, cores)) for cores in each)
     return Placement(kind, cores=part, env=own)

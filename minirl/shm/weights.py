@@ -69,8 +69,7 @@ class OpenSlot(NamedTuple):
         tensors, in_order = [tensor for _, tensor in self.store.views(self.slot)], iter(weights)
         for start in range(0, len(tensors), at_once):
             shared = tensors[start : start + at_once]
-            own = islice(in_order, len(shared))
-            ready = [w.to(self.store.torch_dtype) if w.is_cuda else w for w in own]
+            ready = [w.to(shared[0].dtype) if w.is_cuda else w for w in islice(in_order, at_once)]
             torch._foreach_copy_(shared, ready, non_blocking=True)  # raises where one is missing
 
 

@@ -5,10 +5,11 @@
                          is at the target, held-out accuracy at the end (`minirl eval` of both)
 
 `python -m tests.bench peers --trl PYTHON`, where PYTHON is of a venv with TRL (docs/benchmarks.md).
+"smoke" with `--model tiny` is recipes/smoke.toml with 256 seats; "smollm2" with `--model 135m` is
+recipes/smollm2.toml without its filter.
 Both start from the same folder and train the same prompts in the same order, with the same rewards,
-batch, learning rate and number of steps. minirl is asynchronous, at its recipe's η. "smoke" is
-recipes/smoke.toml with 256 seats; "smollm2" is recipes/smollm2.toml without its filter, where its
-model is. Start-up does not count: TRL's clock starts with `train`, minirl's with the first prompt.
+batch, learning rate and number of steps. minirl is asynchronous, at its recipe's η.
+Start-up does not count: TRL's clock starts with `train`, minirl's with the first prompt.
 """
 
 import json
@@ -61,10 +62,10 @@ SMOLLM2 = Case(
     ROOT / "recipes/smollm2.toml",
     ROOT / "models/smollm2",
     goal=5.0,
-    steps=3,
+    steps=4,
     rounds=1,
     target=0.5,
-    train_batch=64,
+    train_batch=32,
     settings=("buffer.drop_equal_rewards=false",),
 )
 
@@ -91,8 +92,10 @@ class Result:
 def measure(options: Options) -> list[Figure]:
     if not options.trl:
         raise RecipeError("--trl", "", "no Python with TRL", "make a venv: docs/benchmarks.md")
-    cases = [case for case in (SMOKE, SMOLLM2) if case.model.is_dir()]
-    return [figure for case in cases for figure in of_case(case, options)]
+    case = SMOKE if options.model == "tiny" else SMOLLM2
+    if not case.model.is_dir():
+        raise RecipeError("--model", options.model, f"no {case.model}", f"see {case.recipe}")
+    return of_case(case, options)
 
 
 def of_case(case: Case, options: Options) -> list[Figure]:
