@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,10 @@ from minirl.config import (
 )
 from minirl.messages import Died, GroupRequest, Role
 from minirl.records import StopReason, Trajectory
+from minirl.rollout import worker as rollout_worker
 from minirl.rollout.engine import Engine
 from minirl.rollout.worker import RolloutSetup, run
-from minirl.shm.board import BEAT, STATE, BoardWriter, Row, State, Total
+from minirl.shm.board import BEAT, STATE, Board, BoardWriter, Row, State, Total
 from minirl.shm.ring import TornEntry, TrajectoryRing, TrajectoryView
 from minirl.tasks.turns import Dialogue, runs
 from minirl.workers import Worker
@@ -324,6 +326,23 @@ def test_an_evaluation_that_waits_for_a_reply_keeps_its_version(station: Station
 
 
 # At η = 0 an engine on the trainer's device sleeps -----------------------------------------------
+
+
+def test_a_restarted_engine_starts_when_the_trainer_has_ended_its_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    board, seen = Board(2), []
+    trainer, own = board.writer(0), board.writer(1)
+
+    def sleep(seconds: float) -> None:
+        seen.append(board.row(1).state)
+        if len(seen) == 3:
+            trainer.enter(State.PUBLISHING)
+
+    monkeypatch.setattr(rollout_worker, "time", SimpleNamespace(sleep=sleep))
+    trainer.enter(State.TRAINING)
+    rollout_worker.wait_for_turn(own)
+    assert seen == [State.STARTING] * 3
 
 
 def run_forgetful(setup: RolloutSetup, board: BoardWriter, pipe: Connection) -> None:

@@ -72,6 +72,8 @@ def run(setup: RolloutSetup, board: BoardWriter, pipe: Connection) -> None:
     if setup.dialogue is not None:  # its stop texts end a turn, the recipe's too
         stop = (*config.rollout.stop, *setup.dialogue.stop)
         config = replace(config, rollout=replace(config.rollout, stop=stop))
+    if config.takes_turns:
+        wait_for_turn(board)
     engine = Engine(config, setup.folder, setup.kind, setup.store, setup.seed)
     if setup.store is not None:
         while not engine.is_behind:  # before the trainer's first version
@@ -81,6 +83,13 @@ def run(setup: RolloutSetup, board: BoardWriter, pipe: Connection) -> None:
     pipe.send(messages.Started())
     RolloutWorker(config, engine, setup.ring, board, pipe, has_turns).loop()
     engine.shutdown()
+
+
+def wait_for_turn(board: BoardWriter) -> None:
+    """A restarted engine needs memory that the trainer may be using."""
+    while any(row.state is State.TRAINING for row in board.board.rows):
+        board.enter(State.STARTING)
+        time.sleep(BEAT_S)
 
 
 @dataclass

@@ -87,6 +87,10 @@ class Board:
         now = time.monotonic()
         return Row(State(int(state)), now - since, now - beat, int(version), int(running))
 
+    @property
+    def rows(self) -> list[Row]:
+        return [self.row(worker) for worker in range(self.num_workers)]
+
     def total(self, worker: int, column: Total) -> float:
         """Idle time counts up to now, also while the worker is still waiting."""
         row = self._rows[worker]
