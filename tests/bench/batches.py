@@ -15,6 +15,7 @@ from minirl.config import Config, LogConfig, RolloutConfig, TasksConfig, TrainCo
 from minirl.records import Batch, Group, StopReason, Trajectory
 from minirl.shm.ring import TrajectoryRing
 from tests.bench.models import Shape
+from tests.tiny_models import tokenizer
 
 SEED = 5
 
@@ -83,4 +84,5 @@ def write_model(shape: Shape, folder: Path) -> str:
     torch.manual_seed(SEED)
     config = Qwen3Config.from_pretrained(shape.write(folder))
     Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer(512).save_pretrained(folder)  # of the canary
     return str(folder)

@@ -73,7 +73,7 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(8, 4, 32, 192, 16, turns=24, steps_per_turn=3, steps_between=2),
+    "tiny": Size(8, 4, 32, 192, 24, turns=24, steps_per_turn=3, steps_between=2),
     "135m": Size(4, 4, 16, 48, 8, turns=2, steps_per_turn=2, steps_between=1),
 }
 QUICK = Size(2, 2, 4, 8, 2, turns=1, steps_per_turn=1, steps_between=1, timeout_s=0.5)
@@ -256,7 +256,7 @@ class Watched(RolloutWorker):
     def sampling(self, request: Request) -> Sampling:
         whole = super().sampling(request)
         shortest = max(1, whole.max_tokens // 2)
-        return replace(whole, max_tokens=self.dice.randint(shortest, whole.max_tokens))
+        return whole._replace(max_tokens=self.dice.randint(shortest, whole.max_tokens))
 
     def turn(self) -> None:
         phase, began, tokens, steps = self.switch.phase, now(), *self.done

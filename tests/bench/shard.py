@@ -38,7 +38,6 @@ from tests.bench.processes import processes
 from tests.bench.train import QUICK, SIZES
 from tests.bench.two_ranks import tokens_per_s
 from tests.fake_memory import BLOCK_BYTES, LENGTH, WRITTEN, Counter, faked, peak_bytes
-from tests.tiny_models import tokenizer
 
 NAME, NUM_RANKS = "Qwen3-0.6B", 4
 HF_NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
@@ -140,7 +139,6 @@ def _speed(options: Options) -> Figure:
     drawn, speeds = draw(size, shape.vocab), {"none": [], "full": []}
     with processes(1) as here:
         folder = write_model(shape, here.folder / "model")
-        tokenizer(512).save_pretrained(folder)  # of the canary
         for _ in range(2 if size.repeats > 1 else 1):
             for shard, found in speeds.items():
                 config = size.config(lr=1e-6, shard=shard)

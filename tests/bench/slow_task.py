@@ -14,6 +14,7 @@ import numpy as np
 from minirl.config import TasksConfig
 from minirl.records import Answer, Example
 from minirl.shm.segment import Segment, opened
+from minirl.tasks import Task
 
 SLOW_S = 0.2
 HANGS = 100  # one slow reward in so many never ends
@@ -78,12 +79,11 @@ class Switch:
         return Work(*map(float, self._work[phase]))
 
 
-class SlowTask:
+class SlowTask(Task):
     num_train = 2**31
 
     def __init__(self, config: TasksConfig, seed: int = 0):
         self._switch = Switch(opened(config.data))
-        self._num_calls = 0
 
     def train(self, index: int) -> Example:
         return Example(str(index), "")

@@ -1,5 +1,5 @@
-"""The benches in miniature: that the cheap ones run and report, never how fast anything is. The
-others are started by hand: `python -m tests.bench NAME`."""
+"""The benches in miniature: that they run and report, never how fast anything is. Those with an
+engine or a model are slow."""
 
 import json
 import subprocess
@@ -17,10 +17,20 @@ ROOT = Path(__file__).parent.parent.parent
 GOALS = {
     "queue": {"ring_over_mp_queue": 10},
     "simulator": {"group_events_a_minute": 10e6, "cost_growth": 1.5},
+    "weights": {"publish_over_memcpy": 1.3, "pause_over_copy": 1.3},
+    "rollout": {"worker_over_bare_vllm": 0.95},
+    "rewards": {"generation_cost": 0.02},
+    "train": {"step_over_bare_loop": 0.95, "shared_over_packed_smoke": 1.5},
+    "shard": {"bill_over_counted": 1.05},
+    "controller": {"efficiency": 0.97},
+    "dashboard": {"dashboard_cost": 0.01},
 }
+QUICK = ("queue", "simulator")
 
 
-@pytest.mark.parametrize("name", GOALS)
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in GOALS]
+)
 def test_a_bench_measures_what_it_promises(name: str, tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     run(name, Options(is_quick=True), path)
