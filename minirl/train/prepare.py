@@ -63,8 +63,7 @@ class Preparer:
         size = len(groups) // train.num_minibatches  # whole groups, equally many in each
         starts = range(0, size * train.num_minibatches, size)
         parts = [[item for group in groups[i : i + size] for item in group] for i in starts]
-        shares = (own_micro_batches(part, self.setup, self.policy.can_share) for part in parts)
-        mine = [[self.with_forwards(micro) for micro in share] for share in shares]
+        mine = [[self.with_forwards(m) for m in self.micro_batches(part)] for part in parts]
         flat = [micro for micro_batches in mine for micro in micro_batches]
         if self.critic is None:
             rewards = [[item.reward for item in group] for group in groups]
@@ -79,6 +78,9 @@ class Preparer:
             own = [m._replace(**{n: c[m.index_T] for n, c in known.items()}) for m in share]
             finished.append(Minibatch(own, max(1, num_trainable(part)), i / len(parts)))
         return Prepared(finished, groups, columns["advantages_T"])
+
+    def micro_batches(self, items: list[Item]) -> list[MicroBatch]:
+        return own_micro_batches(items, self.setup, self.policy.can_share)
 
     @torch.no_grad()
     def with_forwards(self, micro: MicroBatch) -> MicroBatch:

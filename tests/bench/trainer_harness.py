@@ -62,6 +62,8 @@ class TrainerHarness:
         dynamic, fixed = (self.make_trainer(folder, max_tokens) for _ in range(2))
         count = max_tokens // self.size.longest
         fixed.preparer = FixedCount(**vars(fixed.preparer), count=count)
+        (minibatch,) = fixed.preparer.prepare(self.drawn.batch).minibatches
+        assert len(minibatch.micro_batches) == -(-len(self.drawn.sequences) // count)
         return dynamic, fixed
 
     def make_trainer(self, folder: str, max_tokens: int) -> Trainer:
