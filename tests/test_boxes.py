@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from boxes import Boxes, boxes
 from processes import Run, assert_accounted
+from tiny_models import write
 
 from minirl.run_dir import read_lines
 
@@ -19,6 +20,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 FIRST_BOX_TRACK = 1001  # of rollout-1 in trace.json
 LONG = 600.0
 UP = ("generating", "waiting for prompts")
+HEAVY = {"hidden_size": 512, "intermediate_size": 2048}  # 32 MB: 3 s at 100 Mbit/s
+HEAVY |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 
 
 @pytest.fixture
@@ -111,8 +114,9 @@ def test_boxes_engines_and_the_link_die_and_others_join(two: Boxes, tmp_path: Pa
 def test_over_a_slow_link_staleness_rises_and_no_engine_waits(two: Boxes, tmp_path: Path) -> None:
     if not two.has_namespaces:
         pytest.skip("the link is slowed by tc, in namespaces")
-    two.slow(1, "4mbit")  # a version takes 3 s, as 30 GB do at 100 Gbit/s
-    run = Run(tmp_path / "run", boxes=two, devices__nodes=2, train__steps=10_000, log__trace="true")
+    two.slow(1, "100mbit")
+    changes = {"model__path": write(tmp_path / "model", **HEAVY), "log__trace": "true"}
+    run = Run(tmp_path / "run", boxes=two, devices__nodes=2, train__steps=10_000, **changes)
     run.wait_until(lambda: lane(run, "rollout-1").startswith(UP), LONG)
 
     def reloads() -> list[float]:
