@@ -160,6 +160,7 @@ def job_of(case: Case, folder: Path, seed: int) -> dict[str, Any]:
         "batch_size": config.train.batch_size,
         "group_size": config.rollout.group_size,
         "max_new_tokens": config.rollout.max_new_tokens,
+        "max_length": config.max_tokens_per_trajectory,
         "temperature": config.rollout.temperature,
         "lr": config.train.lr,
         "warmup_steps": config.train.warmup_steps,

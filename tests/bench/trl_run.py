@@ -2,10 +2,11 @@
 and no minirl: `PYTHON trl_run.py job.json`, where the job is what peers.py wrote.
 
 Gives done.json (seconds since the start and mean reward of each step, trained tokens) and the
-trained model, in the job's folder. Generation is transformers' `generate`, all answers of a step in
-one batch, float32, all cores: what was fastest here.
+trained model, in the job's folder. Float32, all cores. All answers of a step are generated as one
+batch: by vLLM in TRL's own process ("colocate") where its venv has it, else by transformers.
 """
 
+import importlib.util
 import json
 import sys
 import time
@@ -17,6 +18,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 MARK = "#### "
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
 
 class Clock(TrainerCallback):
@@ -43,6 +45,10 @@ def main(job: dict[str, Any]) -> None:
         return found
 
     size = job["batch_size"] * job["group_size"]
+    if HAS_VLLM:
+        import vllm._custom_ops as ops
+
+        ops._supports_onednn = False  # else vLLM packs its weights, and no others can be loaded
     trainer = GRPOTrainer(
         model=job["model"],
         reward_funcs=reward,
@@ -51,6 +57,10 @@ def main(job: dict[str, Any]) -> None:
         args=GRPOConfig(
             output_dir=str(folder / "trl"),
             use_cpu=True,
+            use_vllm=HAS_VLLM,
+            vllm_mode="colocate",
+            vllm_gpu_memory_utilization=0.1,
+            vllm_max_model_length=job["max_length"],
             bf16=False,
             gradient_checkpointing=False,
             per_device_train_batch_size=job["train_batch"],
