@@ -73,7 +73,9 @@ def gpus() -> list[Gpu]:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(int(gpu))
             else:  # the whole UUID of a GPU or of a MIG slice
                 handle = pynvml.nvmlDeviceGetHandleByUUID(gpu)
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+            memory = psutil.virtual_memory().total  # where GPU and CPU share it
+            with suppress(pynvml.NVMLError_NotSupported):
+                memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
             capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
             found.append(Gpu(pynvml.nvmlDeviceGetName(handle), memory, capability))
     return found
@@ -220,6 +222,7 @@ def vllm_environment(kind: str, engine: int = 0) -> dict[str, str]:
 def engine_arguments(config: Config, kind: str) -> dict[str, object]:
     """The engine arguments that differ between CPU and CUDA."""
     is_shared, kv_bytes = config.devices.share, int(config.rollout.kv_cache_gib * 2**30)
+    num_seqs = config.rollout.max_num_seqs + 1  # with the canary
     if kind == "cuda":
         return {
             # On a shared GPU the KV cache has a size: vLLM's profiling fails where others' memory
@@ -229,6 +232,7 @@ def engine_arguments(config: Config, kind: str) -> dict[str, object]:
             "enable_sleep_mode": config.takes_turns,
             "async_scheduling": True,  # the next step is scheduled while this one runs
             "max_num_batched_tokens": 8192,  # 2048 would cut the prefill after a reload in pieces
+            "max_cudagraph_capture_size": -(-num_seqs // 16) * 16,  # vLLM's own stops at 512
         }
     return {
         "async_scheduling": False,

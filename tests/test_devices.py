@@ -8,8 +8,9 @@ import sys
 from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
+import psutil
 import pynvml
 import pytest
 import torch
@@ -69,6 +70,7 @@ def test_on_cuda_every_process_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch
     assert trainers[0].env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert "PYTORCH_ALLOC_CONF" not in engines[0].env
     arguments = devices.engine_arguments(config, "cuda")
+    assert arguments["max_cudagraph_capture_size"] > config.rollout.max_num_seqs
     assert arguments["async_scheduling"] and arguments["max_num_batched_tokens"] == 8192
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     _, ranks = place(config, "cuda", 6, engines=False)
@@ -123,6 +125,7 @@ def fake_nvml(num_gpus: int) -> SimpleNamespace:
 
     return SimpleNamespace(
         NVMLError=pynvml.NVMLError,
+        NVMLError_NotSupported=pynvml.NVMLError_NotSupported,
         nvmlInit=lambda: handle(0),
         nvmlDeviceGetCount=lambda: num_gpus,
         nvmlDeviceGetHandleByIndex=handle,
@@ -133,6 +136,10 @@ def fake_nvml(num_gpus: int) -> SimpleNamespace:
     )
 
 
+def refuse(gpu: str) -> NoReturn:
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+
 def test_gpus_are_found_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.torch_cuda() == torch.version.cuda
     monkeypatch.setattr(devices, "pynvml", fake_nvml(2))
@@ -141,6 +148,11 @@ def test_gpus_are_found_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.find_devices("auto") == ("cuda", 2)
     assert devices.find_devices("cpu") == ("cpu", devices.num_cores())
     assert devices.describe("cuda")["gpus"] == ["NVIDIA 0, 24 GiB", "NVIDIA 1, 24 GiB"]
+    nvml = fake_nvml(1)
+    nvml.nvmlDeviceGetMemoryInfo = refuse  # a GB10, whose memory is the machine's
+    with monkeypatch.context() as patch:
+        patch.setattr(devices, "pynvml", nvml)
+        assert [gpu.memory_bytes for gpu in devices.gpus()] == [psutil.virtual_memory().total]
     cases = {"GPU-1": ["GPU-1"], " 1, 0": ["1", "0"], "1,9": ["1"], "1,-1,0": ["1"], "": []}
     for visible, names in cases.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -258,5 +270,6 @@ def test_drivers_and_compute_capabilities_are_named(monkeypatch: pytest.MonkeyPa
         assert found.ok == (not remedy) and f"driver {version}, at least" in found.detail
         assert not remedy or found.remedy == remedy
     assert not doctor._devices(num_seen=1).ok
+    assert "no peer access" in doctor._devices(2, are_near=False).detail
     monkeypatch.setattr(doctor, "torch_cuda", lambda: None)
     assert doctor._devices(num_seen=0).detail.endswith("no CUDA device")

@@ -23,7 +23,9 @@ from minirl.tasks.sandbox import why_not
 PROBE_TIMEOUT_S = 120
 GIB = 2**30
 INSTALL = 'pip install "minirl[cuda]" where there is a GPU, "minirl[cpu]" where there is none'
-TORCH_PROBE = "import torch; print(torch.cuda.device_count())"
+# How many GPUs CUDA has, for device_count alone asks NVML, and whether they reach each other.
+TORCH_PROBE = "from torch.cuda import *; n = device_count() if is_available() else 0; "
+TORCH_PROBE += "print(n, n < 2 or can_device_access_peer(0, 1))"
 TRANSFORMERS_PROBE = "import minirl.train.policy; from transformers import Qwen3ForCausalLM"
 TRANSFORMERS = ("5.16.", "5.17.", "5.18.", "5.19.")  # tested
 
@@ -60,10 +62,11 @@ def _torch() -> list[Finding]:
     build = f"CUDA {cuda} build" if cuda else "CPU build"
     detail = f"{version} ({build}{', beside an NVIDIA driver' if is_blind else ''})"
     is_ok = version.startswith("2.13.") and not is_blind
-    return [Finding("torch", is_ok, detail, INSTALL), _devices(int(output.split()[-1]))]
+    *_, num_seen, are_near = output.split()
+    return [Finding("torch", is_ok, detail, INSTALL), _devices(int(num_seen), are_near == "True")]
 
 
-def _devices(num_seen: int) -> Finding:
+def _devices(num_seen: int, are_near: bool = True) -> Finding:
     """`num_seen`: the GPUs that torch can use."""
     gpus, cores = devices.gpus() if torch_cuda() else [], f"{num_cores()} CPU cores"
     if not gpus:
@@ -72,6 +75,7 @@ def _devices(num_seen: int) -> Finding:
     major, minor = min(gpu.capability for gpu in gpus)
     is_new = int(version.partition(".")[0]) >= needed and num_seen == len(gpus)
     detail = f"{len(gpus)} CUDA, of which torch can use {num_seen}: {'; '.join(map(str, gpus))}"
+    detail += "" if are_near else "; no peer access: what they exchange goes through the host"
     detail += f"; driver {version}, at least {needed} needed"
     detail += f"; compute capability {major}.{minor}, at least 8.0 needed; {cores}"
     remedy = "a GPU of the kind of A100, 3090 or newer" if is_new else "update the NVIDIA driver"

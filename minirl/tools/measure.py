@@ -6,10 +6,12 @@ process with a deadline. With the kind "cpu" they measure a CPU: so they are tes
 NEED_MODEL take the recipe's, and are left out where that is not on this machine.
 """
 
+import gc
 import json
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from math import inf
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,6 +33,8 @@ from minirl.tools import plan as planning
 from minirl.tools.doctor import GIB, Finding, run_child
 from minirl.train import attention as packed
 from minirl.train.optimizer import join_ranks, over_ranks
+from minirl.train.packing import Unit
+from minirl.train.sharing import Shared, share
 from minirl.train.trainer import Trainer
 from minirl.workers import Workers
 
@@ -54,15 +58,19 @@ def seconds(kind: str, work: Callable[[], Any]) -> float:
 
 
 def attention(kind: str, config: Config) -> Figures:
-    """Packed attention in bfloat16 against SDPA under a block mask: outputs and gradients."""
-    bounds = packed.boundaries([70, 33, 150], kind)
-    sequence_T = bounds.positions_T.eq(0).cumsum(0)
-    mask_TT = (sequence_T[:, None] == sequence_T).tril()
-    q, k, v = torch.randn(3, 1, 4, len(mask_TT), 64, device=kind, requires_grad=True).unbind()
-    half = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    """Packed attention in bfloat16, of three answers to one prompt and of another sequence, against
+    SDPA of each trajectory alone: outputs and gradients."""
+    units = [Unit([0, 1, 2], 70, [33, 150, 1]), Unit([3], 0, [64])]
+    once, lengths = cast(Shared, share(units, kind)), [103, 220, 71, 64]
+    shape = (1, 8, len(once.rows_U), 64)
+    q, k, v = (torch.randn(shape, device=kind, requires_grad=True) for _ in range(3))
+    k, v = (x[:, ::2].detach().requires_grad_() for x in (k, v))  # half as many heads
+    half, bounds = (q.bfloat16(), k.bfloat16(), v.bfloat16()), once.segments
     at: dict[str, Any] = {"cu_seqlens": bounds.cu_seqlens_S1, "max_seqlen": bounds.max_seqlen}
-    ours, _ = packed.packed_attention(torch.nn.Module(), *half, None, **at)
-    outs = ours.transpose(1, 2).float(), F.scaled_dot_product_attention(q, k, v, mask_TT)
+    ours, _ = packed.packed_attention(torch.nn.Module(), *half, None, keys=once.keys, **at)
+    sdpa = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    alone = list(map(sdpa, *(x[:, :, once.unique_T].split(lengths, 2) for x in (q, k, v))))
+    outs = ours.transpose(1, 2).float()[:, :, once.unique_T], torch.cat(alone, 2)
     found = [[out, *torch.autograd.grad(out.square().sum(), (q, k, v))] for out in outs]
     gaps = [((a - b).norm() / b.norm()).item() for a, b in zip(*found, strict=True)]
     return {"attention error": max(gaps)}
@@ -89,7 +97,8 @@ def training(kind: str, config: Config) -> Figures:
     """A whole micro-batch of the recipe's model, with an update."""
     trainer = make_trainer(kind, config)
     length = round(planning.usual_lengths(config).mean_tokens)
-    lengths = [length] * (config.train.max_tokens // length)
+    whole, rest = divmod(config.train.max_tokens, length)
+    lengths = [length] * whole + [rest] * (rest > 0)
     tokens_T = torch.randint(0, 100, (sum(lengths),), device=kind)
 
     def step() -> None:
@@ -146,23 +155,34 @@ def generation(kind: str, config: Config) -> Figures:
     trainer.publish(0)
     trainer.policy.to("cpu")  # the engine wants its share of the memory free
     engine = Engine(config, trainer.setup.folder, kind, trainer.setup.store, seed=0)
+    engine.reload()  # the first finds out where each tensor belongs
     reload_s, (_, greedy) = engine.reload(), *answers(engine, PROMPT, 1, 0.0)
     began = time.perf_counter()
     drawn = answers(engine, trainer.canary_tokens, config.rollout.max_num_seqs, 1.0)
-    took, trainer.policy = time.perf_counter() - began, trainer.policy.to(kind)
-    return {
-        "reload": reload_s,
-        "decoding": sum(len(tokens) for tokens, _ in drawn) / took,
-        "canary gap": engine.canary.gap,
-        "logprob gap": max(gap(trainer, answer) for answer in drawn[:64]),
-        "reloaded": sum(greedy),
-    }
+    took = time.perf_counter() - began
+    found = {"reload": reload_s, "canary gap": engine.canary.gap, "reloaded": sum(greedy)}
+    end(engine)
+    trainer.policy.to(kind)
+    gaps = torch.cat([gap_N(trainer, answer) for answer in drawn[:64]])
+    decoding = sum(len(tokens) for tokens, _ in drawn) / took
+    return {**found, "decoding": decoding, "logprob gap": gaps.mean().item()}
+
+
+def end(engine: Engine) -> None:
+    """Gives its memory back."""
+    engine.shutdown()
+    del engine._engine
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def fresh(kind: str, config: Config) -> Figures:
     """The same greedy answer by an engine that read the model's files: no reload was in between."""
     engine = Engine(config, str(recipe.find_model(config)), kind, None, seed=0)
-    return {"fresh": sum(answers(engine, PROMPT, 1, 0.0)[0][1])}
+    found = {"fresh": sum(answers(engine, PROMPT, 1, 0.0)[0][1])}
+    end(engine)
+    return found
 
 
 def answers(engine: Engine, prompt: list[int], num: int, temperature: float) -> list[Drawn]:
@@ -177,13 +197,13 @@ def answers(engine: Engine, prompt: list[int], num: int, temperature: float) -> 
 
 
 @torch.no_grad()
-def gap(trainer: Trainer, answer: Drawn) -> float:
-    """Mean |engine - trainer| of an answer's logprobs."""
+def gap_N(trainer: Trainer, answer: Drawn) -> torch.Tensor:
+    """|engine - trainer| of the logprobs of an answer's N tokens."""
     tokens = [*trainer.canary_tokens, *answer[0]]
     bounds = packed.boundaries([len(tokens)], trainer.device)
     logprobs_T, _ = trainer.policy(torch.tensor(tokens, device=trainer.device), bounds)
     own = logprobs_T[-len(answer[0]) :].float().cpu()
-    return (own - torch.tensor(answer[1])).abs().mean().item()
+    return (own - torch.tensor(answer[1])).abs()
 
 
 NEED_MODEL = (training, generation, fresh)
@@ -204,7 +224,9 @@ def examine(kind: str, file: Path | None, overrides: list[str]) -> list[Finding]
         return [Finding("GPU", False, "there is none here", "run this on the GPU box")]
     figures: Figures = {}
     config, failed = recipe.load(file, overrides).config, []
-    has_model = recipe.find_model(config) is not None
+    planning.shape_of(config)  # a model that cannot be planned is refused before all that time
+    folder = recipe.find_model(config)
+    has_model = folder is not None and any(folder.glob("*.safetensors"))
     for name in [each.__name__ for each in MEASURES if has_model or each not in NEED_MODEL]:
         arguments = name, kind, str(file or ""), overrides
         code = f"from minirl.tools.measure import main; main{arguments}"
@@ -212,7 +234,8 @@ def examine(kind: str, file: Path | None, overrides: list[str]) -> list[Finding]
         if error:
             failed.append(Finding(name, False, f"could not be measured: {error}", REMEDY))
         else:
-            figures |= json.loads(output.splitlines()[-1])
+            found = [line for line in output.splitlines() if line.startswith("{")]  # vLLM talks too
+            figures |= json.loads(found[-1])
     findings, own = judge(config, gpus[0], figures)
     about = {"gpu": str(gpus[0]), "measured": figures, "plan": own._asdict()}
     planning.MEASURED.write_text(json.dumps(about, indent=1) + "\n")
