@@ -232,6 +232,7 @@ def engine_arguments(config: Config, kind: str) -> dict[str, object]:
             "enable_sleep_mode": config.takes_turns,
             "async_scheduling": True,  # the next step is scheduled while this one runs
             "max_num_batched_tokens": 8192,  # 2048 would cut the prefill after a reload in pieces
+            "moe_backend": "triton",  # others lay experts out anew: no reload in place reaches them
             "max_cudagraph_capture_size": -(-num_seqs // 16) * 16,  # vLLM's own stops at 512
         }
     return {

@@ -15,13 +15,14 @@ import varlen_cpu  # noqa: F401  registers the kernel of packed attention
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import FIRST_VERSION, LORA, LocalRank, are_equal, of_algorithm, with_train
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from minirl.config import ALGORITHMS, Config, TrainConfig
 from minirl.errors import MinirlError
 from minirl.records import Batch, Group, StopReason, Trajectory
 from minirl.shm.ring import NOTHING, TrajectoryRing
-from minirl.train import attention, packing, policy
+from minirl.train import attention, lora, packing, policy
 from minirl.train.attention import boundaries, packed_attention
 from minirl.train.objective import micro_loss
 from minirl.train.optimizer import build_optimizer, learning_rate
@@ -160,6 +161,16 @@ def test_a_model_that_packing_would_change_is_refused(name: str) -> None:
     refusal = "more to its logits" if name == "CohereConfig" else refusal
     with pytest.raises(MinirlError, match=refusal):
         check_head(policy)
+
+
+def test_experts_are_published_by_the_names_of_their_file(tmp_path: Path) -> None:
+    folder = tiny_models.write(tmp_path, kind="Qwen3MoeConfig", tied=False, **EXPERTS)
+    weights = lora.merged(load_policy(str(folder)).model)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        names = list(file.keys())
+        assert {name for name in names if ".experts.3." in name}
+        for name in names:
+            assert torch.equal(lora.named(weights, name), file.get_tensor(name)), name
 
 
 def test_a_compiled_head_gives_the_same(tied_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ model: engines and checkpoints know nothing of adapters. A checkpoint has the ad
 peft's format; a resumed run loads the model that it began with, and the adapter's masters.
 """
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 NAME = "default"  # peft's name of an adapter
 INSIDE = ".base_layer."  # where peft moves a layer's own weights
 ADAPTER = ".lora_"  # in the names of its weights
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def add_adapters(model: nn.Module, rank: int, dtype: torch.dtype) -> None:
@@ -48,6 +50,17 @@ def merged(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
 def _merge(tensor: Tensor, layer: Any) -> Tensor:
     """Whole and, where it has an adapter, in float32. Of slices it is a collective."""
     return whole(tensor if layer is None else tensor.float() + layer.get_delta_weight(NAME))
+
+
+def named(weights: dict[str, Callable[[], Tensor]], name: str) -> Tensor:
+    """By its name in a checkpoint, where each expert of a mixture has tensors of its own, which
+    transformers keeps in one."""
+    if (found := EXPERT.fullmatch(name)) is None:
+        return weights[name]()
+    layer, expert, part = found.groups()
+    fused = "down_proj" if part == "down" else "gate_up_proj"
+    own = weights[f"{layer}.{fused}"]()[int(expert)]
+    return own if part == "down" else own.chunk(2)[part == "up"]
 
 
 def whole(tensor: Tensor) -> Tensor:

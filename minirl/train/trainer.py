@@ -237,7 +237,7 @@ class Trainer:
         started = time.perf_counter()
         weights, store = lora.merged(self.policy.model), self.setup.store
         try:
-            in_order = (weights[spec.name]() for spec in store.table)
+            in_order = (lora.named(weights, spec.name) for spec in store.table)
             if self.setup.rank:
                 deque(in_order, maxlen=0)
                 self.canary()
