@@ -11,7 +11,7 @@ from pathlib import Path
 import plain_script
 import pytest
 import torch
-from processes import TRAINER_PLACE, wait_until
+from processes import LIMIT_S, TRAINER_PLACE, wait_until
 from ranks import FIRST_VERSION, LONGEST, GroupWriter, LocalRank, Recipe, relative_error
 from safetensors.torch import load_file
 from test_cli import ROOT, minirl
@@ -142,7 +142,7 @@ def test_ctrl_c_saves_and_leaves_no_process(sets: list[str], tmp_path: Path) -> 
     )
     wait_until(lambda: bool(read_lines(folder / "metrics.jsonl")))
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130
     wait_until(lambda: not living(process.pid))
     summary = json.loads((folder / "summary.json").read_text())
