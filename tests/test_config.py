@@ -50,10 +50,6 @@ def test_bad_recipe_gives_its_line(folder: Path, case: str) -> None:
     assert line_of(path, *([] if path else [given["set"]])) == given["line"]
 
 
-def limits_of(key: str) -> list[Any]:
-    return [m for m in KEYS[key].metadata if isinstance(m, (Ge, Gt, Le, Lt))]
-
-
 TEXTS = ("x", "é 💡", 'a "quoted" \\ text', "x' # ] =", "x\u2028", "true")
 TABLE = {"a": 1, "_b2": [-0.5, 1e300, "]"], "c": [], "d": True}
 OWN: dict[str, Any] = {  # values that their type does not tell
@@ -69,7 +65,8 @@ ALLOWED = {"train.max_tokens": 10**8, "log.stall_s": 604_800.0, "devices.train":
 def test_every_field_is_explained_and_every_limit_and_choice_is_kept(
     key: str, folder: Path
 ) -> None:
-    limits, kind = limits_of(key), KEYS[key].annotation
+    limits = [m for m in KEYS[key].metadata if isinstance(m, (Ge, Gt, Le, Lt))]
+    kind = KEYS[key].annotation
     assert (KEYS[key].description or "").endswith(".")
     assert len(limits) == 2 * (kind in (int, float))
     wrong: list[Any] = [None, [None], float("nan")] + ["wrong"] * (get_origin(kind) is Literal)

@@ -75,7 +75,6 @@ def test_documents_name_only_metrics_keys_and_files_that_there_are(name: str) ->
 
 # docs/write-a-task.md, run: every file is written, every command typed ----------------------------
 
-
 TUTORIAL = DOCS / "write-a-task.md"
 BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 

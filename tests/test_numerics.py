@@ -2,8 +2,8 @@
 a change of numerics is seen; and a run that is killed and resumed, against one that is not.
 
 The last bits of a sum depend on processor and libraries: figures are kept by machine. Elsewhere the
-first three steps must give those of each machine to 1e-4 (narrower instructions change less than
-1e-7, but some day one sampled token); a warning shows the figures to add to data/numerics.json."""
+first three steps must agree to 1e-4 (narrower instructions change less than 1e-7, but some day one
+sampled token), and a warning shows what to add to data/numerics.json."""
 
 import json
 import signal

@@ -39,7 +39,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # isort: skip
 STEPS, SIZE = 3, 6
 RECIPE = ROOT / "recipes" / "smoke.toml"
 
-
 SETS = (  # train.max_tokens makes several micro-batches
     f"sft.steps={STEPS} sft.batch_size={SIZE} sft.lr=1e-3 devices.train=2 train.max_tokens=600 "
     "rollout.max_new_tokens=220 tasks.max_prompt_tokens=280 eval.num_prompts=5 eval.every=2"

@@ -32,7 +32,7 @@ from minirl.records import Drop, Example, Prompt
 from minirl.resume import Start, find_start
 from minirl.run_dir import read_lines
 from minirl.run_log import RunLog
-from minirl.shm.board import Row
+from minirl.shm.board import Board, Row
 from minirl.shm.weights import TensorSpec, WeightStore
 from minirl.supervisor import memory_hint
 from minirl.tasks.prompts import Consumed, PromptStream
@@ -57,6 +57,7 @@ class Stage:
         self.workers = Workers(folder, 3)
         # Forked: these workers need nothing but what is loaded here, and torch takes 2 s to load.
         self.workers._context = multiprocessing.get_context("fork")
+        self.workers.board.row = self.row
         self.store = WeightStore((TensorSpec("w", (1,)),), "float32")
         given: Any = {"folder": str(start.folder), "rendezvous": str(folder / "rendezvous")}
         given |= {"is_resumed": start.folder is not None, "eta": config.buffer.max_staleness}
@@ -88,17 +89,11 @@ class Stage:
         assert [line["train/loss"] for line in lines] == [*range(1, STEPS + 1)]  # no update twice
         return lines
 
-    def hold_up_only_the_stopped(self) -> None:
-        """Whatever else runs on this machine: a process that is not stopped is never late."""
-        row_of = self.workers.board.row
-
-        def row(number: int) -> Row:
-            found = row_of(number)
-            worker = next(worker for worker in self.workers.all if worker.row == number)
-            is_stopped = self.workers.is_stopped(worker)
-            return found if is_stopped else found._replace(since_s=0.0, beat_s=0.0)
-
-        self.workers.board.row = row
+    def row(self, number: int) -> Row:
+        """As the board has it, but however busy the machine is, only a stopped worker is late."""
+        row = Board.row(self.workers.board, number)
+        worker = next(worker for worker in self.workers.all if worker.row == number)
+        return row if self.workers.is_stopped(worker) else row._replace(since_s=0.0, beat_s=0.0)
 
 
 BODIES = {
@@ -183,7 +178,6 @@ def test_a_worker_that_always_dies_ends_the_run_with_a_reason(
 
 def test_killed_and_frozen_engines_and_verifiers_are_replaced(tmp_path: Path) -> None:
     with stage(tmp_path, stage_config(eta=0, stall_s=3.0)) as run:  # each step needs all of them
-        run.hold_up_only_the_stopped()
         run.signal_at(1, Role.VERIFY, signal.SIGKILL)
         run.signal_at(2, Role.ROLLOUT, signal.SIGKILL)
         run.signal_at(4, Role.VERIFY, signal.SIGSTOP)
@@ -201,7 +195,6 @@ def test_a_frozen_rank_or_run_ends_with_a_report(is_frozen: bool, tmp_path: Path
     bad = {} if is_frozen else {"deaf": 1}
     said = "train-0 has been " if is_frozen else r"nothing has moved for \d s"
     with stage(tmp_path, stage_config(stall_s=2.0), rollout={"bad": bad}) as run:
-        run.hold_up_only_the_stopped()
         run.signal_at(1, Role.TRAIN, signal.SIGSTOP)
         with pytest.raises(Stalled, match=said) as stalled:
             run.loop.run()
