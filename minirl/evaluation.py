@@ -68,7 +68,7 @@ class Evaluation:
         self._untaken.append(place)
 
     def lost(self, place: int, cell: int) -> None:
-        """Its engine died, and the weights with it, perhaps from the store too."""
+        """Its engine died; the store may no longer hold the pinned weights."""
         if self.version is None:
             self._free.append(cell)
             self._to_ask.append(place)

@@ -130,8 +130,8 @@ class Loop:
         self.workers.deliver(sends)
 
     def served(self) -> list[int | None]:
-        """Each engine begins groups under the newest weights, unless an evaluation pins older, or
-        they have not reached its box yet. None: it is in another box, and not up."""
+        """Each engine begins groups under the newest weights, unless an evaluation pins older ones,
+        or they have not reached its box yet. None: it is in another box, and not up."""
         newest, is_pinned = self.buffer.version, self.groups.evaluation is not None
         found: list[int | None] = []
         for engine in self.engines:

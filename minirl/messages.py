@@ -39,7 +39,7 @@ class Started(NamedTuple):
 class Stop: ...
 
 
-class StartThere(NamedTuple):  # to a worker of another box, instead of the one before
+class StartThere(NamedTuple):  # to another box: start this worker in place of its predecessor
     delay_s: float
 
 
@@ -47,7 +47,7 @@ class Relayed(NamedTuple):
     """What a worker of another box is sent, or says."""
 
     name: str
-    start: int  # which of its starts: none gets, or says, what was meant for the one before
+    start: int  # so that a restarted worker neither gets nor repeats its predecessor's messages
     message: object
     rows: tuple[tuple[int, int, bytes], ...] = ()  # cell, group id, columns of the ring
 

@@ -215,7 +215,7 @@ class RunLog:
             "seconds": lines[-1]["seconds"] if lines else 0.0,
             "version": int(lines[-1]["version"]) if lines else 0,
             "accuracy_before": accuracies[0][1] if accuracies else None,
-            "accuracy_after": accuracies[-1][1] if accuracies else None,  # at the last of:
+            "accuracy_after": accuracies[-1][1] if accuracies else None,  # of the last evaluation
             "accuracies": accuracies,  # by version; the run may have ended later, at `version`
             "trained_tokens": int(sum(line.get("train/tokens", 0) for line in lines)),
             "staleness_max": max((line["buffer/staleness_max"] for line in lines), default=0),

@@ -70,7 +70,7 @@ class Worker:
         return Worker, tuple(getattr(self, name) for name in names)
 
     def relayed(self, message: object, workers: "Workers") -> "Iterator[tuple[Worker, object]]":
-        """Whose message it is: the link's are those of workers in other boxes."""
+        """The workers that a message comes from: a link passes on those of other boxes."""
         yield self, message
 
     def send(self, message: object) -> None:

@@ -38,7 +38,7 @@ class WeightLoader:
         """Loads a slot in place, so that captured graphs stay valid."""
         stamp, weights = self._store.stamp(slot), dict(self._store.views(slot))
         if self._loaded and any(p.data_ptr() != at for p, at in self._loaded.addresses):
-            self._loaded = None  # some parameter was given other memory than it had
+            self._loaded = None  # a parameter has moved to other memory
         self.copy(weights)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # for all copies: after this the slot may be overwritten
@@ -73,8 +73,9 @@ class Piece(NamedTuple):
 class LoadedTensors:
     """Where vLLM's own loader put each tensor, found once, right after it ran: every value is
     compared. For a small model that loader takes ten times as long as the copy itself, so tensors
-    that were found are copied there directly from then on. Others go through vLLM each time; whole
-    ones count as lost, and those in an unknown layout are left to the canary."""
+    that were found are copied there directly from then on. Tensors not found go through vLLM's
+    loader each time: of these, a whole one counts as lost, and one in an unknown layout is left to
+    the canary."""
 
     def __init__(self, model: nn.Module, weights: Weights, rank: int, num_ranks: int):
         parameters = dict(model.named_parameters())

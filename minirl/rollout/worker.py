@@ -151,8 +151,9 @@ class RolloutWorker:
                 self.stopped = True
 
     def rest(self) -> None:
-        """Where it takes turns the engine sleeps: at once after work, and after a while where it,
-        or the trainer, was restarted with a batch ready. It shows on the board (`Loop.learn`)."""
+        """For the trainer's turn, where they take turns. It sleeps at once after work; where it or
+        the trainer was restarted with a batch ready, after a while. The board shows it
+        (`Loop.learn`)."""
         if self.config.takes_turns and not self.parked and not self.engine.is_asleep:
             self.polls_left -= 1
             if self.polls_left < 0:

@@ -77,7 +77,8 @@ class Board:
         return Board, (self.num_workers, self.trace, self._segment)
 
     def reset(self, worker: int) -> None:
-        """A new process takes this row over. Totals stay: they are the place's, not its own."""
+        """A new process takes this row over. Totals stay: they belong to the place, not to the
+        process."""
         row = self._rows[worker]
         row[STATE], row[RUNNING], row[VERSION] = State.STARTING, 0, -1
         row[SINCE] = row[BEAT] = time.monotonic()

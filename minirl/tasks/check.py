@@ -7,7 +7,7 @@ eats memory is one line with file, line and method, not the end of the controlle
 A crash, os._exit and a call that takes longer than tasks.timeout_s end the process; faulthandler's
 dump in the log says where it was.
 Leaves out: minirl's own tasks and methods, which may download and have no limit. What passed runs
-in the controller afterwards without limits: import, load and example, for prompts.
+in the controller afterwards, where each call for a prompt is bounded by tasks.timeout_s.
 """
 
 import faulthandler

@@ -114,8 +114,8 @@ def _by_runs(qkv: list[Tensor], bounds: tuple[Tensor, ...], scaling: float | Non
 
 
 def _causal(qkv_BHLD: list[Tensor], scaling: float | None) -> Tensor:
-    """From the lower right, where SDPA's own is from the upper left. So more keys than queries take
-    a mask; or, where they are few and a mask would hide nearly half, empty queries before them."""
+    """From the lower right, where SDPA's own is from the upper left. So where keys outnumber
+    queries it takes a mask, or, where there are only a few more, pads the queries in front."""
     query_BHLD, key_BHLD, value_BHLD = qkv_BHLD
     num_q, num_k = query_BHLD.shape[2], key_BHLD.shape[2]
     num_more, is_causal = num_k - num_q, 3 * num_q > 2 * num_k

@@ -2,8 +2,8 @@
 
     step-000040/          config.json, model.safetensors, tokenizer and chat template
     step-000040/trainer/  state.json (the controller's part), optimizer.safetensors,
-                          master.safetensors where the model is saved in less than float32 or
-                          merged: of what is trained,
+                          master.safetensors: what is trained, where the model is saved in less
+                          than float32 or merged,
                           critic.safetensors and critic_optimizer.safetensors where there is one;
                           of what is sharded each rank's share: optimizer-0-of-2.safetensors
     step-000040/adapter/  with LoRA: the adapter alone, as peft reads it; the model above is merged

@@ -113,8 +113,8 @@ def placed(module: nn.Module, setup: RankSetup) -> nn.Module:
 class Replica:
     """One rank's copy of a model that is trained (the policy or the critic), with its optimizer.
     DDP starts from rank 0's weights, and sums gradients over the ranks in the last backward of a
-    step, which `syncing` marks. Under FSDP2 every backward does: gradients that wait for the last
-    would be whole. Its optimizer sees slices as plain tensors, and skips those that are empty."""
+    step, which `syncing` marks. Under FSDP2 every backward does: gradients kept for the last would
+    have to stay whole. Its optimizer sees slices as plain tensors, and skips empty ones."""
 
     def __init__(self, module: nn.Module, setup: RankSetup, lr: float):
         self.config, self.lr, self.rank = setup.config.train, lr, setup.rank
@@ -138,7 +138,8 @@ class Replica:
             ids = [0] if setup.placement.kind == "cuda" else None
             self.parallel = DistributedDataParallel(module, ids, gradient_as_bucket_view=True)
             # The first backward orders the buckets, and only with the next that syncs are gradients
-            # views of them. Until then there are two copies: now, beside no state of AdamW.
+            # views of them. Until then there are two copies; now there is no AdamW state beside
+            # them.
             device = setup.placement.torch_device
             tokens_T, bounds = torch.arange(2, device=device), attention.boundaries([2], device)
             for _ in range(2):

@@ -17,8 +17,8 @@ from minirl.errors import MinirlError
 # cost about 24·d² per token and layer, causal attention about 2·d·n: equal where n = 12·d, which is
 # 12 k tokens for a 1 k wide model. Only balance depends on it, so one constant serves all models.
 LINEAR_UNTIL = 16384
-# A prompt is shared where its group costs so many times more without. On CPU a tiny model was 1.06
-# to 1.16 times as fast at 1.22, and lost 4 % at 1.08: attention is in smaller pieces.
+# Share a prompt only where doing without costs at least this many times as much. On CPU a tiny
+# model was 1.06 to 1.16 times as fast at 1.22, and lost 4 % at 1.08: smaller pieces of attention.
 MIN_SAVING = 1.15
 COPIES_PER_TOKEN = 16  # keys and values of a prompt, kept for each answer, in memory of a token
 
@@ -73,8 +73,8 @@ def split_units(groups: Sequence[Unit], num_ranks: int, max_tokens: int) -> list
 
 
 def cut(group: Unit, max_tokens: int, num_parts: int) -> list[Unit]:
-    """Into parts that fit, at least so many. Where a prompt is worth no sharing, trajectories are
-    apart: so is all of a group with one that does not fit."""
+    """Into parts that fit, at least so many. Trajectories go apart where sharing their prompt does
+    not pay; all of a group do where one does not fit."""
     places, prompt, answers = group
     if prompt + max(group.sizes) > max_tokens:
         return group.apart

@@ -283,7 +283,7 @@ def check_loaded(folder: str, info: dict[str, Any]) -> None:
 @torch.no_grad()
 def check_head(policy: Policy) -> None:
     """The policy's logprobs, packed, must be those of the model's own forward of one sequence. If
-    they are not where a prompt is shared, none ever is."""
+    they differ only where a prompt is shared, prompts are never shared."""
     model, exact = policy.model, Policy(policy.model)  # in float32, also where autocast is used
     name, rest = type(model).__name__, "minirl cannot train it yet"
     kinds = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - SEPARABLE
