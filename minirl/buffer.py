@@ -79,15 +79,23 @@ class ReadyGroup(NamedTuple):
     newest: int
 
 
-def republished_as(base: int, latest: int) -> int:
-    """The number under which the weights of version `base` come again when `latest` is the newest.
+class Weights(NamedTuple):
+    folder: str  # of their checkpoint
+    version: int
 
-    A token of version v between the two was written v - base updates away from them, on a way that
-    was given up: n - v is no less than that for every v ≤ latest from n = 2·latest - base on. By an
-    odd distance, so that they go into the store's other slot, which no engine reads.
+
+def republished_as(saved: Weights, loaded: Weights, latest: int) -> int:
+    """The number under which `saved` comes again when `latest` is the newest that came out, and the
+    ranks before began with `loaded`.
+
+    A token of version v between base and latest was written v - base updates away from the weights
+    of base, along a path since abandoned: n - v is no less than that for every v ≤ latest from
+    n = 2·latest - base on. Any number of the weights will do as base; their last is the best. Where
+    `loaded` never came out, its number is still free, and high enough.
     """
-    distance = max(1, latest - base)
-    return latest + distance + (distance + 1) % 2
+    is_again = saved.folder == loaded.folder
+    base = max(saved.version, loaded.version) if is_again else saved.version
+    return max(loaded.version, latest + 1, 2 * latest - base)
 
 
 class ByVersion:

@@ -33,6 +33,7 @@ from enum import StrEnum
 from minirl import messages
 from minirl.buffer import Buffer, Ticket
 from minirl.config import Config
+from minirl.errors import MinirlError
 from minirl.evaluation import Ended, Evaluation
 from minirl.messages import Ask, Grade, Role
 from minirl.metrics import DropWatch, RateLimit
@@ -96,7 +97,9 @@ class Groups:
         self._eval_ids = itertools.count(FIRST_EVAL_ID)
         self._replies: dict[int, dict[tuple[int, int], tuple[int, ...]]] = defaultdict(dict)
         self._num_losses: Counter[int] = Counter()  # of a prompt, with its engine
-        self._since_saved: list[tuple[int, list[Ticket]]] = []  # trained since the checkpoint
+        # Steps of the checkpoints that a rollback may go back to, and what was trained since.
+        self._saved_steps: deque[int] = deque(maxlen=config.checkpoint.keep)
+        self._trained: list[tuple[int, list[Ticket]]] = []
         self._num_to_score = 0  # answers, for the batch in training
         self._outbox: Sends = []
 
@@ -317,8 +320,12 @@ class Groups:
         `version`. What was trained since, and the batch in training, is requeued. Groups that the
         new version makes too old are abandoned."""
         assert self.stream is not None
-        untrained = [t for at, tickets in self._since_saved if at > step for t in tickets]
-        self._since_saved.clear()
+        if step < self._saved_steps[0]:  # what was trained since is forgotten
+            raise MinirlError(f"all checkpoints after step {step} are broken; use --resume")
+        untrained = [t for at, tickets in self._trained if at > step for t in tickets]
+        self._trained = [(at, tickets) for at, tickets in self._trained if at <= step]
+        while self._saved_steps[-1] > step:
+            self._saved_steps.pop()
         lost, too_old = self.buffer.roll_back(version, len(untrained))
         self._num_to_score = 0
         for ticket in lost + untrained:
@@ -348,18 +355,20 @@ class Groups:
         """The batch of `step` has become the next version. Its slots come back with `release`."""
         self._num_to_score = 0
         self.drops.filtered.clear()
-        self._since_saved.append((step, self.buffer.published(now)))
+        self._trained.append((step, self.buffer.published(now)))
 
     def release(self) -> None:
         """Nothing reads the cells of the batch that was published last any more."""
-        _, tickets = self._since_saved[-1]
+        _, tickets = self._trained[-1]
         self.buffer.release(tickets)
         for ticket in tickets:
             self._settle(ticket)
 
-    def saved(self) -> None:
-        """A checkpoint holds all that is trained."""
-        self._since_saved.clear()
+    def saved(self, step: int) -> None:
+        """A checkpoint, or what the run begins with, holds all that was trained until `step`."""
+        self._saved_steps.append(step)
+        oldest = self._saved_steps[0]
+        self._trained = [(at, tickets) for at, tickets in self._trained if at > oldest]
 
     @property
     def own(self) -> list[GroupState]:

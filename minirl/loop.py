@@ -57,6 +57,7 @@ class Loop:
         self.groups = Groups(config, stream, buffer, len(self.engines), num_verifiers, log.note)
         self.supervisor = Supervisor(config, workers, self.groups, log, self)
         self.step = self.saved_step = log.step
+        self.groups.saved(self.step)
         self.batch: Batch | None = None  # in training
         self.is_saving = False
         self.save_error = ""  # why the last checkpoint could not be written
@@ -240,7 +241,7 @@ class Loop:
             self.log.note(f"no checkpoint of step {self.step}: {saved.error}; {kept}")
         else:
             self.saved_step = self.step
-            self.groups.saved()
+            self.groups.saved(self.step)
             self.supervisor.deaths.pop(RANKS, None)
             self.log.note(f"saved {saved.folder}")
 

@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from minirl.buffer import republished_as
+from minirl.buffer import Weights, republished_as
 from minirl.config import Config, get
 from minirl.errors import MinirlError, Stalled, WorkerDied
 from minirl.groups import Groups, Sends
@@ -72,7 +72,6 @@ class Supervisor:
         self._ranks = workers.of(Role.TRAIN)
         # As the run began; a rollback changes the setups.
         self._first: TrainerSetup | None = self._ranks[0].setup if self._ranks else None
-        self._base = getattr(self._first, "version", 0)  # of the checkpoint's weights
         self._furthest_step = 0  # that was ever trained
         self._num_oom_kills = num_oom_kills()
         self._checked = self._moved = self._heard = time.monotonic()
@@ -158,15 +157,16 @@ class Supervisor:
         start = find_start(self.log.run_dir)
         for note in start.notes:
             self.log.note(note)
-        base, latest = max(self._base, start.state.history.version), self._first.store.latest
-        self._base = republished_as(base, latest) if latest >= 0 else base
         Path(self._first.rendezvous).unlink(missing_ok=True)
         folder, is_resumed = str(start.folder or self._first.folder), start.folder is not None
-        changes = {"folder": folder, "is_resumed": is_resumed, "version": self._base}
+        saved, before = Weights(folder, start.state.history.version), self._ranks[0].setup
+        loaded, latest = Weights(before.folder, before.version), self._first.store.latest
+        version = republished_as(saved, loaded, latest)
+        changes = {"folder": folder, "is_resumed": is_resumed, "version": version}
         for rank in self._ranks:
             rank.setup = replace(rank.setup, **changes)
             self.workers.replace(rank, delay_s)
-        return self.controller.roll_back(start.state.step, self._base)
+        return self.controller.roll_back(start.state.step, version)
 
     # -- the watchdog
 

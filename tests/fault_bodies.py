@@ -19,6 +19,7 @@ from minirl.errors import StaleWeights
 from minirl.records import Group, StopReason, Trajectory
 from minirl.shm.board import BEAT_S, BoardWriter, State, Total
 from minirl.shm.weights import WeightStore
+from minirl.train.checkpoint import written_aside
 
 TICK_S = 0.01
 LONG_S = 300.0  # nobody waits for it
@@ -36,9 +37,9 @@ class Script:
     start_s: float = 0.0
     bad: dict[str, int] = field(default_factory=dict)
     """What goes wrong, and when: "die_at_step", "die_in_save", "die_after_publishing", "unsaved"
-    (a step), "dies" (at once), "deadly_prompt", "deaf" (an engine that never answers), "long_save"
-    (a step), "held_save" (a step: it lasts until there is a file "begun"), "long_evaluation" (a
-    version), "stale" (an engine that new weights do not reach),
+    (a step), "die_in_load" (after that, once more), "dies" (at once), "deadly_prompt", "deaf" (an
+    engine that never answers), "long_save" (a step), "held_save" (a step: it lasts until there is a
+    file "begun"), "long_evaluation" (a version), "stale" (an engine that new weights do not reach),
     "broken_from" (a version: no reward from then on)."""
 
 
@@ -88,9 +89,12 @@ def trainer(script: Script, board: BoardWriter, pipe: Connection) -> None:
         raise RuntimeError("CUDA out of memory" if script.bad["dies"] == 2 else "no luck")
     saved = Path(script.folder) / "model.safetensors"
     updates = int(load_file(saved)["w"]) if script.is_resumed else 0
+    died = Path(script.rendezvous).with_name("died")
+    if "die_in_load" in script.bad and died.exists() and not died.read_text():
+        died.write_text("again")
+        die()
     publish(script.store, script.version, [torch.tensor([float(updates)])])
     pipe.send(messages.Started())
-    died = Path(script.rendezvous).with_name("died")
 
     def is_due(fault: str, step: int) -> bool:
         """Each fault happens once, unless "always"."""
@@ -151,11 +155,10 @@ def shown_tokens(group: Group, oldest: int) -> messages.AnswerTokens:
 def write_checkpoint(
     folder: Path, state: messages.CheckpointState, updates: int, seconds: float = 0.0
 ) -> None:
-    aside = folder.with_name(f".{folder.name}.tmp")
-    (aside / "trainer").mkdir(parents=True)
-    time.sleep(seconds)
-    for name in ("model.safetensors", "trainer/optimizer.safetensors"):
-        save_file({"w": torch.tensor([float(updates)])}, aside / name)
-    (aside / "config.json").write_text("{}")
-    (aside / "trainer" / "state.json").write_text(json.dumps(asdict(state)))
-    os.rename(aside, folder)
+    with written_aside(folder) as aside:
+        (aside / "trainer").mkdir()
+        time.sleep(seconds)
+        for name in ("model.safetensors", "trainer/optimizer.safetensors"):
+            save_file({"w": torch.tensor([float(updates)])}, aside / name)
+        (aside / "config.json").write_text("{}")
+        (aside / "trainer" / "state.json").write_text(json.dumps(asdict(state)))

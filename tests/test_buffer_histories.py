@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minirl.buffer import AUTO, Admission, Buffer, History, Ledger, OnStale, Ticket, republished_as
+from minirl import buffer
+from minirl.buffer import AUTO, Admission, Buffer, History, Ledger, OnStale, Ticket, Weights
 from minirl.records import Batch, Drop, Group, StopReason, Trajectory
 from minirl.rollout.dispatch import Dispatcher
 
@@ -237,7 +238,7 @@ class World:
 
     def roll_back(self) -> None:
         """The trainer dies, perhaps when its version is out and the controller does not know yet;
-        its successor publishes the checkpoint's weights."""
+        its successor publishes the checkpoint's weights, or dies before."""
         latest = self.buffer.version
         if self.batch is not None and self.random.random() < 0.5:
             latest = self.new_version(latest)
@@ -253,10 +254,12 @@ class World:
         self.num_trained -= len(self.unsaved)
         self.seen["lost with its trainer"] += len(self.training)
         self.seen["trained in vain"] += len(self.unsaved)
-        again = republished_as(max(self.base, self.saved.history.version), latest)
+        saved, loaded = Weights("", self.saved.history.version), Weights("", self.base)
+        again = buffer.republished_as(saved, loaded, latest)
+        assert again == buffer.republished_as(saved, Weights("", again), latest), "it never came out"
         self.lineage[again] = self.saved.lineage
         lost, too_old = self.buffer.roll_back(again, len(self.unsaved))
-        assert set(lost) == set(self.training)
+        assert set(lost) == set(self.training) and self.buffer.roll_back(again, 0)[0] == []
         self.base, self.batch, self.training, self.unsaved = again, None, [], []
         for group_id in too_old:
             self.drop(self.groups[group_id].ticket, Drop.WORKER_DIED)
@@ -352,9 +355,11 @@ class World:
 @given(st.integers(0, 50), st.integers(0, 50))
 def test_republished_weights_seem_no_nearer_than_they_are(base: int, since: int) -> None:
     latest = base + since
-    again = republished_as(base, latest)
-    assert again > latest and (again - latest) % 2, "into the slot that nobody reads"
-    assert all(again - v >= v - base for v in range(base, latest + 1))
+    again = buffer.republished_as(Weights("a", base), Weights("b", base), latest)
+    assert again > latest and all(again - v >= v - base for v in range(base, latest + 1))
+    # 11 are the weights of 6 again: those of 12 are one update from them, and four from those of 3.
+    numbers = [buffer.republished_as(Weights(n, int(n)), Weights("6", 11), 12) for n in "63"]
+    assert numbers == [13, 21]
 
 
 # Admission control --------------------------------------------------------------------------------

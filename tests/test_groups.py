@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from minirl import messages
-from minirl.buffer import Buffer, OnStale, republished_as
+from minirl.buffer import Buffer, OnStale, Weights, republished_as
 from minirl.config import Config
 from minirl.evaluation import Ended, Evaluation
 from minirl.groups import FIRST_EVAL_ID, MAX_SCORED, Groups, Phase, Sends
@@ -221,8 +221,10 @@ class House:
         self.groups = groups_of(self.config, len(self.engines), dice.randint(1, 3), rule)
         self.buffer = self.groups.buffer
         self.asked: dict[int, messages.Grade | messages.Ask] = {}  # what each verifier has
-        self.latest = self.base = 0
-        self.step = self.saved_step = 0
+        self.latest = self.step = 0
+        self.loaded = Weights("0", 0)
+        self.saves = [self.loaded]  # those that may be on the disk
+        self.groups.saved(0)
         self.batch: Batch | None = None
         self.evaluation: Evaluation | None = None
         self.seen: Counter[str] = Counter()
@@ -359,8 +361,9 @@ class House:
 
     def save(self) -> None:
         if self.batch is None:
-            self.groups.saved()
-            self.saved_step, self.base = self.step, self.buffer.version
+            self.groups.saved(self.step)
+            self.saves = [*self.saves, Weights(str(self.step), self.buffer.version)]
+            self.saves = self.saves[-self.config.checkpoint.keep :]
 
     def evaluate(self) -> None:
         if self.batch is None and self.groups.evaluation is None:
@@ -387,11 +390,20 @@ class House:
             self.seen["verifier lost"] += 1
 
     def kill_ranks(self) -> None:
-        version = republished_as(self.base, self.latest)
-        self.deliver(self.groups.roll_back(self.saved_step, version))
-        self.latest = self.base = version
-        self.step, self.batch = self.saved_step, None
-        self.seen["rollback"] += 1
+        """Perhaps again while they load, and perhaps the newest checkpoint is broken."""
+        while True:
+            if len(self.saves) > 1 and self.dice.random() < 0.2:
+                self.saves.pop()
+                self.seen["broken"] += 1
+            version = republished_as(self.saves[-1], self.loaded, self.latest)
+            self.step, self.batch = int(self.saves[-1].folder), None
+            self.loaded = Weights(self.saves[-1].folder, version)
+            self.deliver(self.groups.roll_back(self.step, version))
+            self.seen["rollback"] += 1
+            assert self.buffer.ledger.trained == self.step * self.buffer.batch_size
+            if self.dice.random() < 0.7:
+                break
+        self.latest = version
 
     # -- what is true
 
@@ -455,6 +467,7 @@ def test_random_histories_hold_and_go_through_what_they_claim(count: int) -> Non
         seen += house.seen
         drops += house.buffer.drops
     expected = {"turns", "engine lost", "verifier lost", "rollback", "void", "evaluated", "scored"}
+    expected |= {"broken"}
     assert expected <= seen.keys()
     missing = set(Drop) - {Drop.TRUNCATED} - drops.keys()
     assert not missing and seen["steps"] > 150, (missing, seen)

@@ -137,6 +137,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
         (0, {"die_after_publishing": 5}, 1),  # version 5 was out before the controller knew
         (2, {"die_after_publishing": 5}, 1),
         (2, {"die_in_save": 6}, 3),
+        (2, {"die_at_step": 6, "die_in_load": 1}, 2),  # the next too, before it has published
         (2, {"die_at_step": 2}, 1),  # there is no checkpoint yet: from the beginning
     ],
 )
@@ -144,11 +145,18 @@ def test_a_dead_rank_rolls_back(eta: int, bad: dict[str, int], redone: int, tmp_
     with stage(tmp_path, stage_config(eta), train={"bad": bad}) as run:
         lines = run.run_and_check()
         assert lines[-1]["faults/steps_redone"] == redone
-        assert lines[-1]["faults/workers_replaced"] == 1
+        assert lines[-1]["faults/workers_replaced"] == 1 + ("die_in_load" in bad)
         least = BATCH * redone + (0 if "die_in_save" in bad else BATCH)
         assert run.buffer.drops[Drop.WORKER_DIED] >= least
         assert any("rollback from step" in note for note in run.notes)
         assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_a_rollback_goes_past_a_broken_checkpoint(tmp_path: Path) -> None:
+    with stage(tmp_path, train={"bad": {"die_at_step": 8}}) as run:
+        newest = tmp_path / "checkpoints" / "step-000006" / "model.safetensors"
+        run.at_step[7] = lambda: newest.write_bytes(b"")
+        assert run.run_and_check()[-1]["faults/steps_redone"] == 4  # from 7 back to 3
 
 
 @pytest.mark.parametrize(
