@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from attacks import ESCAPES, FUNCTIONS, NOBODY, PROGRAMS, SHORT, World, world
@@ -15,6 +17,7 @@ from test_cli import python
 from minirl.config import Config, TasksConfig
 from minirl.errors import RecipeError
 from minirl.records import Answer, StopReason
+from minirl.tasks import code, sandbox
 from minirl.tasks.code import Code, equal
 from minirl.tasks.registry import make_task, self_check
 from minirl.tasks.sandbox import Limits, SandboxFailed, run, why_not
@@ -76,6 +79,14 @@ def test_an_outcome_says_why(attacked: World) -> None:
     assert attacked.attempt("thread bomb")[0].status in ("threads", "exit code 1")
     limits = Limits(cpu_s=1, wall_s=300.0)
     assert run(PROGRAMS["deaf to signals"], limits=limits).status == "CPU time"
+    assert run("import os\nos.kill(os.getpid(), 9)").status == "exit code 1"
+
+
+def test_a_kill_from_outside_is_no_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = sandbox._watch
+    monkeypatch.setattr(sandbox, "_watch", lambda p, *rest: p.kill() or watch(p, *rest))
+    with pytest.raises(SandboxFailed, match="from outside"):
+        run("import time\ntime.sleep(600)", limits=LONG)
 
 
 def test_it_dies_with_the_process_that_started_it() -> None:
@@ -136,7 +147,7 @@ def test_the_built_in_problems_check_themselves() -> None:
     assert task.num_train == 16 and len(task.heldout(99)) == 4
 
 
-def test_programs_and_functions(tmp_path: Path) -> None:
+def test_programs_and_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(ADD)}\n{json.dumps(PAIR)}\n")
     task = task_of(tmp_path)
@@ -151,6 +162,9 @@ def test_programs_and_functions(tmp_path: Path) -> None:
     task.limits = task.limits._replace(memory_bytes=2**80)
     with pytest.raises(SandboxFailed):  # a sandbox that fails is no reward
         score(task, 0, ADD["solution"])
+    monkeypatch.setattr(code, "time", SimpleNamespace(monotonic=count(0, 99).__next__))
+    with pytest.raises(TimeoutError, match="all tests together"):  # it may be right
+        score(task_of(tmp_path), 0, ADD["solution"])
 
 
 def test_equality() -> None:

@@ -59,13 +59,18 @@ class Code(Task):
         blocks = BLOCK.findall(answer.text)
         if answer.stop is not StopReason.STOP or not blocks:
             return 0.0
-        # A slow answer is wrong before tasks.timeout_s costs its verifier.
-        deadline = time.monotonic() + 0.8 * self.config.timeout_s
+        # A slow answer is wrong before tasks.timeout_s costs its verifier. Where it is slow only in
+        # all its tests together, nothing is known of the later ones, and the reward fails (rule 7).
+        left_s = 0.8 * self.config.timeout_s
+        test_s = min(self.limits.wall_s, left_s)
         for test in self.tests[repr(example)]:
-            left_s = deadline - time.monotonic()
-            limits = self.limits._replace(wall_s=min(self.limits.wall_s, left_s))
-            if left_s <= 0 or not passes(test, run(blocks[-1], test.stdin, test.call, limits)):
+            start, limits = time.monotonic(), self.limits._replace(wall_s=min(test_s, left_s))
+            outcome = run(blocks[-1], test.stdin, test.call, limits)
+            if outcome.status == "wall time" and left_s < test_s:
+                raise TimeoutError("all tests together take too long; raise tasks.timeout_s")
+            if not passes(test, outcome):
                 return 0.0
+            left_s -= time.monotonic() - start
         return 1.0
 
 

@@ -55,11 +55,12 @@ Test = tuple[int, int, tuple[int, ...]]
 
 
 def conditional(pid: int) -> dict[str, tuple[Test, ...]]:
-    """`pid` is this process: it may signal no other."""
+    """`pid` is this process: it may signal no other. A SIGKILL always comes from outside."""
     # Read-only with O_TRUNC is left out: Landlock before ABI 3 takes it for reading.
     modes = (0, 1, 2, 1 | O_TRUNC, 2 | O_TRUNC)
     # Of file descriptors and locks. F_SETOWN and F_SETSIG are left out: they send signals.
     commands = (*range(8), 36, 37, 38, 1030, 1032)
+    not_kill = tuple(number for number in range(65) if number != signal.SIGKILL)
     terminal = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS … FIONBIO, FIOCLEX
     return {
         "clone 56": ((0, CLONE_THREAD, (CLONE_THREAD,)),),
@@ -68,8 +69,8 @@ def conditional(pid: int) -> dict[str, tuple[Test, ...]]:
         "fcntl 72": ((2, ANY, commands),),
         "ioctl 16": ((2, ANY, terminal),),
         "prctl 157": ((0, ANY, (15, 16)),),  # a thread's name
-        "kill 62": ((0, ANY, (pid,)),),
-        "tgkill 234": ((0, ANY, (pid,)),),
+        "kill 62": ((0, ANY, (pid,)), (2, ANY, not_kill)),
+        "tgkill 234": ((0, ANY, (pid,)), (4, ANY, not_kill)),
         "prlimit64 302": ((0, ANY, (0,)),),
         "socketpair 53": ((0, ANY, (1,)),),  # asyncio has one
         "sendto 44": ((8, ANY, (0,)), (9, ANY, (0,))),  # to the other end, to no address

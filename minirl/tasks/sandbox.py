@@ -92,6 +92,7 @@ def run(code: str, stdin: str = "", call: Call | None = None, limits: Limits = U
 def _watch(process: subprocess.Popen[bytes], scratch: str, limits: Limits) -> str:
     """Waits until the process ends, takes too long or takes too much; "" where it ended well."""
     deadline = time.monotonic() + limits.wall_s
+    cpu_before_s = sum(os.times()[2:4])  # of all children that were waited for
     while time.monotonic() < deadline:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(TICK_S)
@@ -102,8 +103,11 @@ def _watch(process: subprocess.Popen[bytes], scratch: str, limits: Limits) -> st
             if len(os.listdir(f"/proc/{process.pid}/task")) > limits.num_threads:
                 return "threads"
         if (code := process.returncode) is not None:
-            is_late = code in (-SIGXCPU, -SIGKILL)
-            return "CPU time" if is_late else f"exit code {code}" if code else ""
+            # SIGKILL is the hard limit of one that is deaf to SIGXCPU. It cannot send it itself.
+            is_late = code == -SIGXCPU or sum(os.times()[2:4]) - cpu_before_s >= limits.cpu_s
+            if code == -SIGKILL and not is_late:
+                raise SandboxFailed("it was killed from outside, perhaps by the OOM killer")
+            return "CPU time" if code and is_late else f"exit code {code}" if code else ""
     return "wall time"
 
 
