@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from minirl.shm import board as board_module
-from minirl.shm.board import IDLE_STATES, Board, State, Total
+from minirl.shm.board import BEAT, IDLE_STATES, SINCE, STATE, Board, State, Total
 from minirl.shm.ring import NOTHING, TornEntry, TrajectoryRing
 from minirl.shm.segment import opened
 from minirl.shm.weights import CANARY_TOKENS, TensorSpec, WeightStore, canary_tokens
@@ -221,6 +221,20 @@ def test_the_same_state_again_is_a_heartbeat_and_keeps_since(clock: SimpleNamesp
     assert board.row(0).beat_s == 3
     board.reset(0)
     assert board.row(0).beat_s == board.row(0).since_s == 0
+
+
+def test_a_new_state_never_shows_with_an_old_time(clock: SimpleNamespace) -> None:
+    writer = Board(1).writer(0)
+    writer.enter(State.SAVING)
+    clock.now += 400
+
+    class Watched(list[float]):
+        def __setitem__(self, column: Any, value: float) -> None:
+            super().__setitem__(column, value)
+            assert self[STATE] == State.SAVING or self[SINCE] == self[BEAT] == clock.now
+
+    writer._row = Watched(writer._row)
+    writer.enter(State.WAITING_FOR_BATCH)
 
 
 @pytest.mark.parametrize("state", State)

@@ -109,7 +109,8 @@ class Board:
         row = ages.copy()  # a reader must never see an age for a time
         row[[SINCE, BEAT]] = time.monotonic() - ages[[SINCE, BEAT]]
         row[TOTALS:] += self._rows[worker, TOTALS:] - before[TOTALS:]
-        self._rows[worker] = row
+        self._rows[worker, SINCE:] = row[SINCE:]
+        self._rows[worker, STATE] = row[STATE]  # last, as in `enter`
 
     def writer(self, worker: int, name: str = "") -> "BoardWriter":
         return BoardWriter(self, worker, name)
@@ -131,9 +132,9 @@ class BoardWriter:
         if self._row[STATE] in IDLE_STATES:
             self._row[TOTALS + Total.IDLE_S] += now - self._row[BEAT]
         if self._row[STATE] != state or anew:
-            self._row[STATE] = state
             self._row[SINCE] = now
         self._row[BEAT] = now
+        self._row[STATE] = state  # last: with an old time it would pass for a stall
 
     def serving(self, version: int, running: int) -> None:
         self._row[VERSION] = version
