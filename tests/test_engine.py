@@ -386,6 +386,10 @@ def test_a_wrong_canary_is_noticed(tied: Remote) -> None:
     tied.step(3)
     assert set(running.versions) == {version - 2, version}
     assert tied.errors(PROMPT, running).max() < EXACT
+    tied.update(wrong_canary(tied))
+    version = [tied.versions.publish(version + i, None) or version + i for i in (2, 3)][-1]
+    tied.step(3)
+    assert running.versions[-1] == version, "its slot was overwritten: the newest was loaded"
     tied.update(wrong_canary(tied))  # it is on its way
     with pytest.raises(StaleWeights, match="canary"):
         tied.step(2)

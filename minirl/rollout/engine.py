@@ -240,11 +240,11 @@ class Engine:
         chunks = drained + self._step()
         if self._suspect is not None and self._expected is None:
             # Load the same version again, also while an evaluation pins it. Where a newer one has
-            # its slot by now, the canary alone is asked for again.
+            # its slot by now, perhaps since amid the copy, the newest: then the evaluation is void.
             assert self._store is not None
             self._drain()
             found = self._store.attempt(self.version, self._load_slot)
-            self._use(found or self._suspect)
+            self._use(found or self._store.read(self._load_slot))
         return chunks
 
     def _step(self) -> list[Chunk]:
