@@ -61,6 +61,7 @@ class Worker:
         self.pipe: Connection
         self.failure: Died | None = None
         self.is_ready = False  # it has said so
+        self.log_start = 0  # bytes of earlier starts and runs
         self.outbox = bytearray()
         self.box = 0  # where it runs; not 0: outpost.py's, by this link
         self.link: Worker | None = None
@@ -128,6 +129,7 @@ class Workers:
         self.retire(worker)
         worker.failure, worker.outbox, worker.is_ready = None, bytearray(), False
         worker.num_starts += 1
+        worker.log_start = len(_read(self._log(worker)))
         self.board.reset(worker.row)
         if worker.box:
             worker.send(StartThere(delay_s))
@@ -186,8 +188,8 @@ class Workers:
         raise Stalled(f"no message for {limit_s:.0f} s; stacks:\n{self.stacks()}")
 
     def log_tail(self, worker: Worker) -> str:
-        lines = _read(self._log(worker)).decode(errors="replace").splitlines()
-        return "\n".join(f"  {worker.name} | {line}" for line in lines[-LOG_TAIL_LINES:])
+        own = _read(self._log(worker))[worker.log_start :].decode(errors="replace").splitlines()
+        return "\n".join(f"  {worker.name} | {line}" for line in own[-LOG_TAIL_LINES:])
 
     def _log(self, worker: Worker) -> Path:
         return self.log_dir / f"{worker.name}.log"
