@@ -79,23 +79,14 @@ class ReadyGroup(NamedTuple):
     newest: int
 
 
-class Weights(NamedTuple):
-    folder: str  # of their checkpoint
-    version: int
+def republished_as(base: int, latest: int, reserved: int) -> int:
+    """The number under which the weights of version `base` come again when `latest` is the newest.
 
-
-def republished_as(saved: Weights, loaded: Weights, latest: int) -> int:
-    """The number under which `saved` comes again when `latest` is the newest that came out, and the
-    ranks before began with `loaded`.
-
-    A token of version v between base and latest was written v - base updates away from the weights
-    of base, along a path since abandoned: n - v is no less than that for every v ≤ latest from
-    n = 2·latest - base on. Any number of the weights will do as base; their last is the best. Where
-    `loaded` never came out, its number is still free, and high enough.
+    A token of version v between the two was written v - base updates away from them, along a path
+    since abandoned: n - v is no less than that for every v ≤ latest from n = 2·latest - base on.
+    `reserved` is the number of the last rollback. Where that never came out it is still the one.
     """
-    is_again = saved.folder == loaded.folder
-    base = max(saved.version, loaded.version) if is_again else saved.version
-    return max(loaded.version, latest + 1, 2 * latest - base)
+    return max(reserved, latest + 1, 2 * latest - base)
 
 
 class ByVersion:

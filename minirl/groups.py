@@ -43,6 +43,7 @@ from minirl.tasks.prompts import PromptStream
 
 FIRST_EVAL_ID = 1 << 40  # group ids from here on are of evaluations
 MAX_LOSSES = 5  # of one prompt with its engine: then the prompt is taken for the cause
+DEADLY = f"its engine died {MAX_LOSSES} times"
 MAX_SCORED = 2  # answers per version that rank 0 compares logprobs of
 
 Sends = list[tuple[str, object]]  # the name of a worker, and what it is sent
@@ -72,6 +73,12 @@ class GroupState:
     evaluation: Evaluation | None = None
     eval_place: int = 0  # of its prompt among the evaluation's
 
+    @property
+    def prompt_key(self) -> tuple[bool, int]:
+        """Its prompt among held-out ones, or among those to train on."""
+        is_held_out = self.evaluation is not None
+        return is_held_out, self.eval_place if is_held_out else self.prompt.index
+
 
 class Groups:
     def __init__(
@@ -96,7 +103,7 @@ class Groups:
         self.evaluation: Evaluation | None = None
         self._eval_ids = itertools.count(FIRST_EVAL_ID)
         self._replies: dict[int, dict[tuple[int, int], tuple[int, ...]]] = defaultdict(dict)
-        self._num_losses: Counter[int] = Counter()  # of a prompt, with its engine
+        self._num_losses: Counter[tuple[bool, int]] = Counter()  # of a prompt, with its engine
         # Steps of the checkpoints that a rollback may go back to, and what was trained since.
         self._saved_steps: deque[int] = deque(maxlen=config.checkpoint.keep)
         self._trained: list[tuple[int, list[Ticket]]] = []
@@ -131,6 +138,9 @@ class Groups:
         have become free."""
         begun = []
         for place, cell in evaluation.next_to_ask():
+            if self._num_losses[True, place] >= MAX_LOSSES:
+                evaluation.end(place, Ended(0, cell, None, None, DEADLY))
+                continue
             assignment, prompt = self.dispatcher.assign(1, among), evaluation.prompts[place]
             state = GroupState(next(self._eval_ids), prompt, (cell,), assignment, 1)
             state.evaluation, state.eval_place = evaluation, place
@@ -204,6 +214,7 @@ class Groups:
 
     def _on_trajectory(self, state: GroupState, place: int, trajectory: Trajectory) -> None:
         self.dispatcher.trajectory_done(state.assignment, trajectory.num_written)
+        self._num_losses.pop(state.prompt_key, None)
         state.num_left -= 1
         state.done[place] = trajectory
         if state.evaluation is not None:
@@ -269,11 +280,11 @@ class Groups:
         if graded.error:
             self._failed(request, graded.error)
             return
-        self.drops.faults.clear()
         state = self.states[request.group_id]
         if state.evaluation is not None:
             self._evaluated(state, graded)
             return
+        self.drops.faults.clear()
         given = Group(state.id, state.prompt.index, request.trajectories, graded.rewards)
         group = filter_group(self.config, given)
         if isinstance(group, Drop) or state.abort:
@@ -290,14 +301,14 @@ class Groups:
             self.evaluation.pinning.discard(engine)
         for state in [state for state in self._of(engine) if state.phase is Phase.SAMPLING]:
             self._leave_engine(state)
-            if state.evaluation is not None:
+            self._num_losses[state.prompt_key] += 1
+            if self._num_losses[state.prompt_key] >= MAX_LOSSES:
+                self._end_without_reward(state, Drop.REFUSED, DEADLY)
+            elif state.evaluation is not None:
                 state.evaluation.lost(state.eval_place, state.cells[0])
                 del self.states[state.id]
             else:
-                self._num_losses[state.prompt.index] += 1
-                is_deadly = self._num_losses[state.prompt.index] >= MAX_LOSSES
-                why = f"a prompt whose engine died {MAX_LOSSES} times"
-                self._drop(state, Drop.REFUSED if is_deadly else Drop.WORKER_DIED, why)
+                self._drop(state, Drop.WORKER_DIED)
         return self._outgoing()
 
     def verifier_lost(
@@ -420,7 +431,6 @@ class Groups:
             what = f"held-out prompt {state.eval_place}" if is_held_out else f"group {state.id}"
             self._seldom.note(reason, f"no reward for {what} ({reason}): {why}")
         if is_held_out:
-            self.drops.dropped(reason, why)
             self._evaluated(state, messages.Graded(state.id, error=why))
         else:
             self._drop(state, reason, why)

@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from minirl.buffer import Weights, republished_as
+from minirl.buffer import republished_as
 from minirl.config import Config, get
 from minirl.errors import MinirlError, Stalled, WorkerDied
 from minirl.groups import Groups, Sends
@@ -159,9 +159,10 @@ class Supervisor:
             self.log.note(note)
         Path(self._first.rendezvous).unlink(missing_ok=True)
         folder, is_resumed = str(start.folder or self._first.folder), start.folder is not None
-        saved, before = Weights(folder, start.state.history.version), self._ranks[0].setup
-        loaded, latest = Weights(before.folder, before.version), self._first.store.latest
-        version = republished_as(saved, loaded, latest)
+        base, before = start.state.history.version, self._ranks[0].setup
+        if folder == before.folder:  # the last number of these weights is the nearest
+            base = max(base, before.version)
+        version = republished_as(base, self._first.store.latest, before.version)
         changes = {"folder": folder, "is_resumed": is_resumed, "version": version}
         for rank in self._ranks:
             rank.setup = replace(rank.setup, **changes)

@@ -6,15 +6,15 @@ may touch it, the ledger adds up, and the staleness bound holds.
 
 import random
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from minirl import messages
-from minirl.buffer import Buffer, OnStale, Weights, republished_as
+from minirl.buffer import Buffer, OnStale, republished_as
 from minirl.config import Config
 from minirl.evaluation import Ended, Evaluation
-from minirl.groups import FIRST_EVAL_ID, MAX_SCORED, Groups, Phase, Sends
+from minirl.groups import FIRST_EVAL_ID, MAX_LOSSES, MAX_SCORED, Groups, Phase, Sends
 from minirl.recipe import build
 from minirl.records import Batch, Drop, Example, Prompt, StopReason, Trajectory
 from minirl.tasks.prompts import PromptStream
@@ -181,6 +181,20 @@ def test_where_there_is_one_version_lost_prompts_are_requeued_and_cells_reused()
     assert list(run.next_to_ask()) == [(0, 1)] and not run.is_void
 
 
+def test_a_held_out_prompt_that_kills_its_engine_each_time_is_refused() -> None:
+    groups = groups_of(config_of(), engines=1, verifiers=0)
+    for i in range(MAX_LOSSES + 1):
+        run = replace(evaluation(2), version=0)
+        groups.evaluate(run)
+        answered = messages.Finished(((min(groups.states), 0, TURN),))
+        groups.handle(0, messages.Pinned(0), 0.0)
+        groups.handle(0, answered, 0.0)
+        assert len(groups.states) == (i < MAX_LOSSES), "it is not asked again"
+        groups.engine_lost(0)
+        assert groups.take_evaluation() is run and run.is_void == (i < MAX_LOSSES - 1)
+    assert run.line(0)["failures"] == 2 and not groups.drops.faults, "that is of training alone"
+
+
 # Under random histories ---------------------------------------------------------------------------
 
 
@@ -222,8 +236,8 @@ class House:
         self.buffer = self.groups.buffer
         self.asked: dict[int, messages.Grade | messages.Ask] = {}  # what each verifier has
         self.latest = self.step = 0
-        self.loaded = Weights("0", 0)
-        self.saves = [self.loaded]  # those that may be on the disk
+        self.saves = {0: 0}  # those that may be on the disk: step and version
+        self.reserved = 0
         self.groups.saved(0)
         self.batch: Batch | None = None
         self.evaluation: Evaluation | None = None
@@ -362,8 +376,9 @@ class House:
     def save(self) -> None:
         if self.batch is None:
             self.groups.saved(self.step)
-            self.saves = [*self.saves, Weights(str(self.step), self.buffer.version)]
-            self.saves = self.saves[-self.config.checkpoint.keep :]
+            self.saves[self.step] = self.buffer.version
+            if len(self.saves) > self.config.checkpoint.keep:
+                del self.saves[min(self.saves)]
 
     def evaluate(self) -> None:
         if self.batch is None and self.groups.evaluation is None:
@@ -393,17 +408,16 @@ class House:
         """Perhaps again while they load, and perhaps the newest checkpoint is broken."""
         while True:
             if len(self.saves) > 1 and self.dice.random() < 0.2:
-                self.saves.pop()
+                del self.saves[max(self.saves)]
                 self.seen["broken"] += 1
-            version = republished_as(self.saves[-1], self.loaded, self.latest)
-            self.step, self.batch = int(self.saves[-1].folder), None
-            self.loaded = Weights(self.saves[-1].folder, version)
-            self.deliver(self.groups.roll_back(self.step, version))
+            self.step, self.batch = max(self.saves), None
+            self.reserved = republished_as(self.saves[self.step], self.latest, self.reserved)
+            self.deliver(self.groups.roll_back(self.step, self.reserved))
             self.seen["rollback"] += 1
             assert self.buffer.ledger.trained == self.step * self.buffer.batch_size
             if self.dice.random() < 0.7:
                 break
-        self.latest = version
+        self.latest = self.reserved
 
     # -- what is true
 
