@@ -25,7 +25,7 @@ from minirl.metrics import measured_balance
 from minirl.recipe import Loaded, check_devices, check_memory, check_model, check_packages, to_toml
 from minirl.resume import Start, check_changes, check_steps, find_start
 from minirl.rollout.worker import RolloutSetup
-from minirl.run_dir import RunDir, hold, holds_run, write_text
+from minirl.run_dir import RunDir, hold, holds_run, not_writable, write_text
 from minirl.run_log import RunLog
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
@@ -98,6 +98,7 @@ class Job:
         if resume and done.get("finished") and done.get("steps") == config.train.steps:
             print(f"all {config.train.steps} steps are done; raise train.steps to go on")
             return 0
+        lock = hold(run_dir) if resume else None  # before `find_start` sweeps what a save left
         start = find_start(run_dir) if resume else Start()
         check_steps(config, start.state.step)
         view = ConsoleView(config.train.steps, is_plain=is_plain)
@@ -108,7 +109,7 @@ class Job:
             check_model(config, source, self.kind)
             model.check_folder(source)
             is_new = not holds_run(run_dir)
-            with _make_run_dir(config, run_dir, self.kind):
+            with _make_run_dir(config, run_dir, self.kind, lock):
                 try:
                     return self.run(source, start, view)
                 except RecipeError:  # a start that is refused leaves nothing behind
@@ -191,7 +192,7 @@ class Job:
     def finish(self, loop: Loop, view: ConsoleView) -> int:
         """The summary, and an error where something is not on the disk."""
         config, log = self.config, loop.log
-        is_whole = loop.step == config.train.steps
+        is_whole = loop.is_whole
         spare = devices.find_devices(self.kind)[1] - config.num_devices
         word = "cores" if self.kind == "cpu" else "GPU" if spare > 0 else ""
         extra = {
@@ -235,21 +236,20 @@ def spawn_verifiers(workers: Workers, setup: VerifierSetup) -> None:
         workers.spawn(Role.VERIFY, rank, BODIES[Role.VERIFY], setup, one_thread())
 
 
-def _make_run_dir(config: Config, run_dir: Path, kind: str) -> IO[str]:
+def _make_run_dir(config: Config, run_dir: Path, kind: str, lock: IO[str] | None) -> IO[str]:
     """Only its owner may write into it, since what is in it is read again. Gives its lock."""
     os.umask(os.umask(0o022) | 0o022)
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         if run_dir.stat().st_mode & 0o022:
             run_dir.chmod(0o755)
-        lock = hold(run_dir)
+        lock = lock or hold(run_dir)
         devices.sweep_temp(run_dir / "tmp")  # a controller that was killed could not
         write_text(run_dir / "recipe.toml", to_toml(config))
         facts = {**devices.describe(kind), "started": time.strftime(TIME_FORMAT)}
         write_text(run_dir / "machine.json", json.dumps(facts, indent=2) + "\n")
     except OSError as error:
-        rule = f"cannot be written to ({error.strerror})"
-        raise RecipeError("--run-dir", str(run_dir), rule, "name another, or make room") from None
+        raise not_writable(run_dir, error) from None
     return lock
 
 

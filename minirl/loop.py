@@ -96,16 +96,20 @@ class Loop:
     def has_steps_left(self) -> bool:
         return self.step < self.config.train.steps and not self.is_interrupted
 
+    @property
+    def is_whole(self) -> bool:
+        """Else there is something left for a resume."""
+        return self.step == self.config.train.steps and self.log.is_evaluated(self.step)
+
     def finish(self) -> None:
         """Saves before the last evaluation: that may take long, and is repeated on resume."""
         self.wait_for("the running step", lambda: self.batch is None)
-        if not self.is_interrupted:
-            self.wait_for("evaluation", lambda: self.groups.evaluation is None)
-            if not self.has_steps_left and not self.log.is_evaluated(self.step):
-                self.start_evaluation()
+        self.wait_for_evaluation("evaluation")
+        is_due = not self.has_steps_left and not self.log.is_evaluated(self.step)
+        if is_due and not self.is_interrupted:
+            self.start_evaluation()
         self.save_last()
-        if not self.is_interrupted:
-            self.wait_for("the last evaluation", lambda: self.groups.evaluation is None)
+        self.wait_for_evaluation("the last evaluation")
         self.has_finished = not self.has_steps_left  # else a rank died, and took steps back
 
     def wait_for(self, what: str, is_there: Callable[[], bool]) -> None:
@@ -114,6 +118,9 @@ class Loop:
         self.waiting_for = what
         while not is_there():
             self.collect()
+
+    def wait_for_evaluation(self, what: str) -> None:
+        self.wait_for(what, lambda: self.groups.evaluation is None or self.is_interrupted)
 
     # -- feed
 

@@ -59,6 +59,7 @@ class JsonLines:
 
     def __init__(self, path: Path, note: Callable[[str], object] = bool):
         self.path, self.error, self._note = path, "", note
+        self._is_damaged = False  # a sync failed: the kernel may have given lines up
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         size = os.fstat(self._fd).st_size
         is_torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
@@ -72,12 +73,14 @@ class JsonLines:
         try:
             while self._waiting:  # a disk that fills up takes a part of what it is given
                 self._waiting = self._waiting[os.write(self._fd, self._waiting) :]
-            self.error = ""
+            self.error = self.error if self._is_damaged else ""
             if sync:
                 os.fsync(self._fd)
         except OSError as error:
+            self._is_damaged |= not self._waiting
             if not self.error:
-                why = f"({error.strerror}): its lines wait in memory"
+                what = "its lines wait in memory" if self._waiting else "some lines may be lost"
+                why = f"({error.strerror}): {what}"
                 self._note(f"{self.path.name} cannot be written {why}")
             self.error = str(error.strerror)
 
@@ -106,11 +109,19 @@ def read_lines(path: Path, key: str = "step") -> list[Line]:
 def hold(run_dir: Path) -> IO[str]:
     """Locks a run directory: one run at a time, and readers see that it runs. The kernel releases
     the lock however the controller ends."""
-    file = (run_dir / LOCK).open("a")
+    try:
+        file = (run_dir / LOCK).open("a")
+    except OSError as error:
+        raise not_writable(run_dir, error) from None
     if _is_locked(file, LOCK_EX):
         remedy = "wait for it, stop it, or name another directory"
         raise RecipeError("--run-dir", str(run_dir), "a run is using it", remedy)
     return file
+
+
+def not_writable(run_dir: Path, error: OSError) -> RecipeError:
+    rule = f"cannot be written to ({error.strerror})"
+    return RecipeError("--run-dir", str(run_dir), rule, "name another, or make room")
 
 
 def _is_locked(file: IO[str], how: int) -> bool:

@@ -1,8 +1,10 @@
 """What a run writes is read again as it was: torn lines, full disks, rollbacks. Resuming it: what
 may change, which checkpoint is taken, and which are kept."""
 
+import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +47,9 @@ def test_torn_and_foreign_lines_are_left_out_and_a_rollback_cancels(tmp_path: Pa
     assert len(path.read_bytes().splitlines()) == 14, "the file only grows"
 
 
-def test_lines_wait_for_a_full_disk_and_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_lines_wait_for_a_full_disk_and_what_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines, notes = [{"step": i, "text": "x" * 30} for i in range(40)], Notes()
     file = JsonLines(tmp_path / "a.jsonl", notes.append)
     with files_up_to(500):
@@ -58,7 +62,12 @@ def test_lines_wait_for_a_full_disk_and_what_is_missing_is_named(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
     file.write(lines[-1])
     assert file.error == "" and read_lines(file.path) == lines
+    monkeypatch.setattr(os, "fsync", lambda fd: os.close(-1))
+    file.flush(sync=True)
+    monkeypatch.undo()
     file.close()
+    assert notes[1:] == ["a.jsonl cannot be written (Bad file descriptor): some lines may be lost"]
+    assert file.error == "Bad file descriptor", "later lines do not bring them back"
     log = log_of(tmp_path, CONFIG)
     with files_up_to(100):
         evaluate(log, 4, right=2)
@@ -119,6 +128,17 @@ def test_a_directory_takes_one_run_at_a_time_and_every_state_differs(tmp_path: P
     for finished, state in (("false", "stopped"), ("true", "finished")):
         write_text(tmp_path / "summary.json", f'{{"finished": {finished}}}')
         assert open_run(tmp_path).state == state
+
+
+def test_a_second_train_leaves_the_save_of_the_first_alone(tmp_path: Path) -> None:
+    write_run(tmp_path, CONFIG, is_whole=False)
+    half = tmp_path / "checkpoints" / ".step-000003.tmp"
+    half.mkdir(parents=True)
+    job: Any = SimpleNamespace(config=CONFIG, run_dir=tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}')
+    with hold(tmp_path), pytest.raises(RecipeError, match="a run is using it"):
+        launch.Job.prepare(job, resume=True, is_plain=True)
+    assert half.is_dir()
 
 
 # Resuming ---------------------------------------------------------------------------------------

@@ -138,11 +138,15 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
         (2, {"die_after_publishing": 5}, 1),
         (2, {"die_in_save": 6}, 3),
         (2, {"die_at_step": 6, "die_in_load": 1}, 2),  # the next too, before it has published
+        (2, {"die_at_step": 8, "breaks": 6}, 4),  # the newest checkpoint: from 7 back to 3
         (2, {"die_at_step": 2}, 1),  # there is no checkpoint yet: from the beginning
     ],
 )
 def test_a_dead_rank_rolls_back(eta: int, bad: dict[str, int], redone: int, tmp_path: Path) -> None:
     with stage(tmp_path, stage_config(eta), train={"bad": bad}) as run:
+        if "breaks" in bad:
+            newest = tmp_path / "checkpoints" / "step-000006" / "model.safetensors"
+            run.at_step[7] = lambda: newest.write_bytes(b"")
         lines = run.run_and_check()
         assert lines[-1]["faults/steps_redone"] == redone
         assert lines[-1]["faults/workers_replaced"] == 1 + ("die_in_load" in bad)
@@ -150,13 +154,6 @@ def test_a_dead_rank_rolls_back(eta: int, bad: dict[str, int], redone: int, tmp_
         assert run.buffer.drops[Drop.WORKER_DIED] >= least
         assert any("rollback from step" in note for note in run.notes)
         assert not list((tmp_path / "checkpoints").glob(".*"))
-
-
-def test_a_rollback_goes_past_a_broken_checkpoint(tmp_path: Path) -> None:
-    with stage(tmp_path, train={"bad": {"die_at_step": 8}}) as run:
-        newest = tmp_path / "checkpoints" / "step-000006" / "model.safetensors"
-        run.at_step[7] = lambda: newest.write_bytes(b"")
-        assert run.run_and_check()[-1]["faults/steps_redone"] == 4  # from 7 back to 3
 
 
 @pytest.mark.parametrize(
@@ -172,6 +169,7 @@ def test_a_rollback_goes_past_a_broken_checkpoint(tmp_path: Path) -> None:
 def test_a_worker_that_always_dies_ends_the_run_with_a_reason(
     role: str, bad: dict[str, int], said: str, num_steps: int | None, tmp_path: Path
 ) -> None:
+    (tmp_path / f"{role}-0.log").write_text("of an earlier run: CUDA out of memory\n")
     with stage(tmp_path, **{role: {"bad": bad}}) as run:
         delays, replace_now = list[float](), run.workers.replace
         run.workers.replace = lambda worker, s=0.0: delays.append(s) or replace_now(worker)
@@ -373,6 +371,17 @@ def test_an_interrupted_run_finishes_its_step_and_saves_it(eta: int, tmp_path: P
         assert state.recipe.startswith("seed = 0")
         consumed = {*range(state.consumed_below), *state.consumed_above}
         assert not consumed & {*run.loop.groups.prompts_in_flight, *state.in_flight}
+
+
+def test_ctrl_c_ends_the_last_evaluation_and_a_resume_repeats_it(tmp_path: Path) -> None:
+    with stage(tmp_path, rollout={"bad": {"long_evaluation": STEPS}}) as run:
+        save_last = run.loop.save_last
+        run.loop.save_last = lambda: setattr(run.loop, "is_interrupted", save_last() is None)
+        run.loop.run()
+        assert run.loop.step == run.loop.saved_step == STEPS and not run.loop.is_whole
+    with stage(tmp_path, is_resumed=True) as run:
+        run.run_and_check()
+        assert run.loop.is_whole
 
 
 # The OOM hint -------------------------------------------------------------------------------------
