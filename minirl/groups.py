@@ -214,7 +214,6 @@ class Groups:
 
     def _on_trajectory(self, state: GroupState, place: int, trajectory: Trajectory) -> None:
         self.dispatcher.trajectory_done(state.assignment, trajectory.num_written)
-        self._num_losses.pop(state.prompt_key, None)
         state.num_left -= 1
         state.done[place] = trajectory
         if state.evaluation is not None:
@@ -226,6 +225,7 @@ class Groups:
         if state.num_left or state.abort is not None:
             return
         state.phase = Phase.GRADING
+        self._num_losses.pop(state.prompt_key, None)
         if self.num_verifiers:
             in_order = tuple(state.done[i] for i in range(len(state.done)))
             self._grades.append(Grade(state.id, state.prompt.example, in_order))
