@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 ENGINE_WORK_BYTES = 1.5 * 2**30  # activations, CUDA graphs and context of an engine
 LIBRARY_BYTES = 1.5 * 2**30  # CUDA context, NCCL and cuBLAS of a rank
+MIN_CAPABILITY = (8, 0)  # of bfloat16 and torch's variable-length attention
+NEW_DRIVER = "update the NVIDIA driver"
+PIN_REMEDY = "raise the limit of locked memory (ulimit -l; docker run --ulimit memlock=-1)"
 PACKAGES = ("minirl", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 
@@ -87,6 +90,22 @@ def driver() -> str:
         pynvml.nvmlInit()
         return pynvml.nvmlSystemGetDriverVersion()
     return ""
+
+
+def needed_driver() -> int:
+    """The first that runs torch's CUDA."""
+    return 525 if str(torch_cuda()).startswith("12.") else 580
+
+
+def why_unfit() -> tuple[str, str]:
+    """Why no run can use the GPUs here, and the remedy; or twice ""."""
+    version, needed = driver(), needed_driver()
+    major, minor = min((gpu.capability for gpu in gpus()), default=MIN_CAPABILITY)
+    if version and int(version.partition(".")[0]) < needed:
+        return f"driver {version} is older than {needed}", NEW_DRIVER
+    if (major, minor) < MIN_CAPABILITY:
+        return f"compute capability {major}.{minor} is below 8.0", "take A100, 3090 or newer"
+    return "", ""
 
 
 def _visible(available: int) -> list[str]:
@@ -164,8 +183,9 @@ def place(
         split = max(engines, min(len(pool) - ranks, split))  # at least one core each
     first, second = (pool, pool) if is_shared else (pool[:split], pool[split:] or pool)
     parts = _shares(first, rollout // shards)
-    # Threads that spin at a barrier would take the cores of the other pool.
-    env = {"OMP_WAIT_POLICY": "PASSIVE"} if is_shared and kind == "cpu" else {}
+    env = {"OMP_NUM_THREADS": str(max(1, num_cores() // (rollout + train)))}  # on CPU see below
+    if is_shared and kind == "cpu":  # threads that spin at a barrier take the other pool's cores
+        env["OMP_WAIT_POLICY"] = "PASSIVE"
     return (
         [_placement(kind, p, shards, env | vllm_environment(kind, i)) for i, p in enumerate(parts)],
         [_placement(kind, part, 1, env) for part in _shares(second, train)],
@@ -184,7 +204,9 @@ def _placement(kind: str, part: tuple[Any, ...], shards: int, env: dict[str, str
     own = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **env}
     if kind == "cuda":
         own["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as NVML and nvidia-smi count
-        if not env:  # a rank, whose tensors are of every size; vLLM's KV cache is one block
+        if (
+            "VLLM_HOST_IP" not in env
+        ):  # a rank, whose tensors are of every size; vLLM's KV cache is one block
             own["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         return Placement(kind, env={**own, "CUDA_VISIBLE_DEVICES": ",".join(part)})
     each = _shares(part, shards)
@@ -203,7 +225,7 @@ def vllm_environment(kind: str, engine: int = 0) -> dict[str, str]:
     """What must be set before torch and vLLM are imported: part of a rollout worker's placement."""
     env = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine steps in our process, when we say so
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "HF_HUB_OFFLINE": "1",  # the model folder is local by now
@@ -304,7 +326,7 @@ def use_training_device(placement: Placement, shared: "Tensor | None" = None) ->
         pin(shared)
 
 
-def pin(shared: "Tensor") -> None:
+def pin(shared: "Tensor") -> bool:
     """Page-locks shared memory, which must stay mapped: copies to and from the GPU are then several
     times as fast. A refusal is noted in the worker's log. By the driver: a refusal of the runtime
     (cudaHostRegister) would be raised by the next kernel that is launched."""
@@ -314,5 +336,7 @@ def pin(shared: "Tensor") -> None:
     register = ctypes.CDLL("libcuda.so.1").cuMemHostRegister_v2
     address, size = ctypes.c_void_p(shared.data_ptr()), ctypes.c_size_t(shared.nbytes)
     if refused := register(address, size, 0):
-        remedy = "raise the limit of locked memory (ulimit -l; docker run --ulimit memlock=-1)"
-        print(f"weights are not page-locked (CUDA error {refused}), slower: {remedy}", flush=True)
+        print(
+            f"weights are not page-locked (CUDA error {refused}), slower: {PIN_REMEDY}", flush=True
+        )
+    return not refused
