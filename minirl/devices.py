@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 ENGINE_WORK_BYTES = 1.5 * 2**30  # activations, CUDA graphs and context of an engine
 LIBRARY_BYTES = 1.5 * 2**30  # CUDA context, NCCL and cuBLAS of a rank
-MIN_CAPABILITY = (8, 0)  # of bfloat16 and torch's variable-length attention
-NEW_DRIVER = "update the NVIDIA driver"
 PIN_REMEDY = "raise the limit of locked memory (ulimit -l; docker run --ulimit memlock=-1)"
 PACKAGES = ("minirl", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 
@@ -92,19 +90,14 @@ def driver() -> str:
     return ""
 
 
-def needed_driver() -> int:
-    """The first that runs torch's CUDA."""
-    return 525 if str(torch_cuda()).startswith("12.") else 580
-
-
 def why_unfit() -> tuple[str, str]:
     """Why no run can use the GPUs here, and the remedy; or twice ""."""
-    version, needed = driver(), needed_driver()
-    major, minor = min((gpu.capability for gpu in gpus()), default=MIN_CAPABILITY)
+    version, needed = driver(), 525 if str(torch_cuda()).startswith("12.") else 580
     if version and int(version.partition(".")[0]) < needed:
-        return f"driver {version} is older than {needed}", NEW_DRIVER
-    if (major, minor) < MIN_CAPABILITY:
-        return f"compute capability {major}.{minor} is below 8.0", "take A100, 3090 or newer"
+        return f"driver {version} is older than {needed}", "update the NVIDIA driver"
+    for name, _, capability in gpus():
+        if capability < (8, 0):  # bfloat16 and torch's variable-length attention need that
+            return f"{name} has a compute capability below 8.0", "take A100, 3090 or newer"
     return "", ""
 
 
@@ -183,7 +176,7 @@ def place(
         split = max(engines, min(len(pool) - ranks, split))  # at least one core each
     first, second = (pool, pool) if is_shared else (pool[:split], pool[split:] or pool)
     parts = _shares(first, rollout // shards)
-    env = {"OMP_NUM_THREADS": str(max(1, num_cores() // (rollout + train)))}  # on CPU see below
+    env = {"OMP_NUM_THREADS": str(max(1, num_cores() // (rollout + train)))}  # of one on CUDA
     if is_shared and kind == "cpu":  # threads that spin at a barrier take the other pool's cores
         env["OMP_WAIT_POLICY"] = "PASSIVE"
     return (
@@ -203,10 +196,8 @@ def _placement(kind: str, part: tuple[Any, ...], shards: int, env: dict[str, str
     # One box: ranks find each other through a file, and talk on no other address.
     own = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **env}
     if kind == "cuda":
-        own["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as NVML and nvidia-smi count
-        if (
-            "VLLM_HOST_IP" not in env
-        ):  # a rank, whose tensors are of every size; vLLM's KV cache is one block
+        own["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        if "VLLM_HOST_IP" not in env:  # a rank: its tensors are of every size
             own["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         return Placement(kind, env={**own, "CUDA_VISIBLE_DEVICES": ",".join(part)})
     each = _shares(part, shards)
@@ -235,6 +226,7 @@ def vllm_environment(kind: str, engine: int = 0) -> dict[str, str]:
         return env | {"TORCH_COMPILE_DISABLE": "1"}  # else one helper compiles for 8 s
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return env | {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as NVML and nvidia-smi count
         "TRITON_F32_DEFAULT": "ieee",  # TF32 in attention would put float32 1e-3 off the trainer
         # vLLM writes the index of its compiled graphs in place, for another engine to read half.
         "VLLM_CACHE_ROOT": f"{os.environ.get('VLLM_CACHE_ROOT', f'{home}/vllm')}/engine-{engine}",
@@ -336,7 +328,5 @@ def pin(shared: "Tensor") -> bool:
     register = ctypes.CDLL("libcuda.so.1").cuMemHostRegister_v2
     address, size = ctypes.c_void_p(shared.data_ptr()), ctypes.c_size_t(shared.nbytes)
     if refused := register(address, size, 0):
-        print(
-            f"weights are not page-locked (CUDA error {refused}), slower: {PIN_REMEDY}", flush=True
-        )
+        print(f"weights are slow, not page-locked (CUDA error {refused}): {PIN_REMEDY}", flush=True)
     return not refused

@@ -78,7 +78,8 @@ def test_on_cuda_every_process_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch
     assert arguments["moe_backend"] == "triton", "others lay experts out anew"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")  # the user's own
-    assert devices.vllm_environment("cuda")["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    own = {"VLLM_LOGGING_LEVEL": "DEBUG", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # measure's, too
+    assert devices.vllm_environment("cuda").items() >= own.items()
     _, ranks = place(config, "cuda", 6, engines=False)
     assert [rank.env["CUDA_VISIBLE_DEVICES"] for rank in ranks] == ["0", "1"]
 
@@ -277,7 +278,7 @@ def test_drivers_and_compute_capabilities_are_named(monkeypatch: pytest.MonkeyPa
         for module in (devices, doctor):
             monkeypatch.setattr(module, "torch_cuda", lambda cuda=cuda: cuda)
         found = doctor._devices(num_seen=2)
-        assert found.ok == (not remedy) and f"driver {version}, at least" in found.detail
+        assert found.ok == (not remedy) and f"driver {version}" in found.detail
         if remedy:  # of `minirl train` too
             assert found.remedy == remedy
             with pytest.raises(RecipeError, match=rf"devices.kind = .*; {remedy}$"):

@@ -19,6 +19,7 @@ from minirl.recipe import build, load
 from minirl.tools import plan as tool
 from minirl.tools.plan import GIB, GPUS, SHAPES, Plan, recommended, shape_of, splits
 from minirl.tools.simulate import Costs, Lengths, SimulatedEngine, Simulation
+from minirl.train.packing import Unit
 from tests.bench.shard import HF_NAMES
 from tests.docs import plan as paper
 from tests.fake_memory import peak_bytes
@@ -123,10 +124,15 @@ def test_the_bill_is_what_fake_tensors_count(recipe: str, is_checkpointed: bool)
     own = plan(load(RECIPES / f"{recipe}.toml", [text]).config, GPU_RECIPES[recipe])
     kind = Qwen3Config if own.shape.norms_heads else Qwen2Config
     sizes = dict(zip(HF_NAMES, own.shape[:-1], strict=True))
-    counted = peak_bytes(own.config, kind(**sizes, max_position_embeddings=4096, pad_token_id=0))
+    model = kind(**sizes, max_position_embeddings=4096, pad_token_id=0)
+    counted, num = peak_bytes(own.config, model), own.config.rollout.group_size
     total = sum(own.bills[1].items.values()) - sum(tool.LIBRARIES.values())
     near = 0.05 * counted if recipe != "smoke-gpu" else 0.1 * GIB  # 0.3 GiB in all
     assert total == pytest.approx(counted, abs=near)
+    if recipe == "gsm8k":  # prompts that are trained once
+        group = Unit([*range(num)], own.lengths.prompt, [256] * num)
+        units = [group] * (own.config.train.max_tokens // group.size)
+        assert total == pytest.approx(peak_bytes(own.config, model, units), rel=0.05)
     assert counted + 3 * GIB < own.gpu.memory_gib * GIB
     assert own.fits or (recipe == "gsm8k-1gpu" and not is_checkpointed)
 

@@ -347,9 +347,8 @@ def test_under_ddp_gradients_are_its_buckets_from_the_start(
 def test_ranks_wait_for_each_other_as_long_as_one_may_save(monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[Any] = []
     monkeypatch.setattr(dist, "init_process_group", lambda *given: joined.extend(given))
-    setup = RankSetup(config=CONFIG, folder="", placement=TRAINER_PLACE, rank=1, num_ranks=2)
-    optimizer.join_ranks(setup)
-    assert joined[2].total_seconds() >= SLOW_LIMIT_S and joined[3:] == [2, 1]
+    optimizer.join_ranks(RankSetup(config=CONFIG, folder="", placement=TRAINER_PLACE, num_ranks=2))
+    assert joined[2].total_seconds() >= SLOW_LIMIT_S and joined[3:] == [2, 0]
 
 
 def test_a_shared_gpu_is_emptied_last_before_the_engine_wakes(
@@ -371,8 +370,8 @@ ALL = {**LORA, **PPO, **KL}
 
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
-    [(2, {"shard": "full"}), (3, {"shard": "full", **ALL}), (2, {"num_minibatches": 2, **ALL})],
-    ids=["sliced", "sliced with all", "whole with all"],
+    [(2, {"shard": "full"}), (3, {"shard": "full", **ALL}), (2, {"shard": "optimizer", **ALL})],
+    ids=["sliced", "sliced with all", "optimizer sliced with all"],
 )
 def test_several_ranks_give_the_update_of_one(
     num_ranks: int, options: dict[str, Any], data: Data, tied_folder: Path, tmp_path: Path

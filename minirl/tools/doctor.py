@@ -71,14 +71,12 @@ def _devices(num_seen: int, are_near: bool = True) -> Finding:
     gpus, cores = devices.gpus() if torch_cuda() else [], f"{num_cores()} CPU cores"
     if not gpus:
         return Finding("devices", True, f"{cores}, no CUDA device")
-    major, minor = min(gpu.capability for gpu in gpus)
+    why, remedy = devices.why_unfit()
     detail = f"{len(gpus)} CUDA, of which torch can use {num_seen}: {'; '.join(map(str, gpus))}"
     detail += "" if are_near else "; no peer access: what they exchange goes through the host"
-    detail += f"; driver {devices.driver()}, at least {devices.needed_driver()} needed"
-    detail += f"; compute capability {major}.{minor}, at least 8.0 needed; {cores}"
-    why, remedy = devices.why_unfit()
+    detail += f"; driver {devices.driver()}; {why or 'new enough'}; {cores}"
     is_ok = not why and num_seen == len(gpus)
-    return Finding("devices", is_ok, detail, remedy or devices.NEW_DRIVER)
+    return Finding("devices", is_ok, detail, remedy or "update the NVIDIA driver")
 
 
 def _vllm() -> Finding:

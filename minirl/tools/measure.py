@@ -11,7 +11,6 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from math import inf
 from multiprocessing.connection import Connection
@@ -19,7 +18,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -34,7 +32,6 @@ from minirl.shm.segment import Segment
 from minirl.shm.weights import CANARY_TOKENS, WeightStore
 from minirl.tools import plan as planning
 from minirl.tools.doctor import GIB, Finding, run_child
-from minirl.tools.simulate import Lengths
 from minirl.train import attention as packed
 from minirl.train.optimizer import join_ranks, over_ranks
 from minirl.train.packing import Unit
@@ -86,21 +83,16 @@ def rates(kind: str, config: Config) -> Figures:
     size = 16384 if kind == "cuda" else 256
     a, b = (torch.randn(size, size, device=kind, dtype=torch.bfloat16) for _ in range(2))
     here, there = (torch.empty(size, size, device=kind) for _ in range(2))
-    host = torch.from_numpy(Segment(here.nbytes).array(np.float32, (size, size)))
-
-    def host_copy() -> float:
-        ways = seconds(kind, lambda: here.copy_(host)), seconds(kind, lambda: host.copy_(here))
-        return 1e-9 * here.nbytes / max(ways)
-
-    pageable, is_locked = host_copy(), kind == "cpu" or devices.pin(host)
+    host = torch.from_numpy(Segment(here.nbytes).array("float32", (size, size)))
+    copies = [partial(here.copy_, host), partial(host.copy_, here)]
     total = torch.cuda.mem_get_info()[1] if kind == "cuda" else devices.free_memory_bytes()
     return {
         "memory": total / GIB,
         "matmul": 2e-12 * size**3 / seconds(kind, lambda: a @ b),
         "device copy": 2e-9 * here.nbytes / seconds(kind, lambda: there.copy_(here)),
-        "pageable copy": pageable,
-        "page-locked": float(is_locked),
-        "host copy": host_copy(),
+        "pageable copy": 1e-9 * here.nbytes / max(seconds(kind, copy) for copy in copies),
+        "page-locked": float(kind == "cpu" or devices.pin(host)),  # from here on
+        "host copy": 1e-9 * here.nbytes / max(seconds(kind, copy) for copy in copies),
     }
 
 
@@ -259,7 +251,7 @@ def judge(
     """Each figure against the plan for this GPU in the table, and the GPU as it was measured. One
     that is not in the table is planned with what it reached."""
     matmul, moved = (figures.get(name, 1.0) for name in ("matmul", "device copy"))
-    link = figures.get("all-reduce", 25.0)  # as of PCIe 4
+    link = figures.get("all-reduce", 25.0)
     reached = planning.GpuKind(1.0, matmul / planning.MATMUL, matmul / 4, moved, link)
     gpu = planning.recognise(found.name, found.memory_bytes) or reached
     plan = planning.Plan(config, gpu, planning.usual_lengths(config))
@@ -268,7 +260,7 @@ def judge(
     counted = sum(items[name] for name in items if name not in planning.LIBRARIES) / GIB
     if "fresh" in figures and "reloaded" in figures:
         figures["reload error"] = abs(figures.pop("reloaded") - figures.pop("fresh"))
-    drawn = replace(plan, lengths=Lengths((NUM_DRAWN,), CANARY_TOKENS)).costs  # as it is measured
+    drawn = planning.Plan(config, gpu, planning.Lengths((NUM_DRAWN,), CANARY_TOKENS)).costs
     decoding = 1 / (drawn.step / config.rollout.max_num_seqs + drawn.step_per_seq)
     findings = []
     for name, least, most, unit in (

@@ -93,10 +93,9 @@ CARDS: dict[str, float] = TABLES["cards"]  # GiB that a process can have, by GB
 
 
 def recognise(device_name: str, memory_bytes: float) -> GpuKind | None:
-    """From what a driver calls it, such as "NVIDIA A100-SXM4-40GB": the longest name that fits, as
-    a card for PCIe is slower."""
-    words, by_length = device_name.upper(), sorted(GPUS, key=len, reverse=True)
-    named = [GPUS[name] for name in by_length if all(part in words for part in name.split("-"))]
+    """From what a driver calls it, such as "NVIDIA A100-SXM4-40GB"."""
+    device_name = device_name.upper()
+    named = [gpu for name, gpu in GPUS.items() if all(n in device_name for n in name.split("-"))]
     near = (gpu for gpu in named if abs(gpu.memory_gib * GIB / memory_bytes - 1) < 0.15)
     return next(near, None)
 

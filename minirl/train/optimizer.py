@@ -27,9 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minirl.config import TrainConfig
 from minirl.messages import RankSetup
-from minirl.train import attention, policy
-
-COLLECTIVE_LIMIT = timedelta(seconds=1800)  # as long as a rank may save; NCCL's own is 10 minutes
+from minirl.train import policy
+from minirl.train.attention import boundaries
 
 
 def build_optimizer(
@@ -63,10 +62,10 @@ def learning_rate(step: int, base: float, train: TrainConfig) -> float:
 
 
 def join_ranks(setup: RankSetup) -> None:
-    """The process group of DDP, where there are several ranks."""
+    """The process group of DDP, where there are several ranks. They wait while one may save."""
     if setup.num_ranks > 1:
         backend, where = setup.placement.process_group_backend, f"file://{setup.rendezvous}"
-        dist.init_process_group(backend, where, COLLECTIVE_LIMIT, setup.num_ranks, setup.rank)
+        dist.init_process_group(backend, where, timedelta(minutes=30), setup.num_ranks, setup.rank)
 
 
 def over_ranks(value: Tensor) -> Tensor:
@@ -141,14 +140,10 @@ class Replica:
             ids = [0] if setup.placement.kind == "cuda" else None
             self.parallel = DistributedDataParallel(module, ids, gradient_as_bucket_view=True)
             # The first backward orders the buckets, and only with the next that syncs are gradients
-            # views of them. Until then there are two copies: now, beside no state of AdamW. With
-            # train.compile the graph is made here. Were two of its sizes equal, it would only serve
-            # batches in which they are.
-            device, lengths = setup.placement.torch_device, [5, 3, 3]
-            tokens_T, bounds = (
-                torch.arange(11, device=device),
-                attention.boundaries(lengths, device),
-            )
+            # views of them. Until then there are two copies: now, beside no state of AdamW. These
+            # lengths compile to a graph that serves any: were all sizes 2, it would serve no other.
+            device = setup.placement.torch_device
+            tokens_T, bounds = torch.arange(11, device=device), boundaries([5, 3, 3], device)
             for _ in range(2):
                 out = self.parallel(tokens_T, bounds)
                 (out[0] if isinstance(out, tuple) else out).sum().backward()

@@ -258,8 +258,7 @@ class Trainer:
         return time.perf_counter() - started
 
     def each_tensor(self, weights: lora.Weights, version: int) -> Iterator[Tensor]:
-        """In the store's order, each with a heartbeat. The fused experts of a layer are kept until
-        the next one's are asked for: where they are sharded each fetch is a collective."""
+        """In the store's order, each with a heartbeat. A layer's fused experts are fetched once."""
         fused = lru_cache(2)(lambda name: weights[name]())
         for spec in self.setup.store.table:
             self.board.enter(State.PUBLISHING, version=version)
