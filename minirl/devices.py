@@ -97,7 +97,7 @@ def why_unfit() -> tuple[str, str]:
         return f"driver {version} is older than {needed}", "update the NVIDIA driver"
     for name, _, capability in gpus():
         if capability < (8, 0):  # bfloat16 and torch's variable-length attention need that
-            return f"{name} has a compute capability below 8.0", "take A100, 3090 or newer"
+            return f"{name} has a compute capability below 8.0", "take an A100, a 3090 or newer"
     return "", ""
 
 
@@ -176,7 +176,7 @@ def place(
         split = max(engines, min(len(pool) - ranks, split))  # at least one core each
     first, second = (pool, pool) if is_shared else (pool[:split], pool[split:] or pool)
     parts = _shares(first, rollout // shards)
-    env = {"OMP_NUM_THREADS": str(max(1, num_cores() // (rollout + train)))}  # of one on CUDA
+    env = {"OMP_NUM_THREADS": str(max(1, num_cores() // (rollout + train)))}  # or, on a CPU, below
     if is_shared and kind == "cpu":  # threads that spin at a barrier take the other pool's cores
         env["OMP_WAIT_POLICY"] = "PASSIVE"
     return (

@@ -271,7 +271,7 @@ def test_drivers_and_compute_capabilities_are_named(monkeypatch: pytest.MonkeyPa
         ("580.65.06", (9, 0), "13.0", ""),
         ("570.86.15", (9, 0), "13.0", "update the NVIDIA driver"),
         ("570.86.15", (8, 0), "12.9", ""),
-        ("580.65.06", (7, 5), "13.0", "take A100, 3090 or newer"),
+        ("580.65.06", (7, 5), "13.0", "take an A100, a 3090 or newer"),
     ):
         nvml.nvmlDeviceGetCudaComputeCapability = {"0": (9, 0), "1": capability}.get
         nvml.nvmlSystemGetDriverVersion = lambda version=version: version
