@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 ENGINE_WORK_BYTES = 1.5 * 2**30  # activations, CUDA graphs and context of an engine
 LIBRARY_BYTES = 1.5 * 2**30  # CUDA context, NCCL and cuBLAS of a rank
+PIN_REMEDY = "raise the limit of locked memory (ulimit -l; docker run --ulimit memlock=-1)"
 PACKAGES = ("minirl", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 
@@ -87,6 +88,17 @@ def driver() -> str:
         pynvml.nvmlInit()
         return pynvml.nvmlSystemGetDriverVersion()
     return ""
+
+
+def why_unfit() -> tuple[str, str]:
+    """Why no run can use the GPUs here, and the remedy; or twice ""."""
+    version, needed = driver(), 525 if str(torch_cuda()).startswith("12.") else 580
+    if version and int(version.partition(".")[0]) < needed:
+        return f"driver {version} is older than {needed}", "update the NVIDIA driver"
+    for name, _, capability in gpus():
+        if capability < (8, 0):  # bfloat16 and torch's variable-length attention need that
+            return f"{name} has a compute capability below 8.0", "take an A100, a 3090 or newer"
+    return "", ""
 
 
 def _visible(available: int) -> list[str]:
@@ -164,8 +176,9 @@ def place(
         split = max(engines, min(len(pool) - ranks, split))  # at least one core each
     first, second = (pool, pool) if is_shared else (pool[:split], pool[split:] or pool)
     parts = _shares(first, rollout // shards)
-    # Threads that spin at a barrier would take the cores of the other pool.
-    env = {"OMP_WAIT_POLICY": "PASSIVE"} if is_shared and kind == "cpu" else {}
+    env = {"OMP_NUM_THREADS": str(max(1, num_cores() // (rollout + train)))}  # or, on a CPU, below
+    if is_shared and kind == "cpu":  # threads that spin at a barrier take the other pool's cores
+        env["OMP_WAIT_POLICY"] = "PASSIVE"
     return (
         [_placement(kind, p, shards, env | vllm_environment(kind, i)) for i, p in enumerate(parts)],
         [_placement(kind, part, 1, env) for part in _shares(second, train)],
@@ -183,8 +196,8 @@ def _placement(kind: str, part: tuple[Any, ...], shards: int, env: dict[str, str
     # One box: ranks find each other through a file, and talk on no other address.
     own = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **env}
     if kind == "cuda":
-        own["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as NVML and nvidia-smi count
-        if not env:  # a rank, whose tensors are of every size; vLLM's KV cache is one block
+        own["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        if "VLLM_HOST_IP" not in env:  # a rank: its tensors are of every size
             own["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         return Placement(kind, env={**own, "CUDA_VISIBLE_DEVICES": ",".join(part)})
     each = _shares(part, shards)
@@ -203,7 +216,7 @@ def vllm_environment(kind: str, engine: int = 0) -> dict[str, str]:
     """What must be set before torch and vLLM are imported: part of a rollout worker's placement."""
     env = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine steps in our process, when we say so
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "HF_HUB_OFFLINE": "1",  # the model folder is local by now
@@ -213,6 +226,7 @@ def vllm_environment(kind: str, engine: int = 0) -> dict[str, str]:
         return env | {"TORCH_COMPILE_DISABLE": "1"}  # else one helper compiles for 8 s
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return env | {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as NVML and nvidia-smi count
         "TRITON_F32_DEFAULT": "ieee",  # TF32 in attention would put float32 1e-3 off the trainer
         # vLLM writes the index of its compiled graphs in place, for another engine to read half.
         "VLLM_CACHE_ROOT": f"{os.environ.get('VLLM_CACHE_ROOT', f'{home}/vllm')}/engine-{engine}",
@@ -304,7 +318,7 @@ def use_training_device(placement: Placement, shared: "Tensor | None" = None) ->
         pin(shared)
 
 
-def pin(shared: "Tensor") -> None:
+def pin(shared: "Tensor") -> bool:
     """Page-locks shared memory, which must stay mapped: copies to and from the GPU are then several
     times as fast. A refusal is noted in the worker's log. By the driver: a refusal of the runtime
     (cudaHostRegister) would be raised by the next kernel that is launched."""
@@ -314,5 +328,5 @@ def pin(shared: "Tensor") -> None:
     register = ctypes.CDLL("libcuda.so.1").cuMemHostRegister_v2
     address, size = ctypes.c_void_p(shared.data_ptr()), ctypes.c_size_t(shared.nbytes)
     if refused := register(address, size, 0):
-        remedy = "raise the limit of locked memory (ulimit -l; docker run --ulimit memlock=-1)"
-        print(f"weights are not page-locked (CUDA error {refused}), slower: {remedy}", flush=True)
+        print(f"weights are slow, not page-locked (CUDA error {refused}): {PIN_REMEDY}", flush=True)
+    return not refused

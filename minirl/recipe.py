@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from minirl.config import ALGORITHMS, KEYS, SECTIONS, TINY, TINY_FOLDER, Config, get
+from minirl.devices import why_unfit
 from minirl.errors import RecipeError, one_line, toml_value
 
 BUILT_IN = {
@@ -242,6 +243,8 @@ def check_devices(config: Config, kind: str, available: int, rollout: int | None
     devices = config.devices
     is_here = kind == "cuda" or devices.kind != "cuda"
     need(config, "devices.kind", is_here, "there is no CUDA device here", '"cpu" works')
+    why, remedy = why_unfit() if kind == "cuda" else ("", "")
+    need(config, "devices.kind", not why, why, remedy)
     if kind == "cuda" and available == devices.rollout == devices.train == 1:
         devices = replace(devices, share=True)
     wanted = devices.train + (devices.rollout if rollout is None else rollout) - devices.share

@@ -6,6 +6,7 @@ What fake tensors cannot show is left out: CUDA's context, NCCL, workspaces and 
 """
 
 import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +20,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from minirl.config import Config
 from minirl.train import attention, policy
+from minirl.train.packing import Unit
 from minirl.train.policy import Policy
+from minirl.train.sharing import share
 
 BLOCK_BYTES = 512  # CUDA's allocator rounds up to it
 LENGTH = 512  # of a sequence: what attention keeps does not depend on it
@@ -54,9 +57,12 @@ class Counter(TorchDispatchMode):
         self.now -= size
 
 
-def peak_bytes(config: Config, shape: PretrainedConfig) -> float:
-    """Of one rank: weights, gradients, AdamW's state, activations and copies."""
-    mode, num_tokens = FakeTensorMode(allow_non_fake_inputs=True), config.train.max_tokens
+def peak_bytes(config: Config, shape: PretrainedConfig, units: Sequence[Unit] = ()) -> float:
+    """Of one rank: weights, gradients, AdamW's state, activations and copies; with shared prompts,
+    if there are units."""
+    mode, shared = FakeTensorMode(allow_non_fake_inputs=True), share(units, "cpu")
+    num_tokens = len(shared.unique_T) if shared else config.train.max_tokens
+    num_needed = sum(sum(unit.answers) for unit in units) or int(WRITTEN * num_tokens)
     model = faked(shape, mode)
     num_parameters = sum(p.numel() for p in model.parameters())
     with ExitStack() as stack:
@@ -64,7 +70,7 @@ def peak_bytes(config: Config, shape: PretrainedConfig) -> float:
         tokens_T = torch.empty(num_tokens, dtype=torch.int64)
         ends = torch.empty(num_tokens // LENGTH + 1, dtype=torch.int32)
         bounds = attention.Boundaries(tokens_T, ends, LENGTH)
-        needed = lambda self: tokens_T[: int(WRITTEN * num_tokens), None]  # noqa: E731
+        needed = lambda self: tokens_T[:num_needed, None]  # noqa: E731
         stack.enter_context(patch.object(attention, "VARLEN_ON", {"cpu"}))
         stack.enter_context(patch.object(policy, "AUTOCAST_ON", {"cpu"}))
         stack.enter_context(patch.object(Tensor, "nonzero", needed))
@@ -74,7 +80,7 @@ def peak_bytes(config: Config, shape: PretrainedConfig) -> float:
         known = {p.untyped_storage()._cdata for p in own.parameters()}
         counter = stack.enter_context(Counter(known))
         for _ in range(2):
-            logprobs_T, _entropy_T = own(tokens_T, bounds)
+            logprobs_T, _entropy_T = own(tokens_T, bounds, shared=shared)
             logprobs_T.sum().backward()
             del logprobs_T, _entropy_T
     shards = config.devices.train if config.train.shard == "optimizer" else 1

@@ -14,6 +14,7 @@ import numpy as np
 import plain_script
 import pytest
 import torch
+import varlen_cpu  # noqa: F401  registers the kernel of packed attention
 from plain_script import EXACT, Versions
 from processes import CUDA_ENGINE_PLACE, ENGINE_PLACE, Inbox, crew
 
@@ -22,13 +23,15 @@ from minirl.config import Config, DevicesConfig, ModelConfig, RolloutConfig, Tas
 from minirl.devices import Placement
 from minirl.errors import StaleWeights
 from minirl.messages import Role
+from minirl.metrics import MAX_LOGPROB_GAP
 from minirl.records import StopReason
 from minirl.rollout.engine import LIMIT, NUM_NEARER, Canary, Chunk, Engine, Sampling
-from minirl.rollout.weight_loader import find_piece
+from minirl.rollout.weight_loader import LoadedTensors, WeightLoader, find_piece
 from minirl.rollout.worker import RolloutSetup
 from minirl.shm.board import BoardWriter
 from minirl.shm.ring import TrajectoryRing
-from minirl.shm.weights import CANARY_TOKENS
+from minirl.shm.weights import CANARY_TOKENS, TensorSpec, WeightStore
+from minirl.train import attention, policy
 from minirl.workers import Worker
 
 pytestmark = pytest.mark.vllm
@@ -450,6 +453,46 @@ def test_short_answers_keep_their_stop(engines: dict[str, Remote], tied_folder: 
     assert engine.call(getattr, "canary").gap < EXACT
 
 
+def test_a_seed_repeats_what_is_sampled(tied: Remote) -> None:
+    def sample(seed: int) -> list[list[int]]:
+        tied.call(Engine.reseed, seed)
+        answers = [tied.add(PROMPT[: 40 + i], FREE._replace(max_tokens=20)) for i in range(3)]
+        tied.step()
+        return [answer.tokens for answer in answers]
+
+    once = sample(7)
+    assert sample(8) != once == sample(7) and once[0] != once[1]
+
+
+def test_what_comes_first_by_priority_is_served_first(tied: Remote) -> None:
+    num_seats = CONFIG.rollout.max_num_seqs + 1
+    one = FREE._replace(max_tokens=1)
+    answers = [tied.add(PROMPT[:20], one, priority=-i) for i in range(num_seats + 3)]
+    tied.step(1)
+    assert [bool(answer.tokens) for answer in answers] == [False] * 3 + [True] * num_seats
+    tied.step()
+
+
+@pytest.mark.parametrize("name", IN_HALF)
+def test_a_trainer_in_bfloat16_is_near_its_engine(
+    name: str, engines: dict[str, Remote], biased_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the branches that CUDA takes."""
+    engine, gaps = engines[name], list[float]()
+    monkeypatch.setattr(policy, "AUTOCAST_ON", {"cpu"})
+    monkeypatch.setattr(attention, "VARLEN_ON", {"cpu"})
+    answers = [engine.add(prompt) for prompt in PROMPTS]
+    engine.step()
+    trainer = policy.load_policy(str(biased_folder), "bfloat16")
+    trainer.model.load_state_dict(engine.versions.load(answers[0].versions[0]).state_dict())
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        tokens, num = [*prompt, *answer.tokens], len(answer.tokens)
+        logprobs_T, _ = trainer(torch.tensor(tokens), attention.boundaries([len(tokens)]))
+        gaps += (logprobs_T[-num:] - torch.tensor(answer.logprobs)).abs().tolist()
+    print(f"logprob gap: mean {np.mean(gaps):.4f}, largest {max(gaps):.4f}")
+    assert 1e-4 < np.mean(gaps) < MAX_LOGPROB_GAP
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_weights_change_in_flight_on_cuda(tied_folder: Path, tmp_path: Path) -> None:
@@ -464,6 +507,18 @@ def test_weights_change_in_flight_on_cuda(tied_folder: Path, tmp_path: Path) -> 
 
 
 # Without an engine ----------------------------------------------------------------------------
+
+
+def test_on_cuda_the_store_is_pinned_and_no_copy_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, seen = WeightStore((TensorSpec("weight", (1, 3)),), "float32"), list[Any]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(devices, "pin", lambda memory: seen.append(memory.nbytes))
+    WeightLoader().open_store(store.table, store.dtype, store.path)
+    weights, model = dict(store.views(0)), torch.nn.Linear(3, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)  # as in the store
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *_, non_blocking: seen.append(non_blocking))
+    LoadedTensors(model, weights, 0, 1).load(model, weights)
+    assert seen == [store.memory.nbytes, True]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from minirl.recipe import build, load
 from minirl.tools import plan as tool
 from minirl.tools.plan import GIB, GPUS, SHAPES, Plan, recommended, shape_of, splits
 from minirl.tools.simulate import Costs, Lengths, SimulatedEngine, Simulation
+from minirl.train.packing import Unit
 from tests.bench.shard import HF_NAMES
 from tests.docs import plan as paper
 from tests.fake_memory import peak_bytes
@@ -62,14 +63,19 @@ def test_gpus_by_name_as_drivers_call_them_and_as_measured(
         tool.gpu_for("H1")
     named = {("A100-SXM4-40GB", 39.5): "A100-40", ("L4", 22.5): "L4", ("L40S", 45): "L40S"}
     named |= {("RTX PRO 6000 Blackwell Server Edition", 95.6): "RTX-PRO-6000"}
-    for (called, gib), name in {**named, ("RTX 6000 Ada Generation", 48): ""}.items():
+    named |= {("H100 PCIe", 79.6): "H100-PCIE", ("H100 80GB HBM3", 79.6): "H100"}
+    named |= {("A100 80GB PCIe", 80): "A100-80-PCIE", ("A100-PCIE-40GB", 39.5): "A100-40-PCIE"}
+    named |= {("L40", 45): "", ("RTX 6000 Ada Generation", 48): ""}
+    for (called, gib), name in named.items():
         assert tool.recognise(f"NVIDIA {called}", gib * GIB) is GPUS.get(name)
-    file, kind = tmp_path / "gpu.json", GPUS["4090"]._replace(memory_gib=20.0, train_speed=0.5)
+    file, kind = tmp_path / "gpu.json", GPUS["4090"]._replace(memory_gib=20.0)
+    kind = kind._replace(train_speed=0.5, decode_speed=0.25)
     monkeypatch.chdir(tmp_path)
     file.write_text(json.dumps({"plan": kind._asdict()}))
     assert tool.gpu_for("") == kind and tool.gpu_for("H200") == GPUS["H200"]
     slow, fast = (replace(plan(config()), gpu=gpu).costs for gpu in (kind, GPUS["4090"]))
     assert slow.train_per_token == pytest.approx(2 * fast.train_per_token)
+    assert slow.step + slow.step_per_seq == pytest.approx(4 * (fast.step + fast.step_per_seq))
     for broken in ("{}", "[]", "no", '{"plan": {"memory_gib": 1}}'):
         file.write_text(broken)
         with pytest.raises(RecipeError, match="holds no measured GPU"):
@@ -118,10 +124,15 @@ def test_the_bill_is_what_fake_tensors_count(recipe: str, is_checkpointed: bool)
     own = plan(load(RECIPES / f"{recipe}.toml", [text]).config, GPU_RECIPES[recipe])
     kind = Qwen3Config if own.shape.norms_heads else Qwen2Config
     sizes = dict(zip(HF_NAMES, own.shape[:-1], strict=True))
-    counted = peak_bytes(own.config, kind(**sizes, max_position_embeddings=4096, pad_token_id=0))
+    model = kind(**sizes, max_position_embeddings=4096, pad_token_id=0)
+    counted, num = peak_bytes(own.config, model), own.config.rollout.group_size
     total = sum(own.bills[1].items.values()) - sum(tool.LIBRARIES.values())
     near = 0.05 * counted if recipe != "smoke-gpu" else 0.1 * GIB  # 0.3 GiB in all
     assert total == pytest.approx(counted, abs=near)
+    if recipe == "gsm8k":  # prompts that are trained once
+        group = Unit([*range(num)], own.lengths.prompt, [256] * num)
+        units = [group] * (own.config.train.max_tokens // group.size)
+        assert total == pytest.approx(peak_bytes(own.config, model, units), rel=0.05)
     assert counted + 3 * GIB < own.gpu.memory_gib * GIB
     assert own.fits or (recipe == "gsm8k-1gpu" and not is_checkpointed)
 

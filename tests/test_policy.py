@@ -15,7 +15,7 @@ import varlen_cpu  # noqa: F401  registers the kernel of packed attention
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import FIRST_VERSION, LORA, LocalRank, are_equal, of_algorithm, with_train
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from minirl.config import ALGORITHMS, Config, TrainConfig
@@ -62,6 +62,7 @@ def one_by_one(model: plain_script.PreTrainedModel, tokens_T: Tensor) -> tuple[T
 def test_packed_equals_one_by_one(
     kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(attention, "REPEAT_ON", {"cpu"} if tied else set())  # on CUDA, or not
     monkeypatch.setattr("minirl.train.policy.CHUNK", 7 if tied else 64)  # several chunks, or one
     folder = tiny_models.write(tmp_path, tied, kind=kind)
     policy = load_policy(str(folder), gradient_checkpointing=tied)
@@ -163,14 +164,22 @@ def test_a_model_that_packing_would_change_is_refused(name: str) -> None:
         check_head(policy)
 
 
-def test_experts_are_published_by_the_names_of_their_file(tmp_path: Path) -> None:
+def test_experts_are_published_by_the_names_of_their_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What holds all experts of a layer is fetched once: of slices that is a collective."""
     folder = tiny_models.write(tmp_path, kind="Qwen3MoeConfig", tied=False, **EXPERTS)
-    weights = lora.merged(load_policy(str(folder)).model)
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        names = list(file.keys())
-        assert {name for name in names if ".experts.3." in name}
-        for name in names:
-            assert torch.equal(lora.named(weights, name), file.get_tensor(name)), name
+    merged, fetched = lora.merged, list[str]()
+
+    def noted(model: Any) -> lora.Weights:
+        found = merged(model)
+        return {name: lambda name=name: fetched.append(name) or found[name]() for name in found}
+
+    monkeypatch.setattr(lora, "merged", noted)
+    published = LocalRank(folder, with_train(), TrajectoryRing(1, 1)).weights()
+    assert {name for name in published if ".experts.3." in name}
+    assert are_equal(published, load_file(folder / "model.safetensors"))
+    assert len(fetched) == len({*fetched}) < len(published)
 
 
 def test_a_compiled_head_gives_the_same(tied_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

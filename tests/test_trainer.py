@@ -17,20 +17,22 @@ import plain_script
 import pytest
 import ranks
 import torch
+import torch._dynamo as dynamo
 import torch.distributed as dist
 import varlen_cpu  # noqa: F401  registers the kernel of packed attention
 from plain_script import PlainScript, Weights
-from processes import CUDA_TRAINER_PLACE
+from processes import CUDA_TRAINER_PLACE, TRAINER_PLACE
 from ranks import CONFIG, FRESH, LORA, MIXED, Data, LocalRank, are_equal, relative_error, with_train
 
 from minirl.buffer import History
-from minirl.config import Config, ModelConfig
+from minirl.config import BufferConfig, Config, DevicesConfig, ModelConfig
 from minirl.errors import MinirlError, RecipeError
-from minirl.messages import CheckpointState, Save, Saved, Score, Train, Trained
+from minirl.messages import CheckpointState, RankSetup, Save, Saved, Score, Train, Trained
 from minirl.recipe import check_packages, to_toml
 from minirl.records import Batch, Group
 from minirl.resume import check_changes
 from minirl.shm.ring import TrajectoryRing
+from minirl.supervisor import SLOW_LIMIT_S
 from minirl.train import attention, optimizer, policy
 from minirl.train.attention import boundaries
 from minirl.train.checkpoint import read_state, read_whole
@@ -249,7 +251,7 @@ def test_mfu_is_a_metric_where_the_rate_is_known(data: Data, tied_folder: Path) 
 # What makes large models fit: slices (FSDP2), a resting model in model.dtype, AdamW in 8 bits -----
 
 PPO = {"estimator": "gae", "critic_lr": 1e-3, "loss_norm": "sequence"}
-MANY = {"shard": "full", "num_minibatches": 2, "max_tokens": 64, "gradient_checkpointing": True}
+MANY = {"max_tokens": 64, "gradient_checkpointing": True, "num_minibatches": 2}
 MANY["estimator"] = "reinforce++"  # one reward that is not finite spoils both minibatches
 COMPARED = {"train/loss", "train/grad_norm", "train/value_loss", "train/kl", "train/logprob_gap"}
 
@@ -293,21 +295,52 @@ def test_in_bfloat16_slices_are_float32_and_products_are_not(
 
 
 def test_under_ddp_gradients_are_its_buckets_from_the_start(
-    data: Data, tied_folder: Path, one_sharded: None
+    data: Data, tied_folder: Path, one_sharded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else there would be a second copy of them, also in a micro-batch that does not sync."""
+    """Else there would be a second copy of them, also in a micro-batch that does not sync. The one
+    graph of a compiled model is made then, too."""
+    monkeypatch.setattr(policy, "AUTOCAST_ON", {"cpu"})
+    monkeypatch.setattr(attention, "VARLEN_ON", {"cpu"})
     setup = ranks.setup_of(tied_folder, ranks.CONFIG, data.ring, num_ranks=2)
-    replica = optimizer.Replica(load_policy(str(tied_folder)), setup, 1e-3)
+    compiled = load_policy(str(tied_folder), "bfloat16")
+    compiled.model.base_model.compile(dynamic=True, backend="eager")
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    replica = optimizer.Replica(compiled, setup, 1e-3)
     parameters = list(replica.module.parameters())
     before = [parameter.grad.data_ptr() for parameter in parameters]
-    for is_last in (False, True, False, True):
+    for is_last, lengths in ((False, [5, 4]), (True, [9, 7, 7, 2]), (False, [64]), (True, [8, 8])):
         with replica.syncing(is_last):
-            replica.parallel(torch.arange(9), boundaries([5, 4]))[0].sum().backward()
+            tokens_T = torch.arange(sum(lengths))
+            replica.parallel(tokens_T, boundaries(lengths))[0].sum().backward()
         assert [parameter.grad.data_ptr() for parameter in parameters] == before
         assert any(parameter.grad.any() for parameter in parameters)
         replica.zero_grad()
+        replica.zero_grad()
         assert not any(parameter.grad.any() for parameter in parameters)
     assert len({p.grad.untyped_storage().data_ptr() for p in parameters}) < len(parameters)
+    assert dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_ranks_wait_for_each_other_as_long_as_one_may_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[Any] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *given: joined.extend(given))
+    optimizer.join_ranks(RankSetup(config=CONFIG, folder="", placement=TRAINER_PLACE, num_ranks=2))
+    assert joined[2].total_seconds() >= SLOW_LIMIT_S and joined[3:] == [2, 0]
+
+
+def test_a_shared_gpu_is_emptied_last_before_the_engine_wakes(
+    tied_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each tensor that is published is a heartbeat."""
+    turns = replace(CONFIG, devices=DevicesConfig(share=True), buffer=BufferConfig(max_staleness=0))
+    rank, seen = LocalRank(tied_folder, turns, TrajectoryRing(1, 1)), list[Any]()
+    canary, before = rank.trainer.canary, rank.store.latest
+    monkeypatch.setattr(rank.trainer, "canary", lambda: seen.append("canary") or canary())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(rank.store.latest))
+    monkeypatch.setattr(rank.trainer.board, "enter", lambda *_, **__: seen.append("beat"))
+    rank.trainer.publish(before + 1)
+    assert seen == [*["beat"] * len(rank.store.table), "canary", before]
 
 
 ALL = {**LORA, **PPO, "kl_coef": 0.1}
@@ -315,8 +348,12 @@ ALL = {**LORA, **PPO, "kl_coef": 0.1}
 
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
-    [(2, MANY), (3, {"shard": "full", **ALL}), (2, {"num_minibatches": 2, **ALL})],
-    ids=["sliced", "sliced with all", "whole with all"],
+    [
+        (2, {"shard": "full", **MANY}),
+        (3, {"shard": "full", **ALL}),
+        (2, {"shard": "optimizer", "num_minibatches": 2, **ALL}),
+    ],
+    ids=["sliced", "sliced with all", "optimizer sliced with all"],
 )
 def test_several_ranks_give_the_update_of_one(
     num_ranks: int, options: dict[str, Any], data: Data, tied_folder: Path, tmp_path: Path

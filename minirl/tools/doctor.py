@@ -71,15 +71,12 @@ def _devices(num_seen: int, are_near: bool = True) -> Finding:
     gpus, cores = devices.gpus() if torch_cuda() else [], f"{num_cores()} CPU cores"
     if not gpus:
         return Finding("devices", True, f"{cores}, no CUDA device")
-    needed, version = 525 if str(torch_cuda()).startswith("12.") else 580, devices.driver()
-    major, minor = min(gpu.capability for gpu in gpus)
-    is_new = int(version.partition(".")[0]) >= needed and num_seen == len(gpus)
+    why, remedy = devices.why_unfit()
     detail = f"{len(gpus)} CUDA, of which torch can use {num_seen}: {'; '.join(map(str, gpus))}"
     detail += "" if are_near else "; no peer access: what they exchange goes through the host"
-    detail += f"; driver {version}, at least {needed} needed"
-    detail += f"; compute capability {major}.{minor}, at least 8.0 needed; {cores}"
-    remedy = "a GPU of the kind of A100, 3090 or newer" if is_new else "update the NVIDIA driver"
-    return Finding("devices", is_new and major >= 8, detail, remedy)
+    detail += f"; driver {devices.driver()}; {why or 'new enough'}; {cores}"
+    is_ok = not why and num_seen == len(gpus)
+    return Finding("devices", is_ok, detail, remedy or "update the NVIDIA driver")
 
 
 def _vllm() -> Finding:

@@ -28,6 +28,7 @@ from minirl.metrics import MAX_LOGPROB_GAP
 from minirl.rollout.engine import LIMIT, Engine, Sampling
 from minirl.shm.board import Board, BoardWriter
 from minirl.shm.ring import TrajectoryRing
+from minirl.shm.segment import Segment
 from minirl.shm.weights import CANARY_TOKENS, WeightStore
 from minirl.tools import plan as planning
 from minirl.tools.doctor import GIB, Finding, run_child
@@ -78,18 +79,20 @@ def attention(kind: str, config: Config) -> Figures:
 
 def rates(kind: str, config: Config) -> Figures:
     """Memory that a process can have, products in bfloat16, and copies of 1 GiB: on the device, and
-    to and from page-locked memory."""
+    to and from memory such as the weight store's, before and after it is page-locked."""
     size = 16384 if kind == "cuda" else 256
     a, b = (torch.randn(size, size, device=kind, dtype=torch.bfloat16) for _ in range(2))
     here, there = (torch.empty(size, size, device=kind) for _ in range(2))
-    host = torch.empty(size, size, pin_memory=kind == "cuda")
-    copies = [seconds(kind, lambda: here.copy_(host)), seconds(kind, lambda: host.copy_(here))]
+    host = torch.from_numpy(Segment(here.nbytes).array("float32", (size, size)))
+    copies = [partial(here.copy_, host), partial(host.copy_, here)]
     total = torch.cuda.mem_get_info()[1] if kind == "cuda" else devices.free_memory_bytes()
     return {
         "memory": total / GIB,
         "matmul": 2e-12 * size**3 / seconds(kind, lambda: a @ b),
         "device copy": 2e-9 * here.nbytes / seconds(kind, lambda: there.copy_(here)),
-        "host copy": 1e-9 * here.nbytes / max(copies),
+        "pageable copy": 1e-9 * here.nbytes / max(seconds(kind, copy) for copy in copies),
+        "page-locked": float(kind == "cpu" or devices.pin(host)),  # from here on
+        "host copy": 1e-9 * here.nbytes / max(seconds(kind, copy) for copy in copies),
     }
 
 
@@ -248,7 +251,8 @@ def judge(
     """Each figure against the plan for this GPU in the table, and the GPU as it was measured. One
     that is not in the table is planned with what it reached."""
     matmul, moved = (figures.get(name, 1.0) for name in ("matmul", "device copy"))
-    reached = planning.GpuKind(1.0, matmul / planning.MATMUL, matmul / 4, moved, moved)
+    link = figures.get("all-reduce", 25.0)
+    reached = planning.GpuKind(1.0, matmul / planning.MATMUL, matmul / 4, moved, link)
     gpu = planning.recognise(found.name, found.memory_bytes) or reached
     plan = planning.Plan(config, gpu, planning.usual_lengths(config))
     alone = plan.changed({"devices.train": 1, "train.shard": "none"})  # as a trainer is measured
@@ -256,13 +260,16 @@ def judge(
     counted = sum(items[name] for name in items if name not in planning.LIBRARIES) / GIB
     if "fresh" in figures and "reloaded" in figures:
         figures["reload error"] = abs(figures.pop("reloaded") - figures.pop("fresh"))
-    decoding = 1 / (costs.step / config.rollout.max_num_seqs + costs.step_per_seq)
+    drawn = planning.Plan(config, gpu, planning.Lengths((NUM_DRAWN,), CANARY_TOKENS)).costs
+    decoding = 1 / (drawn.step / config.rollout.max_num_seqs + drawn.step_per_seq)
     findings = []
     for name, least, most, unit in (
         ("attention error", 0.0, 0.03, ""),
         ("memory", 0.95 * gpu.memory_gib, inf, "GiB"),
         ("matmul", planning.MATMUL * gpu.bf16_tflops, inf, "TFLOPS"),
         ("device copy", 0.75 * gpu.bandwidth_gb_s, inf, "GB/s"),
+        ("pageable copy", 2.0, inf, "GB/s"),
+        ("page-locked", 1.0, 1.0, "(1: yes)"),
         ("host copy", 15.0, inf, "GB/s"),
         ("all-reduce", 0.4 * gpu.link_gb_s, inf, "GB/s"),
         ("reload", 0.0, 3 * costs.reload + 0.2, "s"),
@@ -276,7 +283,9 @@ def judge(
         if (value := figures.get(name)) is not None:
             wanted = f"at least {least:,.3g}" if most == inf else f"{least:,.3g} to {most:,.3g}"
             detail = f"{value:,.3g} {unit}; expected {wanted}"
-            findings.append(Finding(name, least <= value <= most, detail, REMEDY))
+            remedy = devices.PIN_REMEDY if name == "page-locked" else REMEDY
+            findings.append(Finding(name, least <= value <= most, detail, remedy))
     own = gpu._replace(train_speed=figures.get("training", speed) / speed)
+    own = own._replace(decode_speed=figures.get("decoding", decoding) / decoding)
     fields = {"memory_gib": "memory", "host_gb_s": "host copy"}
     return findings, own._replace(**{f: figures[n] for f, n in fields.items() if n in figures})

@@ -53,6 +53,7 @@ class GpuKind(NamedTuple):  # a row of plan.toml; the rest only `minirl doctor -
     link_gb_s: float
     host_gb_s: float = 20.0  # to and from shared memory
     train_speed: float = 1.0  # of training, over the planned
+    decode_speed: float = 1.0
 
 
 class Shape(NamedTuple):  # a row of plan.toml
@@ -93,6 +94,7 @@ CARDS: dict[str, float] = TABLES["cards"]  # GiB that a process can have, by GB
 
 def recognise(device_name: str, memory_bytes: float) -> GpuKind | None:
     """From what a driver calls it, such as "NVIDIA A100-SXM4-40GB"."""
+    device_name = device_name.upper()
     named = [gpu for name, gpu in GPUS.items() if all(n in device_name for n in name.split("-"))]
     near = (gpu for gpu in named if abs(gpu.memory_gib * GIB / memory_bytes - 1) < 0.15)
     return next(near, None)
@@ -293,8 +295,8 @@ class Plan:
         units = cut(group, train.max_tokens, 1) if self.shares_prompts else group.apart
         kv_s = kv_bytes * self.lengths.mean_context / (bandwidth * DECODE)
         return Costs(
-            step=STEP_S + weights / (bandwidth * DECODE),
-            step_per_seq=STEP_PER_SEQ_S + 2.0 * num / prefill + kv_s,
+            step=(STEP_S + weights / (bandwidth * DECODE)) / gpu.decode_speed,
+            step_per_seq=(STEP_PER_SEQ_S + 2.0 * num / prefill + kv_s) / gpu.decode_speed,
             prefill=forward / prefill * prompt / num_answers,
             reload=weights / host,
             reload_per_seq=forward / prefill * self.lengths.mean_context,

@@ -26,6 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E40
 NAME = "minirl_packed"
 HALF = (torch.bfloat16, torch.float16)  # what torch's variable-length kernel computes in
 VARLEN_ON = {"cuda"}  # where it has one
+REPEAT_ON = {"cuda"}  # where float32 SDPA of grouped heads would hold all scores: L² of each head
 
 
 class Boundaries(NamedTuple):
@@ -120,6 +121,9 @@ def _causal(qkv_BHLD: list[Tensor], scaling: float | None) -> Tensor:
     num_q, num_k = query_BHLD.shape[2], key_BHLD.shape[2]
     num_more, is_causal = num_k - num_q, 3 * num_q > 2 * num_k
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scaling, "enable_gqa": True}
+    if key_BHLD.device.type in REPEAT_ON:
+        options["enable_gqa"], num = False, query_BHLD.shape[1] // key_BHLD.shape[1]
+        key_BHLD, value_BHLD = (x.repeat_interleave(num, 1) for x in (key_BHLD, value_BHLD))
     if not is_causal:
         options["attn_mask"] = query_BHLD.new_ones(num_q, num_k).tril(num_more).bool()
     elif num_more:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 NAME = "default"  # peft's name of an adapter
 INSIDE = ".base_layer."  # where peft moves a layer's own weights
 ADAPTER = ".lora_"  # in the names of its weights
+Weights = dict[str, Callable[[], Tensor]]
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -34,7 +35,7 @@ def add_adapters(model: nn.Module, rank: int, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def merged(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
+def merged(model: nn.Module) -> Weights:
     """The weights under the names of the model without adapters, each computed when asked for, so
     that a publication never has a second model in memory."""
     layers = {n: m for n, m in model.named_modules() if hasattr(m, "get_delta_weight")}
@@ -52,14 +53,14 @@ def _merge(tensor: Tensor, layer: Any) -> Tensor:
     return whole(tensor if layer is None else tensor.float() + layer.get_delta_weight(NAME))
 
 
-def named(weights: dict[str, Callable[[], Tensor]], name: str) -> Tensor:
+def named(weights: Weights, name: str, fetch: Callable[[str], Tensor]) -> Tensor:
     """By its name in a checkpoint, where each expert of a mixture has tensors of its own, which
-    transformers keeps in one."""
+    transformers keeps in one: `fetch` gives that."""
     if (found := EXPERT.fullmatch(name)) is None:
         return weights[name]()
     layer, expert, part = found.groups()
     fused = "down_proj" if part == "down" else "gate_up_proj"
-    own = weights[f"{layer}.{fused}"]()[int(expert)]
+    own = fetch(f"{layer}.{fused}")[int(expert)]
     return own if part == "down" else own.chunk(2)[part == "up"]
 
 

@@ -9,6 +9,7 @@ forward is then a collective. Leaves out: tensor parallelism, offloading.
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import partial
 from math import cos, pi
 from pathlib import Path
@@ -26,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minirl.config import TrainConfig
 from minirl.messages import RankSetup
-from minirl.train import attention, policy
+from minirl.train import policy
+from minirl.train.attention import boundaries
 
 
 def build_optimizer(
@@ -60,10 +62,10 @@ def learning_rate(step: int, base: float, train: TrainConfig) -> float:
 
 
 def join_ranks(setup: RankSetup) -> None:
-    """The process group of DDP, where there are several ranks."""
+    """The process group of DDP, where there are several ranks. They wait while one may save."""
     if setup.num_ranks > 1:
         backend, where = setup.placement.process_group_backend, f"file://{setup.rendezvous}"
-        dist.init_process_group(backend, where, rank=setup.rank, world_size=setup.num_ranks)
+        dist.init_process_group(backend, where, timedelta(minutes=30), setup.num_ranks, setup.rank)
 
 
 def over_ranks(value: Tensor) -> Tensor:
@@ -139,9 +141,10 @@ class Replica:
             self.parallel = DistributedDataParallel(module, ids, gradient_as_bucket_view=True)
             # The first backward orders the buckets, and only with the next that syncs are gradients
             # views of them. Until then there are two copies; now there is no AdamW state beside
-            # them.
+            # them. These lengths compile to a graph that serves any: were all sizes 2, it would
+            # serve no other.
             device = setup.placement.torch_device
-            tokens_T, bounds = torch.arange(2, device=device), attention.boundaries([2], device)
+            tokens_T, bounds = torch.arange(11, device=device), boundaries([5, 3, 3], device)
             for _ in range(2):
                 out = self.parallel(tokens_T, bounds)
                 (out[0] if isinstance(out, tuple) else out).sum().backward()

@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, lru_cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -233,11 +233,10 @@ class Trainer:
         tensor after another, and never hold a second model. Gives the seconds it took."""
         if self.setup.rank and not self.learner.is_sharded:
             return 0.0
-        self.board.enter(State.PUBLISHING, version=version)
         started = time.perf_counter()
         weights, store = lora.merged(self.policy.model), self.setup.store
         try:
-            in_order = (lora.named(weights, spec.name) for spec in store.table)
+            in_order = self.each_tensor(weights, version)
             if self.setup.rank:
                 deque(in_order, maxlen=0)
                 self.canary()
@@ -252,9 +251,18 @@ class Trainer:
                 slot.canary["logprobs"] = self.canary()
                 if side is not None:
                     side.synchronize()
+                if self.config.takes_turns:  # the engine wakes when this version is published
+                    torch.cuda.empty_cache()  # does nothing on a CPU
         except KeyError as missing:
             raise MinirlError(f"the model has no tensor {missing}, which its file has") from None
         return time.perf_counter() - started
+
+    def each_tensor(self, weights: lora.Weights, version: int) -> Iterator[Tensor]:
+        """In the store's order, each with a heartbeat. A layer's fused experts are fetched once."""
+        fused = lru_cache(2)(lambda name: weights[name]())
+        for spec in self.setup.store.table:
+            self.board.enter(State.PUBLISHING, version=version)
+            yield lora.named(weights, spec.name, fused)
 
     @torch.no_grad()
     def canary(self) -> np.ndarray:
@@ -322,10 +330,9 @@ def run(setup: TrainerSetup, board: BoardWriter, pipe: Connection) -> None:
         request = pipe.recv()
         if isinstance(request, Train):
             trained = trainer.train(request.batch)
-            if setup.config.takes_turns:  # the engine wakes when this version is published
+            if setup.config.takes_turns:  # `publish` frees the gradients' memory
                 for replica in trainer.replicas:
                     replica.zero_grad()
-                torch.cuda.empty_cache()  # does nothing on a CPU
             trained.values["weights/publish_s"] = trainer.publish(trained.version)
             if setup.rank == 0:
                 pipe.send(trained)
