@@ -53,7 +53,7 @@ class RunLog:
     ):
         self.config, self.run_dir, self.step, self._workers = config, run_dir, step, workers
         self.view, self.note, self._saver = view, view.note, saver
-        self._seldom = RateLimit(view.note)
+        self.seldom = RateLimit(view.note)
         (run_dir / "summary.json").unlink(missing_ok=True)  # it has no result yet
         names = ("metrics", "evals", "samples", "batches")
         self._files = {name: JsonLines(run_dir / f"{name}.jsonl", view.note) for name in names}
@@ -148,8 +148,8 @@ class RunLog:
         self._files["batches"].write(whole)
         self._write_samples(batch, trained, states)
         if self.config.log.record and self._saver is not None:
-            said = self._saver.save("record", batch, batch.version, "recorded")
-            self._seldom.note("record", f"step {batch.step} is recorded{said}")
+            said = self._saver.save("record", batch, "recorded")
+            self.seldom.note("record", f"step {batch.step} is recorded{said}")
         self.view.step(line)
         self.check(batch, trained)
 
@@ -181,11 +181,11 @@ class RunLog:
         if fault:
             raise MinirlError(f"step {batch.step}: {fault}{saved}; {self.last_checkpoint}")
         for limit, text in broken_limits(trained.values).items():
-            self._seldom.note(limit, f"warning: step {batch.step}: {limit}: {text}")
+            self.seldom.note(limit, f"warning: step {batch.step}: {limit}: {text}")
 
     def save_bad(self, batch: Batch, why: str, must_save: bool = True) -> str:
         """With the weights it began with. Gives the end of a sentence that says where it is."""
-        return self._saver.save_bad(batch, batch.version, why, must_save) if self._saver else ""
+        return self._saver.save_bad(batch, why, must_save) if self._saver else ""
 
     @property
     def accuracies(self) -> list[tuple[int, float]]:
@@ -235,8 +235,7 @@ class RunLog:
         """`problems` then names all that is not on the disk."""
         for file in self._files.values():
             file.close()
-            if file.error:
-                self.problems.append(f"{file.path.name} is not whole ({file.error})")
+        self.problems += [file.problem for file in self._files.values() if file.problem]
 
 
 def _batch_values(batch: Batch) -> Values:
