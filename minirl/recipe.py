@@ -125,7 +125,7 @@ def _anchored(key: str, value: Any, folder: Path) -> Any:
         return value
     value = os.path.expanduser(value)
     file, colon, name = value.rpartition(":") if key in BUILT_IN else (value, "", "")
-    is_file = file.endswith(".py") if key in BUILT_IN else key == "tasks.data"
+    is_file = file.endswith(".py") if key in BUILT_IN else (key, value) != ("model.path", TINY)
     for base in (folder, Path()):
         if is_file and file and os.path.exists(base / file):
             return os.path.abspath(base / file) + colon + name

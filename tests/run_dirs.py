@@ -18,7 +18,7 @@ from minirl.workers import Worker, Workers
 QUESTION = 'Is <b>2 & 2</b> "4"?\nSay so, '  # must come out as text
 HELDOUT = [Prompt(i, Example(f"{QUESTION}{i}", "4"), (1, 2)) for i in range(4)]
 MACHINE = {"device_kind": "cpu", "cpu": "a CPU", "cores": 2, "packages": {"torch": "2.13.0"}}
-MACHINE |= {"started": "2026-01-01T12:00:00+0000", "command": "minirl train mine.toml"}
+MACHINE |= {"started": "2026-01-01T12:00:00+0000"}
 VALUES: dict[str, float | None] = {
     **dict.fromkeys(("train/tokens_per_s", "train/entropy", "train/grad_norm"), 1.0),
     **dict.fromkeys(("buffer/staleness_mean", "buffer/staleness_max", "train/clip_frac"), 0.0),
