@@ -289,7 +289,7 @@ class Loop:
     def keep_batch(self, why: str) -> str:
         """Where an engine does not run the weights that it should (rule 6), or a step spoiled the
         trainer's: the batch in training, if there is one, and the weights that it began with."""
-        return self.log.save_bad(self.batch, why) if self.batch is not None else ""
+        return self.log.saver.save_bad(self.batch, why) if self.batch is not None else ""
 
     def stall_facts(self) -> dict[str, object]:
         trains = f"trains step {self.batch.step}" if self.batch else "has no batch"

@@ -2,6 +2,8 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from minirl.buffer import Buffer
 from minirl.config import Config
@@ -32,6 +34,9 @@ class Notes(list[str]):
     def step(self, line: dict[str, float]) -> None: ...
 
 
+NO_SAVER: Any = SimpleNamespace(save_bad=lambda *about, **how: "")
+
+
 def make_config(seed: int = 0, steps: int = 6, eta: int = 2, lr: float = 1e-6) -> Config:
     values = {"seed": seed, "train.steps": steps, "train.batch_size": 2, "train.lr": lr}
     return build({**values, "rollout.group_size": 2, "buffer.max_staleness": eta})
@@ -41,7 +46,7 @@ def log_of(path: Path, config: Config, step: int = 0, evaluating: int | None = N
     workers = Workers(path, 2)
     for row, role in enumerate((Role.ROLLOUT, Role.TRAIN)):
         workers.all.append(Worker(role, 0, row, "", None, Placement("cpu")))
-    log = RunLog(config, path, workers, Notes(), step, evaluating=evaluating)
+    log = RunLog(config, path, workers, Notes(), NO_SAVER, step, evaluating)
     log.begin()
     return log
 

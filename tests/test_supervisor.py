@@ -19,7 +19,7 @@ from typing import Any, cast
 import pytest
 from fault_bodies import Script
 from processes import LIMIT_S, RECIPES, TRAINER_PLACE, wait_until
-from run_dirs import Notes
+from run_dirs import NO_SAVER, Notes
 
 from minirl import supervisor
 from minirl.buffer import make_buffer
@@ -68,8 +68,8 @@ class Stage:
         numbers = SimpleNamespace(encode=lambda text: [int(text.split()[2])])  # its own number
         stream = PromptStream(make_task(config), numbers, config.seed, consumed)
         self.buffer = make_buffer(config, start.state.history)
-        args = (config, folder, self.workers, self.notes, start.state.step)
-        self.log = RunLog(*args, evaluating=start.state.evaluating)
+        args = (config, folder, self.workers, self.notes, NO_SAVER, start.state.step)
+        self.log = RunLog(*args, start.state.evaluating)
         heldout = [Prompt(i, Example("Ann has 1 pear", "?"), (1,)) for i in range(2)]
         self.loop = Loop(config, self.workers, stream, heldout, self.buffer, self.log)
 
