@@ -15,33 +15,10 @@ import typer
 from typer import Argument, Option
 
 import minirl
-from minirl.errors import MinirlError, RecipeError, Unreachable, one_line, toml_value
+from minirl.errors import MinirlError, RecipeError, Unreachable, one_line, removed, toml_value
 from minirl.run_dir import RUNS, choose_run_dir, holds_run, new_run_dir, open_run
 from minirl.view.runs import find_step, list_runs, run_rows, sample_texts, trajectory_rows
 
-REMOVED = {
-    "bench": "python -m tests.bench, in a source tree",
-    "chaos": "python -m tests.soak, in a source tree",
-    "verify-resume": "pytest tests/test_numerics.py, in a source tree",
-    "diff": "minirl report RUN RUN, which puts their values side by side",
-    "trace": "--set log.trace=true, and open the run's trace.json in ui.perfetto.dev",
-    "plan --num": "--gpus N",
-    "plan --run": "--mean TOKENS",
-    "plan --check": "pytest tests/test_plan.py, in a source tree",
-    "eval --problems": "--set eval.num_prompts=N",
-    "eval --show": "the results.jsonl of both, which have every answer",
-    "sft --accuracy": "minirl eval RUN/model --recipe RECIPE afterwards",
-    "inspect --group": "minirl inspect RUN, which shows all groups of a step",
-    "replay --from": "minirl replay RUN/bad_batches/step-…, one batch at a time",
-    "watch --once": "minirl watch RUN > FILE: without a terminal it prints once",
-    "--checkpoint": "RUN/checkpoints/step-… in place of RUN",
-    "--data": "--set tasks.data=PATH",
-    "--devices": "--set devices.rollout=N",
-    "--max-new-tokens": "--set rollout.max_new_tokens=N",
-    "--seed": "--set seed=N",
-    "--temperature": "--set eval.temperature=T",
-}
-"""By a command, a command's option, or an option of several."""
 UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)  # typer has no public name
 
 app = typer.Typer(
@@ -77,7 +54,8 @@ def main() -> None:
 
 def _usage(error: typer.BadParameter) -> str:
     command, option = sys.argv[1], getattr(error, "option_name", "")  # of an unknown option
-    if use := REMOVED.get(f"{command} {option}".strip()) or REMOVED.get(option):
+    old = removed("commands")
+    if use := old.get(f"{command} {option}".strip()) or old.get(option):
         return f"{error.message.partition('. ')[0].rstrip('.')}; use {use}"
     path = error.ctx.command_path if error.ctx else "minirl"
     return f"{error.format_message().rstrip('.')}; see {path} --help"
