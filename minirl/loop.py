@@ -225,10 +225,10 @@ class Loop:
         self.workers.deliver((rank.name, message) for rank in self.ranks)
 
     def save_last(self) -> None:
-        self.wait_for("the checkpoint", lambda: not self.is_saving)
+        self.wait_for("the save under way", lambda: not self.is_saving)
         if self.saved_step != self.step:
             self.save()
-            self.wait_for("the last checkpoint", lambda: not self.is_saving)
+            self.wait_for("the checkpoint", lambda: not self.is_saving)
 
     def abandon(self, why: str) -> NoReturn:  # what was trained is kept
         self.wait_for("the running step", lambda: self.batch is None)
