@@ -27,7 +27,7 @@ SMALL = Limits(2, 60.0, 2**28, file_bytes=2**18, scratch_bytes=2**20, num_files=
 SHORT = SMALL._replace(wall_s=0.5)  # for those that never end by themselves
 ENDLESS = (
     *("patient fork bomb", "endless errors", "busy for ever", "asleep for ever"),
-    *("deaf to signals", "thread bomb", "deep recursion", "chatter"),
+    *("deaf to signals", "deep recursion", "chatter"),
 )
 TRIED = """
 import ctypes, os, sys

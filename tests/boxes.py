@@ -119,12 +119,6 @@ class Boxes:
         for name, device in ends.items():
             run("tc", "-n", name, "qdisc", "add", "dev", device, *shape)
 
-    def bytes_to(self, box: int) -> int:
-        """Both ways, over its link so far."""
-        counters = f"cat /sys/class/net/eth0/statistics/{'{rx,tx}'}_bytes"
-        shown = subprocess.check_output(self.inside(box, ["bash", "-c", counters]), text=True)
-        return sum(map(int, shown.split()))
-
     def pids(self, box: int) -> list[psutil.Process]:
         """All processes of a box; the namespace knows those that have left their parents."""
         node = psutil.Process(self.nodes[box].pid)

@@ -5,6 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A busy machine is no fault: no property has a deadline.
+allowed = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile("minirl", deadline=None, suppress_health_check=allowed)
+settings.load_profile("minirl")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import ranks
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import files_up_to
 from ranks import CONFIG, FRESH, MIXED, STATE, Data, LocalRank, are_equal
@@ -212,9 +212,7 @@ def harmed(data: bytes, seed: int) -> bytes:
     return bytes(found)
 
 
-@settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=100)
 @given(st.integers(0, 10**9) | st.binary(max_size=60), st.sampled_from(FILES))
 def test_any_file_is_read(made: Path, tmp_path: Path, harm: int | bytes, name: str) -> None:
     """Lines, a checkpoint, a saved batch: whatever the bytes are, a MinirlError or a value."""

@@ -153,13 +153,14 @@ def test_doctor_names_a_remedy_for_whatever_fails(monkeypatch: pytest.MonkeyPatc
     assert ("NOT OK" in done.stdout) == (done.returncode == 1)
     assert done.stdout.count("remedy: ") == done.stdout.count("NOT OK")
     monkeypatch.setattr(doctor, "TORCH_PROBE", "import no_such_torch")
-    monkeypatch.setattr(doctor, "TRANSFORMERS_PROBE", "import time; time.sleep(60)")
-    monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 1)
+    monkeypatch.setattr(doctor, "TRANSFORMERS_PROBE", "")
     findings = {finding.name: finding for finding in doctor.diagnose()}
     missing = "does not import: ModuleNotFoundError: No module named 'no_such_torch'"
     assert findings["torch"] == doctor.Finding("torch", False, missing, doctor.INSTALL)
-    assert findings["transformers"].detail.endswith("no answer in 1 s")
     assert all(finding.remedy for finding in findings.values() if not finding.ok)
+    monkeypatch.setattr(doctor, "TRANSFORMERS_PROBE", "import time; time.sleep(600)")
+    monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 1)
+    assert any(finding.detail.endswith("no answer in 1 s") for finding in doctor.diagnose())
 
 
 def test_plan_needs_no_gpu_and_names_the_split_to_take() -> None:

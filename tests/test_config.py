@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 import huggingface_hub.constants
 import pytest
 from annotated_types import Ge, Gt, Le, Lt
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minirl import cli, model, recipe
@@ -50,10 +50,6 @@ def test_bad_recipe_gives_its_line(folder: Path, case: str) -> None:
     assert line_of(path, *([] if path else [given["set"]])) == given["line"]
 
 
-def limits_of(key: str) -> list[Any]:
-    return [m for m in KEYS[key].metadata if isinstance(m, (Ge, Gt, Le, Lt))]
-
-
 TEXTS = ("x", "é 💡", 'a "quoted" \\ text', "x' # ] =", "x\u2028", "true")
 TABLE = {"a": 1, "_b2": [-0.5, 1e300, "]"], "c": [], "d": True}
 OWN: dict[str, Any] = {  # values that their type does not tell
@@ -69,7 +65,8 @@ ALLOWED = {"train.max_tokens": 10**8, "log.stall_s": 604_800.0, "devices.train":
 def test_every_field_is_explained_and_every_limit_and_choice_is_kept(
     key: str, folder: Path
 ) -> None:
-    limits, kind = limits_of(key), KEYS[key].annotation
+    limits = [m for m in KEYS[key].metadata if isinstance(m, (Ge, Gt, Le, Lt))]
+    kind = KEYS[key].annotation
     assert (KEYS[key].description or "").endswith(".")
     assert len(limits) == 2 * (kind in (int, float))
     wrong: list[Any] = [None, [None], float("nan")] + ["wrong"] * (get_origin(kind) is Literal)
@@ -145,11 +142,6 @@ def test_own_code_is_looked_for_beside_the_recipe_and_then_here(folder: Path, ke
 
 
 texts = st.text(st.characters(exclude_categories=("Cc", "Cs")), max_size=20)
-quick = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-
-
 SCALARS = ["[]", "{}", "{a=1}", "[[1]]", "1979-05-27", "07:32:00", "0x1F", "1_000", "", "true"]
 SCALARS += ["1e999", "-0.0", "+inf", '"""', "9" * 4400, "0x" + "f" * 400, '"\\u0000"']
 scalars = st.sampled_from(SCALARS) | (st.integers() | st.floats() | texts).map(repr)
@@ -159,7 +151,7 @@ toml_lines = st.builds("{} = {}".format, names, scalars)
 toml_lines = toml_lines | st.builds(str.format, st.sampled_from(["[{}]", "[[{}]]"]), names)
 
 
-@settings(quick, max_examples=300)
+@settings(max_examples=300)
 @given(data=st.binary(max_size=200) | st.lists(toml_lines, max_size=4).map("\n".join))
 def test_random_files_give_only_recipe_errors(folder: Path, data: bytes | str) -> None:
     Path("fuzz.toml").write_bytes(data if isinstance(data, bytes) else data.encode())

@@ -131,7 +131,7 @@ def test_a_model_is_evaluated_and_sampled(engines: int, tied_folder: Path, tmp_p
     done = minirl(
         *("eval", str(tied_folder), "--task", task, "--k", "3", "--set=eval.num_prompts=12"),
         *("--set=rollout.max_new_tokens=24", f"--set=devices.rollout={engines}"),
-        *("--set=tasks.timeout_s=0.5", "--set=rollout.kv_cache_gib=0.1"),
+        *("--set=tasks.timeout_s=5", "--set=rollout.kv_cache_gib=0.1"),
         *("--set=tasks.max_prompt_tokens=64", "--out", "out"),
         cwd=tmp_path,
     )

@@ -45,7 +45,6 @@ VIEWS = {"minirl.view.console", "minirl.view.loggers"}  # of launch
 TOOLS = {"minirl.tools.plan"}  # of launch, for devices.split = "auto"
 LIGHT = "cli config buffer tasks.verifier tools.data tasks.math model workers tools.plan run_dir"
 
-
 PATHS = {path.relative_to(ROOT.parent).with_suffix(""): path for path in ROOT.rglob("*.py")}
 MODULES = {".".join(short.parts).removesuffix(".__init__"): PATHS[short] for short in PATHS}
 del MODULES["minirl"]

@@ -1,11 +1,13 @@
 """At η = 0 one seed gives one run on a CPU, to the last bit: ten steps of the smoke recipe, so that
 a change of numerics is seen; and a run that is killed and resumed, against one that is not.
 
-The last bits of a sum depend on processor and libraries: figures are kept by machine. Where there
-are none, the run must still learn, and `pytest -rs` shows those to add to data/numerics.json."""
+The last bits of a sum depend on processor and libraries: figures are kept by machine. Elsewhere the
+first three steps must agree to 1e-4 (narrower instructions change less than 1e-7, but some day one
+sampled token), and a warning shows what to add to data/numerics.json."""
 
 import json
 import signal
+import warnings
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -38,9 +40,13 @@ def test_ten_steps_give_the_figures_of_this_machine(tmp_path: Path) -> None:
     found = {name: [line[name] for line in lines] for name in ("train/loss", "reward/mean")}
     rewards = found["reward/mean"]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3, "it does not learn"
-    if this_machine() not in known:
-        pytest.skip(f"it learns; to compare it, add {json.dumps({this_machine(): found})}")
-    assert found == known[this_machine()]
+    if this_machine() in known:
+        assert found == known[this_machine()]
+        return
+    warnings.warn(f"to compare every bit, add {json.dumps({this_machine(): found})}", stacklevel=1)
+    for figures in known.values():
+        for name, values in figures.items():
+            assert found[name][:3] == pytest.approx(values[:3], abs=1e-4), name
 
 
 # A run whose controller is killed (SIGKILL) after a checkpoint does a step twice ------------------

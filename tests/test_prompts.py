@@ -220,8 +220,8 @@ def test_an_example_that_hangs_or_fails_is_one_line_with_its_own_line(tmp_path: 
     file.write_text("def hang():\n    while True:\n        pass\n\ndef fail():\n    1 / 0\n")
     own: dict[str, Any] = {}
     exec(compile(file.read_text(), str(file), "exec"), own)
-    config = Config(tasks=TasksConfig(kind=f"{file}:Late", timeout_s=0.2))
-    slow = r"longer than tasks.timeout_s = 0.2 \(late.py, line \d, in hang\)"
+    config = Config(tasks=TasksConfig(kind=f"{file}:Late", timeout_s=2.0))
+    slow = r"longer than tasks.timeout_s = 2 \(late.py, line \d, in hang\)"
     for name, said in (("hang", slow), ("fail", r"\(late.py, line 6, in fail\)")):
         with pytest.raises(RecipeError, match=said), bounded(config):
             own[name]()

@@ -106,19 +106,6 @@ def test_resume_and_rollback_cancel_what_came_after_the_checkpoint(tmp_path: Pat
     assert anew.wants_evaluation and not anew.evals and not RunDir(tmp_path).evals
 
 
-def test_a_limit_that_is_broken_warns_or_ends_the_run_in_one_line(tmp_path: Path) -> None:
-    log, batch = log_of(tmp_path, CONFIG), Batch(7, 6, ())
-    for _ in range(2):
-        log.check(batch, Trained(7, {"train/entropy": 0.0}))
-    log.check(batch, Trained(7, {}, problem="the loss was not finite"))
-    warning, unchanged = log.view
-    assert warning.startswith("warning: step 7: train/entropy below 0.001: 0: ")
-    assert unchanged == "step 7: the loss was not finite: the weights stay as they were"
-    log.metrics += [{"train/skipped_updates": 1.0}] * 3
-    with pytest.raises(MinirlError, match=r"step 7: no update .*; there is no checkpoint yet"):
-        log.check(batch, Trained(7, {}))
-
-
 def test_a_directory_takes_one_run_at_a_time_and_every_state_differs(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"there is no recipe\.toml"):
         open_run(tmp_path)
@@ -256,20 +243,31 @@ def test_notes_of_a_kind_are_shown_at_powers_of_ten_with_their_count() -> None:
     assert notes == ["a 1", *counted, "another"]
 
 
-def test_gap_and_entropy_warn_and_advise_what_helps() -> None:
+def test_a_limit_that_is_broken_warns_and_advises_what_helps(tmp_path: Path) -> None:
     for fine in (GOOD, {**GOOD, "train/logprob_gap": None}):
         assert not metrics.broken_limits(fine)
     (gap, gap_text), (entropy, entropy_text) = metrics.broken_limits(BAD).items()
     assert "float32" not in gap_text  # on a GPU its products may be less exact than bfloat16's
     assert (gap, gap_text[:5]) == ("train/logprob_gap above 0.1", "nan: ")
+    log, batch = log_of(tmp_path, CONFIG), Batch(7, 6, ())
+    for _ in range(2):
+        log.check(batch, Trained(7, {"train/entropy": 1e-4}))
+    log.check(batch, Trained(7, {}, problem="the loss was not finite"))
+    warning, unchanged = log.view
+    assert warning == f"warning: step 7: {entropy}: {entropy_text}"
     assert (entropy, entropy_text[:8]) == ("train/entropy below 0.001", "0.0001: ")
+    assert unchanged == "step 7: the loss was not finite: the weights stay as they were"
 
 
-def test_steps_in_a_row_without_an_update_stop_the_run() -> None:
+def test_steps_in_a_row_without_an_update_stop_the_run(tmp_path: Path) -> None:
     lines = [SKIPPED] * (MAX_IDLE_STEPS - 1) + [GOOD] + [SKIPPED] * MAX_IDLE_STEPS
     *few, fault = (metrics.idle_fault(lines[:num], 1) for num in range(len(lines) + 1))
     assert not any(few) and "no update in 3 steps in a row" in fault
     assert metrics.idle_fault([SKIPPED] * 9, 2) == "", "each step had one update"
+    log = log_of(tmp_path, CONFIG)
+    log.metrics += lines
+    with pytest.raises(MinirlError, match=r"step 7: no update .*; there is no checkpoint yet"):
+        log.check(Batch(7, 6, ()), Trained(7, {}))
 
 
 # Drops ---------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 import plain_script
 import pytest
 import torch
-from processes import TRAINER_PLACE, files_up_to, wait_until
+from processes import LIMIT_S, TRAINER_PLACE, files_up_to, wait_until
 from ranks import FIRST_VERSION, LONGEST, GroupWriter, LocalRank, Recipe, relative_error
 from safetensors.torch import load_file
 from test_cli import ROOT, minirl
@@ -41,7 +41,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # isort: skip
 
 STEPS, SIZE = 3, 6
 RECIPE = ROOT / "recipes" / "smoke.toml"
-
 
 SETS = (  # train.max_tokens makes several micro-batches
     f"sft.steps={STEPS} sft.batch_size={SIZE} sft.lr=1e-3 devices.train=2 train.max_tokens=600 "
@@ -157,7 +156,7 @@ def test_ctrl_c_saves_and_leaves_no_process(sets: list[str], tmp_path: Path) -> 
     )
     wait_until(lambda: bool(read_lines(folder / "metrics.jsonl")))
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130
     wait_until(lambda: not living(process.pid))
     summary = json.loads((folder / "summary.json").read_text())

@@ -33,6 +33,7 @@ from minirl.records import Drop, Example, Prompt
 from minirl.resume import Start, find_start
 from minirl.run_dir import read_lines
 from minirl.run_log import RunLog
+from minirl.shm.board import Board, Row
 from minirl.shm.weights import TensorSpec, WeightStore
 from minirl.supervisor import memory_hint
 from minirl.tasks.prompts import Consumed, PromptStream
@@ -57,6 +58,7 @@ class Stage:
         self.workers = Workers(folder, 3)
         # Forked: these workers need nothing but what is loaded here, and torch takes 2 s to load.
         self.workers._context = multiprocessing.get_context("fork")
+        self.workers.board.row = self.row
         self.store = WeightStore((TensorSpec("w", (1,)),), "float32")
         given: Any = {"folder": str(start.folder), "rendezvous": str(folder / "rendezvous")}
         given |= {"is_resumed": start.folder is not None, "eta": config.buffer.max_staleness}
@@ -87,6 +89,12 @@ class Stage:
         assert len(lines) == STEPS == self.loop.step == updates[-1]
         assert [line["train/loss"] for line in lines] == [*range(1, STEPS + 1)]  # no update twice
         return lines
+
+    def row(self, number: int) -> Row:
+        """As the board has it, but however busy the machine is, only a stopped worker is late."""
+        row = Board.row(self.workers.board, number)
+        worker = next(worker for worker in self.workers.all if worker.row == number)
+        return row if self.workers.is_stopped(worker) else row._replace(since_s=0.0, beat_s=0.0)
 
 
 BODIES = {

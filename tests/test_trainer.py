@@ -254,21 +254,14 @@ def test_mfu_is_a_metric_where_the_rate_is_known(data: Data, tied_folder: Path) 
 
 # What makes large models fit: slices (FSDP2), a resting model in model.dtype, AdamW in 8 bits -----
 
-
 PPO = {"estimator": "gae", "critic_lr": 1e-3, "loss_norm": "sequence"}
-KL = {"kl_coef": 0.1}
-MANY = {"num_minibatches": 2, "max_tokens": 64, "gradient_checkpointing": True}
+MANY = {"shard": "full", "num_minibatches": 2, "max_tokens": 64, "gradient_checkpointing": True}
+MANY["estimator"] = "reinforce++"  # one reward that is not finite spoils both minibatches
 COMPARED = {"train/loss", "train/grad_norm", "train/value_loss", "train/kl", "train/logprob_gap"}
 
 
 def train_twice(rank: Any, data: Data) -> list[dict[str, float | None]]:
     return [rank.train(data.of(kind, i)) for i, kind in enumerate((FRESH, MIXED), 1)]
-
-
-def assert_same(ours: Any, theirs: Any) -> None:
-    for values, others in zip(ours, theirs, strict=True):
-        for key in COMPARED & {*others}:
-            assert values[key] == pytest.approx(others[key], rel=1e-4, abs=1e-6), key
 
 
 @pytest.fixture
@@ -280,21 +273,6 @@ def one_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     dist.init_process_group("gloo", init_method=join, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("options", [MANY, LORA, {**PPO, **KL}], ids=["plain", "lora", "critic"])
-def test_slices_train_as_whole_tensors(
-    options: dict[str, Any], data: Data, tied_folder: Path, one_sharded: None
-) -> None:
-    whole, sliced = (
-        LocalRank(tied_folder, with_train(shard=shard, **options), data.ring)
-        for shard in ("none", "full")
-    )
-    before = whole.weights()
-    assert_same(train_twice(sliced, data), train_twice(whole, data))
-    assert relative_error(sliced.weights(), whole.weights(), before) < 1e-4
-    states = [rank.trainer.learner.state_by_name() for rank in (sliced, whole)]
-    assert relative_error(*states) < 1e-5
 
 
 def test_in_bfloat16_slices_are_float32_and_products_are_not(
@@ -338,12 +316,12 @@ def test_under_ddp_gradients_are_its_buckets_from_the_start(
     assert len({p.grad.untyped_storage().data_ptr() for p in parameters}) < len(parameters)
 
 
-ALL = {**LORA, **PPO, **KL}
+ALL = {**LORA, **PPO, "kl_coef": 0.1}
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
-    [(2, {"shard": "full"}), (3, {"shard": "full", **ALL}), (2, {"num_minibatches": 2, **ALL})],
+    [(2, MANY), (3, {"shard": "full", **ALL}), (2, {"num_minibatches": 2, **ALL})],
     ids=["sliced", "sliced with all", "whole with all"],
 )
 def test_several_ranks_give_the_update_of_one(
@@ -367,7 +345,9 @@ def test_several_ranks_give_the_update_of_one(
         found = [some.inbox.take(scorer, Trained).values, some.train(data.of(MIXED, 2))]
         some.save(folder)
         weights = some.weights()
-    assert_same(found, expected)
+    for values, others in zip(found, expected, strict=True):
+        for key in COMPARED & {*others}:
+            assert values[key] == pytest.approx(others[key], rel=1e-4, abs=1e-6), key
     assert relative_error(ranks.momentum(folder), alone.momentum()) < 1e-4
     assert relative_error(weights, alone.weights()) < 1e-6
 

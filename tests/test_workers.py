@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import TRAINER_PLACE, Inbox, crew, wait_until
+from processes import LIMIT_S, TRAINER_PLACE, Inbox, crew, wait_until
 
 from minirl import workers as workers_module
 from minirl.errors import MinirlError  # noqa: F401 (for `end`)
@@ -124,8 +124,9 @@ def test_a_replaced_worker_is_new_and_nothing_is_left_of_the_old_one(workers: Wo
 @pytest.mark.parametrize("is_polite", [True, False])
 def test_stop_and_kill(is_polite: bool, workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither leaves a process, and stop lets them end by themselves."""
-    monkeypatch.setattr(workers_module, "STOP_GRACE_S", 2.0)
     polite, deaf = start(workers, "echo").process, start(workers, "end", DEAF).process
+    # The grace lasts until the polite one has ended.
+    monkeypatch.setattr(workers_module, "_join", lambda *_: polite.join(LIMIT_S))
     messages(workers, 2)
     if is_polite:
         workers.stop(goodbye=None)

@@ -38,7 +38,7 @@ class HeldOut:
         assert not unknown and set(missing) <= {"lm_head.weight"}  # which is tied: there once
         torch.manual_seed(SEED)
         prompts = [list(encode(example, self.tokenizer)) for example in self.examples]
-        longest, pad = max(map(len, prompts)), self.tokenizer.pad_token_id
+        longest, pad = max(map(len, prompts)), self.tokenizer.eos_token_id  # masked
         whole_BL = self.model.generate(
             torch.tensor([[pad] * (longest - len(p)) + p for p in prompts]),
             attention_mask=torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts]),

@@ -24,6 +24,7 @@ GOALS = {
     "shard": {"bill_over_counted": 1.05},
     "controller": {"efficiency": 0.97},
     "dashboard": {"dashboard_cost": 0.01},
+    "async": {"async_over_sync": 1.7, "share_of_bound": 0.9},
 }
 QUICK = ("queue", "simulator")
 

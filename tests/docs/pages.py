@@ -17,9 +17,8 @@ RECIPE = """# Recipe
 
 A recipe is a TOML file. `extends = "base.toml"` fills in what it leaves out, then the defaults do.
 `--set section.key=value` changes a value; `minirl config RECIPE` prints all with their origin.
-A wrong key or value ends with exit code 2 and one line: key, value, rule, remedy. Each key below
-has its default and, in brackets, its range or other choices. [Algorithms](algorithms.md) has
-presets and formulas. `python -m tests.docs.pages` writes this page.
+Each key below has its default and, in brackets, its range or other choices.
+[Algorithms](algorithms.md) has presets and formulas. `python -m tests.docs.pages` writes this page.
 
 """
 METRICS_HEAD = """# Metrics

@@ -1,6 +1,6 @@
 """docs/results.md: its words are written by hand, its tables and plots never.
 
-    python -m tests.docs.results            fills the blocks of docs/results.md anew
+    python -m tests.bench.results            fills the blocks of docs/results.md anew
 
 A block stands between `<!-- KIND FILE … -->` and `<!-- end -->`; FILE, beside the page, is what
 `--json` or a sweep (its table.json) wrote. A kind is a function of that name below, which takes
