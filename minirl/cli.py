@@ -15,21 +15,10 @@ import typer
 from typer import Argument, Option
 
 import minirl
-from minirl.errors import MinirlError, RecipeError, Unreachable, one_line, toml_value
+from minirl.errors import MinirlError, RecipeError, Unreachable, one_line, removed, toml_value
 from minirl.run_dir import RUNS, choose_run_dir, holds_run, new_run_dir, open_run
 from minirl.view.runs import find_step, list_runs, run_rows, sample_texts, trajectory_rows
 
-REMOVED = {
-    "bench": "python -m tests.bench, in a source tree",
-    "chaos": "python -m tests.soak, in a source tree",
-    "verify-resume": "pytest tests/test_numerics.py, in a source tree",
-    "diff": "minirl report RUN RUN, which puts their values side by side",
-    "trace": "--set log.trace=true, and open the run's trace.json in ui.perfetto.dev",
-    "plan --num": "--gpus N",
-    "eval --problems": "--set eval.num_prompts=N",
-    "--temperature": "--set eval.temperature=T",
-    "--max-new-tokens": "--set rollout.max_new_tokens=N",
-}
 UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)  # typer has no public name
 
 app = typer.Typer(
@@ -64,9 +53,10 @@ def main() -> None:
 
 
 def _usage(error: typer.BadParameter) -> str:
-    for key, use in REMOVED.items():
-        if {*key.split()} <= {*sys.argv[1:]}:
-            return f"{error.message.partition('. ')[0].rstrip('.')}; use {use}"
+    command, option = sys.argv[1], getattr(error, "option_name", "")  # of an unknown option
+    old = removed("commands")
+    if use := old.get(f"{command} {option}".strip()) or old.get(option):
+        return f"{error.message.partition('. ')[0].rstrip('.')}; use {use}"
     path = error.ctx.command_path if error.ctx else "minirl"
     return f"{error.format_message().rstrip('.')}; see {path} --help"
 
@@ -100,7 +90,7 @@ def _top(version: Annotated[bool, Option("--version", help="Print it.")] = False
 
     \b
     minirl doctor                               is this machine ready?
-    minirl train recipes/smoke.toml             a few minutes on 2 CPU cores, no download
+    minirl train recipes/smoke.toml             a minute on 2 CPU cores, no download
     minirl train recipes/gsm8k.toml --dry-run   check a GPU recipe on any machine
 
     Exit codes: 0 done; 1 the run failed, or doctor found something; 2 wrong input, said in one
@@ -253,7 +243,7 @@ def plan(
     recipe: Recipe,
     overrides: Overrides = None,
     gpu: Annotated[str, Option(help="H100, 4090, …; default: gpu.json, if here.")] = "",
-    gpus: Annotated[int, Option(help="Of them. Default: the recipe's rollout + train.")] = 0,
+    gpus: Annotated[int, Option(help="How many. Default: the recipe's rollout + train.")] = 0,
     nodes: Annotated[int, Option(min=0, help="Boxes; --gpus are the head's.")] = 0,
     price: Annotated[float, Option(min=0, help="Of one GPU for one hour.")] = 0.0,
     mean: Annotated[float, Option(min=0, help="Tokens of an answer; 0: 0.4 of the limit.")] = 0.0,
@@ -354,7 +344,10 @@ def watch(
 @app.command()
 def runs(folder: Annotated[Path, Argument(metavar="[DIR]")] = RUNS) -> None:
     """List runs: state, step, reward, accuracy, age. `minirl train --resume` continues a run that
-    stopped (by a signal, and saved) or failed (without a result)."""
+    stopped (by a signal, and saved) or failed (without a result).
+
+    minirl runs sweeps/smoke
+    """
     _show(run_rows(found) if (found := list_runs(folder)) else [(f"no runs in {folder}",)])
 
 

@@ -12,6 +12,8 @@ A failed rollout or reward is data: a dropped group with a reason and a count.
 """
 
 import json
+import tomllib
+from pathlib import Path
 from typing import Any
 
 # What readers raise at a file that is not what it should be.
@@ -64,6 +66,11 @@ def one_line(text: str, limit: int = 200) -> str:
     """Text as it may stand in a one-line message: nothing unprintable, nothing endless."""
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: limit + 1])
     return shown if len(shown) <= limit else shown[:limit] + "…"
+
+
+def removed(what: str) -> dict[str, str]:
+    """The "keys" or "commands" of earlier versions, and what to do instead."""
+    return tomllib.loads(Path(__file__).with_name("removed.toml").read_text())[what]
 
 
 def toml_value(value: object) -> str:

@@ -140,7 +140,7 @@ class Job:
             prompts.short_prompts(config, first, tokenizer)
             examples = task.heldout(config.eval.num_prompts)
             heldout = prompts.short_prompts(config, examples, tokenizer)
-            log = RunLog(config, run_dir, workers, view, state.step, saver, state.evaluating)
+            log = RunLog(config, run_dir, workers, view, saver, state.step, state.evaluating)
             loop = Loop(config, workers, stream, heldout, make_buffer(config, state.history), log)
             loggers = Loggers(log)
             with closing(log), _signals(loop, view), view.watching(loop):
@@ -214,12 +214,14 @@ class Job:
         return 0 if is_whole else INTERRUPTED
 
 
-def spawn_ranks(workers: Workers, role: Role, first: RankSetup, places: list[Placement]) -> None:
+def spawn_ranks(
+    workers: Workers, role: Role, first: RankSetup, places: list[Placement], body: str = ""
+) -> None:
     """`first` is rank 0's set-up."""
     Path(first.rendezvous).unlink(missing_ok=True)
     for rank, place in enumerate(places):
         setup = replace(first, rank=rank, num_ranks=len(places), placement=place)
-        workers.spawn(role, rank, BODIES[role], setup, place)
+        workers.spawn(role, rank, body or BODIES[role], setup, place)
 
 
 def spawn_engines(

@@ -204,6 +204,9 @@ class Loop:
         is_due = self.is_evaluation_due or (every and self.step % every == 0)
         if is_due and self.groups.evaluation is None:
             self.start_evaluation()
+        elif is_due:  # nor later: evaluations in a row would hold half of each engine all the time
+            why = "the last evaluation still runs: raise eval.every or lower eval.num_prompts"
+            self.log.seldom.note("evaluation", f"step {self.step} is not evaluated, since {why}")
         every, every_s = self.config.checkpoint.every, self.config.checkpoint.every_s
         is_long_ago = 0 < every_s < time.monotonic() - self.saved_s
         if (every and self.step % every == 0) or is_long_ago:
@@ -230,9 +233,10 @@ class Loop:
         self.workers.deliver((rank.name, message) for rank in self.ranks)
 
     def save_last(self) -> None:
+        self.wait_for("the save under way", lambda: not self.is_saving)
         if self.saved_step != self.step:
             self.save()
-        self.wait_for("the checkpoint", lambda: not self.is_saving)
+            self.wait_for("the checkpoint", lambda: not self.is_saving)
 
     def abandon(self, why: str) -> NoReturn:  # what was trained is kept
         self.wait_for("the running step", lambda: self.batch is None)
@@ -293,7 +297,7 @@ class Loop:
     def keep_batch(self, why: str) -> str:
         """Where an engine does not run the weights that it should (rule 6), or a step spoiled the
         trainer's: the batch in training, if there is one, and the weights that it began with."""
-        return self.log.save_bad(self.batch, why) if self.batch is not None else ""
+        return self.log.saver.save_bad(self.batch, why) if self.batch is not None else ""
 
     def stall_facts(self) -> dict[str, object]:
         trains = f"trains step {self.batch.step}" if self.batch else "has no batch"

@@ -3,10 +3,10 @@ the controller loads neither vLLM nor a model's code. Tokens and weights never g
 they are in shared memory (shm/), and messages name cells and versions.
 
     worker    is sent                          says
-    any       Stop                             Started; Died comes from workers.py
-    engine    Submit, Abort, Continue          Pinned, Finished, Gone
+    any       Stop                             Died, which comes from workers.py
+    engine    Submit, Abort, Continue          Started, Pinned, Finished, Gone
     verifier  Grade, Ask                       Graded, Replied (of a self-check: Checked)
-    rank      Train, Score, Save               Trained, Saved (of `minirl sft`: Learned, Saved)
+    rank      Train, Score, Save               Started, Trained, Saved (`minirl sft`: Learned)
     link      Relayed                          Relayed (outpost.py)
 """
 

@@ -21,34 +21,22 @@ from pydantic import ValidationError
 
 from minirl.config import ALGORITHMS, KEYS, SECTIONS, TINY, TINY_FOLDER, Config, get
 from minirl.devices import why_unfit
-from minirl.errors import RecipeError, one_line, toml_value
+from minirl.errors import RecipeError, one_line, removed, toml_value
 
+TASKS = {
+    "arithmetic": "minirl.tasks.arithmetic:Arithmetic",
+    "calculator": "minirl.tasks.arithmetic:Calculator",
+    "code": "minirl.tasks.code:Code",
+    "countdown": "minirl.tasks.countdown:Countdown",
+    "gsm8k": "minirl.tasks.gsm8k:Gsm8k",
+    "math": "minirl.tasks.math:Mathematics",
+}
 BUILT_IN = {
-    "tasks.kind": ("arithmetic", "calculator", "code", "countdown", "gsm8k", "math"),
+    "tasks.kind": (*TASKS,),
     "train.estimator": ("grpo", "dr_grpo", "rloo", "reinforce++", "batch", "gae"),
     "train.objective": ("decoupled", "naive", "gspo", "cispo"),
 }
 """Keys that name either one of these, or the user's own code: FILE.py:NAME."""
-
-_SHAPING = ("format", "format_weight", "length_weight", "reward_weight", "reward_clip")
-REMOVED = {
-    **{f"tasks.{name}": "write it into the task's reward (docs/tasks.md)" for name in _SHAPING},
-    "tasks.overlong_tokens": "subtract it in the task's reward: answer.num_tokens (docs/tasks.md)",
-    "tasks.max_failures": "leave it out: a reward that fails drops its group",
-    "guard": "leave it out: its limits are fixed (docs/faults.md)",
-    "model.trust_remote_code": "leave it out: code that comes with a model is never run",
-    "rollout.min_p": "leave it out, or use rollout.top_p",
-    "train.behav_level": 'leave it out: "gspo" weighs whole sequences, the others tokens',
-    "train.behav_above": "leave it out: a token above train.behav_cap is left out of the loss",
-    "train.kl_kind": "leave it out: the KL is estimated by k3",
-    "train.kl_in": "leave it out: the KL is a part of the loss",
-    "train.dual_clip": "leave it out: train.clip_low, clip_high and behav_cap bound a token",
-    "train.gamma": "leave it out: rewards are not discounted",
-    "train.shard_optimizer": 'write train.shard = "optimizer" for true, and leave it out for false',
-    "sft.warmup_steps": "leave it out: the learning rate rises over ten steps",
-    "sft.schedule": "leave it out: the learning rate falls to 0 in a line",
-}
-"""Keys and sections of earlier versions, and what to do instead."""
 
 
 class Loaded(NamedTuple):
@@ -126,7 +114,7 @@ def _anchored(key: str, value: Any, folder: Path) -> Any:
         return value
     value = os.path.expanduser(value)
     file, colon, name = value.rpartition(":") if key in BUILT_IN else (value, "", "")
-    is_file = file.endswith(".py") if key in BUILT_IN else key == "tasks.data"
+    is_file = file.endswith(".py") if key in BUILT_IN else (key, value) != ("model.path", TINY)
     for base in (folder, Path()):
         if is_file and file and os.path.exists(base / file):
             return os.path.abspath(base / file) + colon + name
@@ -182,8 +170,9 @@ def _flatten(layer: _Layer) -> Iterator[tuple[str, Any]]:
 def _unknown(key: str) -> tuple[str, str]:
     """Rule and remedy for a key that no recipe has."""
     section, _, name = key.rpartition(".")
-    if (removed := REMOVED.get(key) or REMOVED.get(section or key)) is not None:
-        return "is no longer a key", removed
+    old = removed("keys")
+    if (use := old.get(key) or old.get(section or key)) is not None:
+        return "is no longer a key", use
     there = [known for known in KEYS if known.startswith(f"{section or key}.")]
     if key in SECTIONS:
         return "is a section, not a key", f"write {there[0]}, …"

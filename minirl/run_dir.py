@@ -7,6 +7,7 @@ Leaves out what the lines hold: docs/architecture.md lists every file and what w
 
 import json
 import os
+import shutil
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,15 +29,29 @@ RunState = Literal["running", "finished", "stopped", "failed"]
 
 @contextmanager
 def replacing(path: Path, sync: bool = True) -> Iterator[Path]:
-    """The one atomic write: a file to write, which then takes the name of `path`."""
-    aside = path.with_name(f".{path.name}.tmp")
+    """The one atomic write: a file to write or a folder to make, which then takes the name of
+    `path`: that is the whole new one, or the old."""
+    aside, before = (path.with_name(f".{path.name}.{end}") for end in ("tmp", "old"))
+    remove(aside)
     try:
         yield aside
-        if sync:
-            flush(aside)
+        for part in [*aside.rglob("*"), aside] if sync else ():  # folders too: they hold the names
+            flush(part)
+        if path.is_dir():
+            os.rename(path, before)
         os.replace(aside, path)
+        if sync:
+            flush(path.parent)
+        remove(before)
     finally:
-        aside.unlink(missing_ok=True)
+        remove(aside)
+
+
+def remove(path: Path) -> None:
+    """A file or a folder, if there is one."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.is_file():
+        path.unlink()
 
 
 def flush(path: Path) -> None:
@@ -83,6 +98,11 @@ class JsonLines:
                 why = f"({error.strerror}): {what}"
                 self._note(f"{self.path.name} cannot be written {why}")
             self.error = str(error.strerror)
+
+    @property
+    def problem(self) -> str:
+        """Why not all lines are on the disk, or ""."""
+        return f"{self.path.name} is not whole ({self.error})" if self.error else ""
 
     def close(self) -> None:
         self.flush()

@@ -47,13 +47,13 @@ class RunLog:
         run_dir: Path,
         workers: Workers,
         view: View,
+        saver: BatchSaver,
         step: int = 0,
-        saver: BatchSaver | None = None,
         evaluating: int | None = None,
     ):
         self.config, self.run_dir, self.step, self._workers = config, run_dir, step, workers
-        self.view, self.note, self._saver = view, view.note, saver
-        self._seldom = RateLimit(view.note)
+        self.view, self.note, self.saver = view, view.note, saver
+        self.seldom = RateLimit(view.note)
         (run_dir / "summary.json").unlink(missing_ok=True)  # it has no result yet
         names = ("metrics", "evals", "samples", "batches")
         self._files = {name: JsonLines(run_dir / f"{name}.jsonl", view.note) for name in names}
@@ -147,9 +147,9 @@ class RunLog:
         whole = {"step": batch.step, "version": batch.version, "groups": groups}
         self._files["batches"].write(whole)
         self._write_samples(batch, trained, states)
-        if self.config.log.record and self._saver is not None:
-            said = self._saver.save("record", batch, batch.version, "recorded")
-            self._seldom.note("record", f"step {batch.step} is recorded{said}")
+        if self.config.log.record:
+            said = self.saver.save("record", batch, "recorded")
+            self.seldom.note("record", f"step {batch.step} is recorded{said}")
         self.view.step(line)
         self.check(batch, trained)
 
@@ -176,16 +176,12 @@ class RunLog:
         learns."""
         fault, saved = idle_fault(self.metrics, self.config.train.num_minibatches), ""
         if trained.problem:
-            saved = self.save_bad(batch, trained.problem, must_save=bool(fault))
+            saved = self.saver.save_bad(batch, trained.problem, must_save=bool(fault))
             self.note(f"step {batch.step}: {trained.problem}: the weights stay as they were{saved}")
         if fault:
             raise MinirlError(f"step {batch.step}: {fault}{saved}; {self.last_checkpoint}")
         for limit, text in broken_limits(trained.values).items():
-            self._seldom.note(limit, f"warning: step {batch.step}: {limit}: {text}")
-
-    def save_bad(self, batch: Batch, why: str, must_save: bool = True) -> str:
-        """With the weights it began with. Gives the end of a sentence that says where it is."""
-        return self._saver.save_bad(batch, batch.version, why, must_save) if self._saver else ""
+            self.seldom.note(limit, f"warning: step {batch.step}: {limit}: {text}")
 
     @property
     def accuracies(self) -> list[tuple[int, float]]:
@@ -235,8 +231,7 @@ class RunLog:
         """`problems` then names all that is not on the disk."""
         for file in self._files.values():
             file.close()
-            if file.error:
-                self.problems.append(f"{file.path.name} is not whole ({file.error})")
+        self.problems += [file.problem for file in self._files.values() if file.problem]
 
 
 def _batch_values(batch: Batch) -> Values:

@@ -10,8 +10,8 @@ worker is its last write to the board.
     watchdog  a worker without a heartbeat is frozen: an engine or a verifier is replaced like a
               dead one, a trainer rank ends the run, and so does a run in which all workers have a
               heartbeat and nothing moves. First the stall report is written (rule 8).
-    OOM hint  a worker that ran out of memory names the number of the recipe to change; one that
-              never started is then not retried.
+    OOM hint  a worker that ran out of memory names the number of the recipe to change; an engine or
+              a rank that never started is then not retried.
 
 Leaves out: what becomes of groups (groups.py), processes as such (workers.py).
 """
@@ -133,7 +133,8 @@ class Supervisor:
         if "SIGKILL" in death.how and self._num_oom_kills > num_before:
             words += "\nended by the kernel's OOM killer"
         hint = memory_hint(worker.role, words, self.config, worker.placement.kind)
-        is_hopeless = bool(hint) and not worker.is_ready  # it would not fit the next time either
+        never_started = worker.role is not Role.VERIFY and not worker.is_ready
+        is_hopeless = bool(hint) and never_started  # it would not fit the next time either
         if self.deaths[name] >= MAX_DEATHS or is_hopeless:
             self.log.note(self.workers.log_tail(worker))
             why = f"{hint}; " if hint else ""
@@ -270,6 +271,10 @@ def memory_hint(role: str, words: str, config: Config, kind: str) -> str:
         changes["train.gradient_checkpointing"] = True
         changes["train.shard"] = "full" if config.devices.train > 1 else train.shard
         changes["rollout.max_new_tokens"] = max(1, rollout.max_new_tokens // 2)
+    elif role == Role.VERIFY and is_machine:
+        is_killed = "oom killer" in said  # else a reward has met the limit of its process
+        why = "this machine is out of memory" if is_killed else "a reward needs more memory"
+        changes["tasks.memory_gib"] = max(0.25, config.tasks.memory_gib * (0.5 if is_killed else 2))
     elif is_machine:
         why = "this machine is out of memory"
         changes["train.batch_size"] = max(1, train.batch_size // 2)

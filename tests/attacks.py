@@ -76,15 +76,15 @@ class World(NamedTuple):
             code = code.replace(f"@{word}@", value)
         return code
 
-    def attempt(self, name: str, max_abi: int = 99) -> tuple[Outcome, bool]:
+    def attempt(self, name: str) -> tuple[Outcome, bool]:
         call = Call("secret_of", ("question",)) if name in FUNCTIONS else None
-        limits = (SHORT if name in ENDLESS else SMALL)._replace(max_abi=max_abi)
+        limits = SHORT if name in ENDLESS else SMALL
         outcome = run(self.code(name), "question\n", call, limits)  # raises if the sandbox broke
         return outcome, passes(Test("question\n", call, self.secret), outcome)
 
-    def got_away(self, name: str, max_abi: int = 99) -> str:
+    def got_away(self, name: str) -> str:
         """What is wrong, or ""."""
-        outcome, is_passed = self.attempt(name, max_abi)
+        outcome, is_passed = self.attempt(name)
         whole = outcome.output + outcome.stderr.encode()
         if is_passed or b"ESCAPED" in whole or self.secret.encode() in whole:
             return f"{name}: {outcome}"

@@ -2,6 +2,8 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from minirl.buffer import Buffer
 from minirl.config import Config
@@ -18,7 +20,7 @@ from minirl.workers import Worker, Workers
 QUESTION = 'Is <b>2 & 2</b> "4"?\nSay so, '  # must come out as text
 HELDOUT = [Prompt(i, Example(f"{QUESTION}{i}", "4"), (1, 2)) for i in range(4)]
 MACHINE = {"device_kind": "cpu", "cpu": "a CPU", "cores": 2, "packages": {"torch": "2.13.0"}}
-MACHINE |= {"started": "2026-01-01T12:00:00+0000", "command": "minirl train mine.toml"}
+MACHINE |= {"started": "2026-01-01T12:00:00+0000"}
 VALUES: dict[str, float | None] = {
     **dict.fromkeys(("train/tokens_per_s", "train/entropy", "train/grad_norm"), 1.0),
     **dict.fromkeys(("buffer/staleness_mean", "buffer/staleness_max", "train/clip_frac"), 0.0),
@@ -32,6 +34,9 @@ class Notes(list[str]):
     def step(self, line: dict[str, float]) -> None: ...
 
 
+NO_SAVER: Any = SimpleNamespace(save_bad=lambda *about, **how: "")
+
+
 def make_config(seed: int = 0, steps: int = 6, eta: int = 2, lr: float = 1e-6) -> Config:
     values = {"seed": seed, "train.steps": steps, "train.batch_size": 2, "train.lr": lr}
     return build({**values, "rollout.group_size": 2, "buffer.max_staleness": eta})
@@ -41,7 +46,7 @@ def log_of(path: Path, config: Config, step: int = 0, evaluating: int | None = N
     workers = Workers(path, 2)
     for row, role in enumerate((Role.ROLLOUT, Role.TRAIN)):
         workers.all.append(Worker(role, 0, row, "", None, Placement("cpu")))
-    log = RunLog(config, path, workers, Notes(), step, evaluating=evaluating)
+    log = RunLog(config, path, workers, Notes(), NO_SAVER, step, evaluating)
     log.begin()
     return log
 

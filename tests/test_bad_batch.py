@@ -13,7 +13,7 @@ import ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import files_up_to
-from ranks import CONFIG, FIRST_VERSION, FRESH, MIXED, STATE, Data, LocalRank, are_equal
+from ranks import CONFIG, FRESH, MIXED, STATE, Data, LocalRank, are_equal
 from safetensors.torch import load_file, save_file
 from test_config import cut, garble
 from typer.testing import CliRunner
@@ -23,7 +23,6 @@ from minirl.cli import app
 from minirl.config import ModelConfig
 from minirl.errors import MinirlError, RecipeError
 from minirl.messages import CheckpointState, Save
-from minirl.records import Batch
 from minirl.resume import find_start
 from minirl.run_dir import read_lines
 from minirl.shm.ring import TrajectoryRing
@@ -47,7 +46,8 @@ def saver(data: Data, rank: LocalRank, tied_folder: Path, tmp_path: Path) -> Bat
 def test_replay_is_exact(data: Data, rank: LocalRank, saver: BatchSaver, tmp_path: Path) -> None:
     first, *rest = data.of(MIXED).groups
     masked = data.of(MIXED)._replace(groups=(first._replace(masked=frozenset({1})), *rest))
-    saver.save_bad(masked, FIRST_VERSION, "low")
+    rank.trainer.publish(masked.version)
+    saver.save_bad(masked, "low")
     expected = rank.train(masked)
     done = CliRunner().invoke(app, ["replay", str(tmp_path / "bad_batches" / "step-000001")])
     values = [f"step 1: {name} {expected[name]!r}" for name in bad_batch.SHOWN]
@@ -70,7 +70,8 @@ def test_a_logprob_of_vllm_that_is_not_finite_costs_the_update_and_is_found(
     view.logprobs[-3] = value
     try:
         values = rank.train(batch)
-        saver.save_bad(batch, FIRST_VERSION, rank.trainer.problem)
+        rank.trainer.publish(batch.version)
+        saver.save_bad(batch, rank.trainer.problem)
     finally:
         view.logprobs[-3] = kept
     assert values["train/skipped_updates"] == 1
@@ -86,7 +87,8 @@ def test_infinite_reward(data: Data, rank: LocalRank, saver: BatchSaver, tmp_pat
     for step in range(1, 5):
         bad = ranks.with_reward(data.of(FRESH, step), 0, float("inf"))
         assert rank.train(bad)["train/skipped_updates"] == 1
-        said = saver.save_bad(bad, rank.store.latest, rank.trainer.problem, must_save=step == 4)
+        bad = bad._replace(version=rank.store.latest)
+        said = saver.save_bad(bad, rank.trainer.problem, must_save=step == 4)
         folder = tmp_path / "bad_batches" / f"step-00000{step}"
         assert said == ("" if step == 3 else f"; look at its batch with: minirl replay {folder}")
     assert len(list((tmp_path / "bad_batches").iterdir())) == 3
@@ -100,18 +102,19 @@ def test_infinite_reward(data: Data, rank: LocalRank, saver: BatchSaver, tmp_pat
 
 def test_spoiled_weights(data: Data, rank: LocalRank, saver: BatchSaver, tmp_path: Path) -> None:
     """They are not published."""
+    batch = data.of(FRESH, 2)
+    rank.trainer.publish(batch.version - 1)
     rank.train(data.of(FRESH))
     published = rank.weights()
     name, parameter = next(iter(rank.trainer.policy.model.named_parameters()))
     rank.trainer.learner.optimizer.state[parameter]["exp_avg"][0, 0] = float("nan")
-    batch = data.of(FRESH, 2)._replace(version=FIRST_VERSION + 1)
     with pytest.raises(MinirlError, match=f"step 2: .*{name} is not finite after the update"):
         rank.train(batch)
-    assert rank.store.latest == FIRST_VERSION + 1 and are_equal(rank.weights(), published)
+    assert rank.store.latest == batch.version and are_equal(rank.weights(), published)
     # The controller saves the batch, if there is one, with the weights that the step began with.
-    assert saver.save_bad(Batch(2, batch.version, ()), batch.version, "spoiled") == ""
-    assert "version 3 is no longer in memory" in saver.save_bad(data.of(FRESH, 2), 3, "spoiled")
-    saver.save_bad(data.of(FRESH, 2), batch.version, "spoiled")
+    assert saver.save_bad(batch._replace(groups=()), "spoiled") == ""
+    assert "version 3 is no longer" in saver.save_bad(batch._replace(version=3), "spoiled")
+    saver.save_bad(batch, "spoiled")
     found = bad_batch.replay(tmp_path / "bad_batches" / "step-000002")
     assert not found.bad and found.lines[0] == "spoiled"
 
@@ -124,7 +127,7 @@ def test_full_disk(data: Data, rank: LocalRank, saver: BatchSaver, tmp_path: Pat
     assert rank.trainer.save(requests[0]).error == ""
     with files_up_to(3_000):
         error = rank.trainer.save(requests[1]).error
-        said = saver.save_bad(data.of(FRESH), rank.store.latest, "")
+        said = saver.save_bad(data.of(FRESH)._replace(version=rank.store.latest), "")
     assert error.startswith("it could not be written (") and "too large" in error
     assert said.startswith("; its batch could not be saved: ")
     assert list((tmp_path / "checkpoints").iterdir()) == folders[:1]
@@ -141,7 +144,7 @@ def made(data: Data, tied_folder: Path, tmp_path_factory: pytest.TempPathFactory
     run, batch = tmp_path_factory.mktemp("run"), data.batches[2]
     rank = LocalRank(tied_folder, CONFIG, data.ring)
     saver = bad_batch.BatchSaver(CONFIG, run, data.ring, rank.store, tied_folder)
-    assert "minirl replay" in saver.save_bad(batch, rank.store.latest, "low")
+    assert "minirl replay" in saver.save_bad(batch._replace(version=rank.store.latest), "low")
     rank.train(batch)
     for step in (1, 2):
         state = CheckpointState(step, History(), 8, (9,))

@@ -121,10 +121,13 @@ def test_an_algorithm_sets_what_the_recipe_leaves_out_and_says_so(folder: Path, 
 
 @pytest.mark.parametrize("key", recipe.BUILT_IN)
 def test_own_code_is_looked_for_beside_the_recipe_and_then_here(folder: Path, key: str) -> None:
-    for name in ("mine/own.py", "mine/rows.jsonl", "here.py"):
+    for name in ("mine/own.py", "mine/rows.jsonl", "mine/model/config.json", "here.py", "tiny/x"):
         write(name, "")
-    own = write("mine/r.toml", f'{key} = "own.py:it"\ntasks.data = "rows.jsonl"\n')
+    data = 'tasks.data = "rows.jsonl"\nmodel.path = "model"\n'
+    own = write("mine/r.toml", f'{key} = "own.py:it"\n{data}')
     config = load(own).config
+    assert config.model.path == str(folder / "mine/model")
+    assert load(own, ["model.path=tiny"]).config.model.path == "tiny"
     assert c.get(config, key) == f"{folder / 'mine/own.py'}:it"
     assert config.tasks.data == str(folder / "mine/rows.jsonl")
     leaf = write("leaf.toml", 'extends = "mine/r.toml"\n')

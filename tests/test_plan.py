@@ -176,7 +176,8 @@ def test_one_gpu_pays_both_bills_or_the_larger_in_turns() -> None:
 
 def test_training_counts_shared_prompts_once_and_gathers_what_fsdp2_slices() -> None:
     own = plan(config(split=(1, 2), max_tokens=16384))
-    short, alone = replace(own, lengths=Lengths((400,), 2)), replace(own, shares_prompts=False)
+    short = replace(own, lengths=Lengths((400,), 2))
+    alone = paper.PlanApart(own.config, own.gpu, own.lengths)
     assert [p.costs.prompts_per_answer for p in (own, short, alone)] == [1 / 8, 1, 1]
     assert alone.outcome.tokens_per_s < own.outcome.tokens_per_s
     moved_s = 8 * own.shape.num_parameters / 450e9  # two gathers in bfloat16, one sum in float32

@@ -101,6 +101,7 @@ def test_damaged_runs_are_shown_as_far_as_they_go(
 
 def test_runs_are_listed_with_what_they_came_to(tmp_path: Path) -> None:
     assert ran("runs", tmp_path) == [f"no runs in {tmp_path}"]
+    (tmp_path / "recipe.toml").touch()  # of a person who works there
     write_run(tmp_path / "eta-0", make_config(eta=0))
     nested = half_written(tmp_path / "smoke" / "lr=1e-3" / "seed-0")  # of a sweep
     half_written(nested / "eval")  # an evaluation in it, which is no run

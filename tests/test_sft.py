@@ -7,24 +7,27 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import plain_script
 import pytest
 import torch
-from processes import LIMIT_S, TRAINER_PLACE, wait_until
+from processes import LIMIT_S, TRAINER_PLACE, files_up_to, wait_until
 from ranks import FIRST_VERSION, LONGEST, GroupWriter, LocalRank, Recipe, relative_error
 from safetensors.torch import load_file
 from test_cli import ROOT, minirl
 
 from minirl.config import TINY_FOLDER, Config
-from minirl.errors import RecipeError
-from minirl.messages import SftSetup
+from minirl.errors import MinirlError, RecipeError
+from minirl.messages import Learned, Saved, SftSetup
 from minirl.model import load_tokenizer
 from minirl.recipe import load
 from minirl.records import Batch, Group
 from minirl.run_dir import read_lines
 from minirl.shm.ring import TrajectoryRing
 from minirl.tasks.arithmetic import Arithmetic, demonstration, draw_problem
+from minirl.tools import sft_run
 from minirl.tools.sft_run import as_training
 from minirl.train.batch import Item, example_item
 from minirl.train.optimizer import build_optimizer
@@ -71,6 +74,18 @@ def parts(item: Item) -> tuple[list[int], list[int]]:
 def data_of(config: Config) -> SftData:
     task = Arithmetic(config.tasks, config.seed)
     return SftData(config, task, load_tokenizer(Path(config.model.path)))
+
+
+def test_lines_that_a_full_disk_did_not_take_are_reported(config: Config, tmp_path: Path) -> None:
+    setup = SftSetup(config=config, folder="", placement=TRAINER_PLACE, output="out")
+    said: list[object] = [Learned(i, {"sft/loss": 0.5}, 0) for i in range(50)]
+    messages = iter([*said, Saved("out")])
+    workers: Any = SimpleNamespace(next_message=lambda limit_s: next(messages), all=[])
+    notes: list[str] = []
+    bar: Any = SimpleNamespace(note=notes.append, at=lambda *about: None)
+    with files_up_to(1000), pytest.raises(MinirlError, match=r"metrics\.jsonl is not whole"):
+        sft_run.follow(setup, tmp_path, workers, bar, [])
+    assert len(notes) == 1 and "its lines wait in memory" in notes[0]
 
 
 def command(sets: list[str], folder: Path) -> list[str]:

@@ -3,6 +3,7 @@ that is killed, and signals: whatever happens, steps come once each, every group
 and no version number comes twice.
 """
 
+import itertools
 import multiprocessing
 import os
 import re
@@ -18,7 +19,7 @@ from typing import Any, cast
 import pytest
 from fault_bodies import Script
 from processes import LIMIT_S, RECIPES, TRAINER_PLACE, wait_until
-from run_dirs import Notes
+from run_dirs import NO_SAVER, Notes
 
 from minirl import supervisor
 from minirl.buffer import make_buffer
@@ -69,8 +70,8 @@ class Stage:
         numbers = SimpleNamespace(encode=lambda text: [int(text.split()[2])])  # its own number
         stream = PromptStream(make_task(config), numbers, config.seed, consumed)
         self.buffer = make_buffer(config, start.state.history)
-        args = (config, folder, self.workers, self.notes, start.state.step)
-        self.log = RunLog(*args, evaluating=start.state.evaluating)
+        args = (config, folder, self.workers, self.notes, NO_SAVER, start.state.step)
+        self.log = RunLog(*args, start.state.evaluating)
         heldout = [Prompt(i, Example("Ann has 1 pear", "?"), (1,)) for i in range(2)]
         self.loop = Loop(config, self.workers, stream, heldout, self.buffer, self.log)
 
@@ -196,6 +197,22 @@ def test_killed_and_frozen_engines_and_verifiers_are_replaced(tmp_path: Path) ->
         assert "without a heartbeat" in report and "slots" in report and "--- train-0" in report
 
 
+@pytest.mark.parametrize(
+    ("fault", "num_starts", "change"),
+    [("too_large", 1, "from 4.0 to 8.0"), ("oom_killed", 2, "from 4.0 to 2.0")],
+)
+def test_a_reward_that_needs_too_much_memory_costs_its_group(
+    fault: str, num_starts: int, change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "num_oom_kills", itertools.count().__next__)
+    with stage(tmp_path, verify={"bad": {fault: 4}}) as run:
+        run.run_and_check()
+        assert run.buffer.drops[Drop.REWARD_ERROR] == 1
+        assert run.log.workers_replaced == num_starts
+        hints = [note for note in run.notes if note.startswith("verify-0 ")]
+        assert f"change tasks.memory_gib {change}" in hints[0]
+
+
 @pytest.mark.parametrize("is_frozen", [True, False])
 def test_a_frozen_rank_or_run_ends_with_a_report(is_frozen: bool, tmp_path: Path) -> None:
     bad = {} if is_frozen else {"deaf": 1}
@@ -253,6 +270,7 @@ def test_an_evaluation_that_loses_its_engine_is_retried(tmp_path: Path) -> None:
         run.signal_at(4, Role.ROLLOUT, signal.SIGKILL)  # that of version 2 has not ended
         run.run_and_check()
         assert any("not of one version" in text for text in run.notes)
+        assert any(text.startswith("step 4 is not evaluated, since") for text in run.notes)
         versions = [line["version"] for line in read_lines(tmp_path / "evals.jsonl")]
         assert versions[0] == 0 and versions[-1] == STEPS and 2 not in versions
 
@@ -356,12 +374,15 @@ def test_once_asks_and_twice_ends(number: signal.Signals) -> None:
     assert signal.getsignal(number) == before
 
 
-@pytest.mark.parametrize("eta", [0, 2])
-def test_an_interrupted_run_finishes_its_step_and_saves_it(eta: int, tmp_path: Path) -> None:
-    with stage(tmp_path, stage_config(eta, every=0)) as run:
+@pytest.mark.parametrize(("eta", "every"), [(0, 0), (2, 0), (2, 3)])
+def test_an_interrupted_run_finishes_its_step_and_saves_it(
+    eta: int, every: int, tmp_path: Path
+) -> None:
+    with stage(tmp_path, stage_config(eta, every=every)) as run:
         run.at_step[3] = lambda: setattr(run.loop, "is_interrupted", True)
         run.loop.run()
         assert 3 <= run.loop.step == run.loop.saved_step < STEPS
+        assert sum(text.startswith("saved ") for text in run.notes) == 1
         run.loop.wait_for("nothing", lambda: True)
         waits = [text for text in run.notes if text.startswith("waiting for ")]
         assert len(waits) == len(set(waits)) and "waiting for nothing" not in waits
@@ -406,7 +427,7 @@ NO_ROOM = "Free memory on device cuda:0 (31.02/79.10 GiB) on startup is less tha
         ("rollout", CPU_OOM, "cpu", "rollout.kv_cache_gib from 0.5 to 0.25"),
         ("rollout", CUDA_OOM, "shared", "rollout.kv_cache_gib from 0.5 to 0.25"),
         ("rollout", TOO_SMALL, "shared", "rollout.kv_cache_gib from 0.5 to 1.0"),
-        ("verify", "SIGKILL\nended by the kernel's OOM killer", "cpu", "train.batch_size from 32"),
+        ("verify", "SIGKILL\nended by the kernel's OOM killer", "cpu", "tasks.memory_gib from 4.0"),
     ],
 )
 def test_each_shortage_names_a_key_to_change(role: str, words: str, kind: str, change: str) -> None:

@@ -5,6 +5,7 @@ a recipe may ask of them: algorithms, LoRA, a critic, shards; a batch that blows
 Most run in this process with one rank; what ranks must agree on runs in real processes.
 """
 
+import itertools
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -35,6 +36,7 @@ from minirl.shm.ring import TrajectoryRing
 from minirl.supervisor import SLOW_LIMIT_S
 from minirl.train import attention, optimizer, policy
 from minirl.train.attention import boundaries
+from minirl.train.batch import items_of, staleness_metrics
 from minirl.train.checkpoint import read_state, read_whole
 from minirl.train.policy import load_policy, model_flops
 
@@ -67,6 +69,10 @@ def test_the_update_is_a_plain_scripts_however_it_is_split(
             views = [data.ring.read(t.cell, g.id) for g in batch.groups for t in g.trajectories]
             stale = batch.version - np.concatenate([v.versions[v.mask == 1] for v in views])
             assert values["buffer/masked_frac"] == pytest.approx((stale > ranks.ETA).mean())
+            cut = [group._replace(masked=frozenset({0})) for group in batch.groups]  # truncated
+            of = items_of(batch._replace(groups=tuple(cut)), data.ring, ranks.ETA)
+            found = staleness_metrics([*itertools.chain(*of)], ranks.ETA)
+            assert found["buffer/masked_frac"] == pytest.approx(values["buffer/masked_frac"])
             assert values["buffer/staleness_max"] == max(stale[stale <= ranks.ETA], default=0)
             assert values["buffer/versions_per_trajectory"] == len(recipe.versions)
             if recipe in (ranks.EQUAL, ranks.STALE):  # nothing to learn: not a bit moves

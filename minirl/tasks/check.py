@@ -25,7 +25,7 @@ from minirl.config import Config
 from minirl.devices import one_thread
 from minirl.errors import RecipeError, WorkerDied
 from minirl.messages import Checked, Died, Role
-from minirl.recipe import check_task
+from minirl.recipe import TASKS, check_task
 from minirl.shm.board import BoardWriter
 from minirl.tasks import Task, registry
 from minirl.tasks.prompts import SHUFFLED_UP_TO, short_prompts, trained_on
@@ -44,7 +44,7 @@ def checking(config: Config, folder: Path | None) -> Iterator[Callable[[], Check
     """Starts at once; the function waits, and raises RecipeError for a task that fails. `folder` is
     the tokenizer's; where there is none (yet), prompts are not encoded."""
     check_task(config)
-    if config.tasks.kind in registry.BUILT_IN:  # not a user's code: no process, a quicker start
+    if config.tasks.kind in TASKS:  # not a user's code: no process, a quicker start
         yield lambda: _check(config, folder)
         return
     place = one_thread(**{name: value for name, value in os.environ.items() if name in KEPT})

@@ -94,14 +94,13 @@ def confine(job: dict[str, Any]) -> None:
     limits = {"AS": job["memory_bytes"], "FSIZE": job["file_bytes"], "NOFILE": 64, "CORE": 0}
     for name, value in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
-    restrict_files(job["max_abi"], job["libraries"], job["scratch"])
+    restrict_files(job["libraries"], job["scratch"])
     install(seccomp_program())
 
 
-def restrict_files(max_abi: int, libraries: list[str], scratch: str) -> None:
+def restrict_files(libraries: list[str], scratch: str) -> None:
     """Withdraws every right that the kernel's Landlock knows, then gives a few back."""
-    newest = checked("Landlock", LIBC.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
-    abi = min(newest, max_abi)
+    abi = checked("Landlock", LIBC.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
     handled = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
     record = struct.pack("QQQ", handled, ALL_TCP * (abi >= 4), ALL_SCOPES * (abi >= 6))
     rules = checked("Landlock", LIBC.syscall(LANDLOCK_CREATE, record, ctypes.c_size_t(24), 0))

@@ -20,17 +20,10 @@ from typing import Any
 
 from minirl.config import Config, get
 from minirl.errors import MinirlError, RecipeError, one_line
+from minirl.recipe import TASKS
 from minirl.records import Answer, Example, StopReason
 from minirl.tasks import Task, has_turns
 
-BUILT_IN = {
-    "arithmetic": "minirl.tasks.arithmetic:Arithmetic",
-    "calculator": "minirl.tasks.arithmetic:Calculator",
-    "countdown": "minirl.tasks.countdown:Countdown",
-    "gsm8k": "minirl.tasks.gsm8k:Gsm8k",
-    "math": "minirl.tasks.math:Mathematics",
-    "code": "minirl.tasks.code:Code",
-}
 FUNCTIONS = {"train.objective": ("tokens", "train"), "train.estimator": ("groups",)}
 """Keys that may name a user's function, and what it must take."""
 
@@ -53,7 +46,7 @@ def failure(error: BaseException, kind: str) -> str:
 
 def where(frames: Sequence[FrameSummary], kind: str) -> str:
     """The innermost line of the file of `kind`, and its function; "" where there is none."""
-    file, _, _ = BUILT_IN.get(kind, kind).rpartition(":")
+    file, _, _ = TASKS.get(kind, kind).rpartition(":")
     file = file if file.endswith(".py") else f"{file.replace('.', '/')}.py"
     own = [frame for frame in frames if frame.filename.endswith(file)]
     if not own:
@@ -75,7 +68,7 @@ def make_task(config: Config) -> Task:
     """A task class is called with the recipe's [tasks] section and the seed."""
     kind, remedy = config.tasks.kind, "check it: class MyTask(Task), from minirl.tasks import Task"
     with _as_recipe_error("tasks.kind", kind, "cannot be loaded", remedy):
-        task = _load(BUILT_IN.get(kind, kind))(config.tasks, config.seed)
+        task = _load(TASKS.get(kind, kind))(config.tasks, config.seed)
         if not isinstance(task, Task):
             raise TypeError("it is no Task")
         return task

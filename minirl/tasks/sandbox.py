@@ -39,7 +39,6 @@ class Limits(NamedTuple):
     scratch_bytes: int = 2**24
     num_files: int = 256
     num_threads: int = 16
-    max_abi: int = 99  # of Landlock: an older one is for tests
 
 
 USUAL = Limits()

@@ -13,6 +13,7 @@ logs and results. Leaves out how figures are computed (statistics.py).
 """
 
 import json
+import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ import numpy as np
 from minirl import devices, model, recipe
 from minirl.buffer import Buffer
 from minirl.config import BYTES_PER_TOKEN, Config
-from minirl.errors import RecipeError, toml_value
+from minirl.errors import MinirlError, RecipeError, toml_value
 from minirl.evaluation import Ended, Evaluation
 from minirl.groups import Groups, Sends
 from minirl.launch import spawn_engines, spawn_verifiers
@@ -118,7 +119,7 @@ class Collector:
 
     config: Config
     note: Callable[[str], None]
-    logs: Path | None = None  # None: they are deleted with the engines
+    logs: Path | None = None  # None: they are kept only where an error names them
     task: Task | None = None  # None: answers are not graded, and there are no verifiers
     workers_replaced: float = 0.0
 
@@ -137,7 +138,8 @@ class Collector:
         num_verifiers = config.tasks.verifiers if self.task else 0
         self.ring = TrajectoryRing(num_cells, config.max_tokens_per_trajectory)
         temp = Path(tempfile.mkdtemp(prefix="minirl-"))
-        self.run_dir = self.logs or temp
+        self.run_dir = self.logs or Path(tempfile.mkdtemp(prefix="minirl-logs-"))
+        is_kept = self.logs is not None
         self.workers = Workers(self.run_dir, len(places) + num_verifiers)
         self.groups = Groups(config, None, Buffer(1, 0), len(places), num_verifiers, self.note)
         self.stall_facts = self.groups.stall_facts
@@ -153,10 +155,15 @@ class Collector:
                 while not all(worker.is_ready for worker in self.workers.of(Role.ROLLOUT)):
                     self.collect()
                 yield
+            except MinirlError as error:
+                is_kept |= not isinstance(error, RecipeError)
+                raise
             finally:
                 with signals(signal.SIG_IGN):
                     self.workers.kill()
                     devices.sweep_temp(temp)
+                    if not is_kept:
+                        shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def answers(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, Answer]]:
         """By place, in the order in which they end, with their tokens. A prompt that stands there k
@@ -278,6 +285,8 @@ def _ask(there: Collector, prompts: Sequence[Prompt], k: int, path: Path, bar: B
                 file.write(results[-1]._asdict())
                 rewards = [reward for result in results for reward in result.rewards] or [0.0]
                 bar.at(len(results), len(prompts), f"mean reward so far {fmean(rewards):.1%}")
+    if file.problem:
+        raise MinirlError(f"not all could be written: {file.problem}")
     return results
 
 

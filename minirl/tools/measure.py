@@ -21,18 +21,20 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-from minirl import devices, model, recipe
+from minirl import devices, recipe
 from minirl.config import Config
-from minirl.messages import RankSetup, Role, TrainerSetup
+from minirl.launch import spawn_ranks
+from minirl.messages import RankSetup, Role
 from minirl.metrics import MAX_LOGPROB_GAP
 from minirl.rollout.engine import LIMIT, Engine, Sampling
-from minirl.shm.board import Board, BoardWriter
+from minirl.shm.board import BoardWriter
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.segment import Segment
-from minirl.shm.weights import CANARY_TOKENS, WeightStore
+from minirl.shm.weights import CANARY_TOKENS
 from minirl.tools import plan as planning
 from minirl.tools.doctor import GIB, Finding, run_child
 from minirl.train import attention as packed
+from minirl.train.bad_batch import lone_trainer
 from minirl.train.optimizer import join_ranks, over_ranks
 from minirl.train.packing import Unit
 from minirl.train.sharing import Shared, share
@@ -114,12 +116,8 @@ def training(kind: str, config: Config) -> Figures:
 
 
 def make_trainer(kind: str, config: Config) -> Trainer:
-    """Alone, without batches."""
-    folder = str(recipe.find_model(config))
-    store = WeightStore(model.weight_table(Path(folder)), config.model.dtype)
-    given: dict[str, Any] = {"tokenizer_folder": folder, "store": store, "version": 0}
-    given |= {"ring": TrajectoryRing(1, 1), "placement": devices.Placement(kind)}
-    return Trainer(TrainerSetup(config=config, folder=folder, **given), Board(1).writer(0))
+    place, ring = devices.Placement(kind), TrajectoryRing(1, 1)
+    return lone_trainer(config, cast(Path, recipe.find_model(config)), place, ring)
 
 
 def links(kind: str, config: Config) -> Figures:
@@ -128,12 +126,10 @@ def links(kind: str, config: Config) -> Figures:
     if len(places) == 1:
         return {}
     with TemporaryDirectory(prefix="minirl-") as folder:
-        workers, meeting = Workers(Path(folder), len(places)), f"{folder}/rendezvous"
-        ranks: dict[str, Any] = {"num_ranks": len(places), "rendezvous": meeting}
+        meeting, workers = f"{folder}/rendezvous", Workers(Path(folder), len(places))
+        first = RankSetup(config=config, folder="", placement=places[0], rendezvous=meeting)
         try:
-            for rank, place in enumerate(places):
-                setup = RankSetup(config=config, folder="", placement=place, rank=rank, **ranks)
-                workers.spawn(Role.TRAIN, rank, f"{__name__}:sum_over_ranks", setup, place)
+            spawn_ranks(workers, Role.TRAIN, first, places, f"{__name__}:sum_over_ranks")
             speeds = [workers.next_message(DEADLINE_S) for _ in places]
         finally:
             workers.kill()

@@ -181,7 +181,6 @@ class Plan:
     config: Config
     gpu: GpuKind
     lengths: Lengths
-    shares_prompts: bool = True  # False: a trainer that computes them anew for each answer
 
     def changed(self, values: Mapping[str, Any]) -> "Plan":
         """With other values of some keys."""
@@ -292,7 +291,7 @@ class Plan:
         elif num_ranks > 1:
             update_s += 8.0 * num / link
         group = Unit([*range(num_answers)], prompt, [round(fmean(answers))] * num_answers)
-        units = cut(group, train.max_tokens, 1) if self.shares_prompts else group.apart
+        units = self.split(group)
         kv_s = kv_bytes * self.lengths.mean_context / (bandwidth * DECODE)
         return Costs(
             step=(STEP_S + weights / (bandwidth * DECODE)) / gpu.decode_speed,
@@ -304,6 +303,10 @@ class Plan:
             train_per_token=token_s / num_ranks,
             prompts_per_answer=len(units) / num_answers,
         )
+
+    def split(self, group: Unit) -> list[Unit]:
+        """As a trainer computes a group: its prompt once, where that fits."""
+        return cut(group, self.config.train.max_tokens, 1)
 
     @cached_property
     def outcome(self) -> Throughput:

@@ -17,6 +17,7 @@ from typing import Any
 
 from minirl import devices, model
 from minirl.config import Config
+from minirl.errors import MinirlError
 from minirl.launch import INTERRUPTED, spawn_ranks
 from minirl.messages import Learned, Role, SftSetup, Stop
 from minirl.metrics import metrics_line
@@ -72,7 +73,7 @@ def as_training(config: Config) -> Config:
 def follow(setup: SftSetup, run_dir: Path, workers: Workers, bar: Bar, came: list[int]) -> Learned:
     """Writes what the ranks report until the model is saved. Gives the last step's report."""
     config, limit_s = setup.config, START_LIMIT_S
-    log, began, losses = JsonLines(run_dir / "metrics.jsonl"), time.monotonic(), []
+    log, began, losses = JsonLines(run_dir / "metrics.jsonl", bar.note), time.monotonic(), []
     while isinstance(message := workers.next_message(limit_s), Learned):
         learned, limit_s = message, config.log.stall_s
         if (loss := learned.values.get("sft/heldout_loss")) is not None:
@@ -94,4 +95,6 @@ def follow(setup: SftSetup, run_dir: Path, workers: Workers, bar: Bar, came: lis
         "examples_too_long": learned.num_too_long,  # and left out
     }
     write_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    if log.problem:
+        raise MinirlError(f"the model is in {setup.output}, but {log.problem}")
     return learned

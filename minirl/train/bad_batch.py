@@ -26,6 +26,7 @@ from minirl.devices import Placement, num_cores, use_training_device
 from minirl.errors import MinirlError, RecipeError, one_line
 from minirl.messages import TrainerSetup
 from minirl.records import Batch
+from minirl.run_dir import replacing
 from minirl.shm.board import Board
 from minirl.shm.ring import TrajectoryRing
 from minirl.shm.weights import WeightStore
@@ -87,22 +88,22 @@ class BatchSaver:
     source: Path
     num_saved: int = 0
 
-    def save_bad(self, batch: Batch, version: int, why: str, must_save: bool = True) -> str:
-        """With the weights of `version`. Returns the end of a sentence that says where it is."""
+    def save_bad(self, batch: Batch, why: str, must_save: bool = True) -> str:
+        """With the weights it began with. Returns the end of a sentence that says where it is."""
         if not batch.groups or (self.num_saved >= MAX_SAVED and not must_save):
             return ""
         self.num_saved += 1
-        return self.save("bad_batches", batch, version, why)
+        return self.save("bad_batches", batch, why)
 
-    def save(self, name: str, batch: Batch, version: int, why: str) -> str:
+    def save(self, name: str, batch: Batch, why: str) -> str:
         from safetensors.torch import save_file
 
         folder = self.run_dir / name / f"step-{batch.step:06d}"
         try:
-            with checkpoint.written_aside(folder) as aside:
-                if (found := self.store.attempt(version, self.copy)) is None:
-                    raise MinirlError(f"version {version} is no longer in memory")
-                (weights := aside / "weights").mkdir()
+            with replacing(folder) as aside:
+                if (found := self.store.attempt(batch.version, self.copy)) is None:
+                    raise MinirlError(f"version {batch.version} is no longer in memory")
+                (weights := aside / "weights").mkdir(parents=True)
                 save_file(found.loaded, weights / "model.safetensors", {"format": "pt"})
                 shutil.copy2(self.source / "config.json", weights)
                 checkpoint.copy_tokenizer(self.source, weights)
@@ -147,29 +148,37 @@ def replay(folder: Path) -> Replayed:
         raise RecipeError("PATH", str(folder), "holds no saved batch", remedy)
     saved = read(folder / FILE)
     with checkpoint.as_one_line(folder, "cannot be computed again"):
-        trainer = _trainer(saved, folder / "weights")
+        trainer = _trainer_of(saved, folder / "weights")
         trained = trainer.train(put(saved, trainer.setup.ring))
     return Replayed(saved, trained.values, [*_not_finite(trainer, saved.batch)])
 
 
-def _trainer(saved: SavedBatch, weights: Path) -> "Trainer":
+def _trainer_of(saved: SavedBatch, weights: Path) -> "Trainer":
     import torch
-
-    from minirl.train.trainer import Trainer
 
     config = replace(saved.config, train=replace(saved.config.train, lora_rank=0))
     is_gpu = config.devices.kind != "cpu" and torch.cuda.is_available()
     place = Placement("cuda" if is_gpu else "cpu", cores=tuple(range(num_cores())))
     use_training_device(place)
     torch.manual_seed(config.seed)
+    ring = TrajectoryRing(len(saved.lengths), max(saved.lengths))
+    return lone_trainer(config, weights, place, ring, saved.batch.version)
+
+
+def lone_trainer(
+    config: Config, folder: Path, place: Placement, ring: TrajectoryRing, version: int = 0
+) -> "Trainer":
+    """Of one rank, which no controller sees."""
+    from minirl.train.trainer import Trainer
+
     setup = TrainerSetup(
         config=config,
-        folder=str(weights),
-        tokenizer_folder=str(model.local_folder(config) if config.train.kl_coef else weights),
+        folder=str(folder),
+        tokenizer_folder=str(model.local_folder(config) if config.train.kl_coef else folder),
         placement=place,
-        ring=TrajectoryRing(len(saved.lengths), max(saved.lengths)),
-        store=WeightStore(model.weight_table(weights), config.model.dtype),
-        version=saved.batch.version,
+        ring=ring,
+        store=WeightStore(model.weight_table(folder), config.model.dtype),
+        version=version,
     )
     return Trainer(setup, Board(1).writer(0))
 

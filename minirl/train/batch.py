@@ -156,14 +156,15 @@ def trained_staleness(items: Sequence[Item]) -> NDArray[np.int32]:
     return np.concatenate([item.staleness[item.trainable] for item in items])
 
 
-def staleness_metrics(items: Sequence[Item]) -> dict[str, float | None]:
+def staleness_metrics(items: Sequence[Item], max_staleness: int) -> dict[str, float | None]:
     """The buffer's metrics that need every token's version."""
     trained = trained_staleness(items)
     num_written = sum(int(item.written.sum()) for item in items)
+    num_stale = sum(int((item.staleness > max_staleness).sum()) for item in items)
     versions = [len(np.unique(item.view.versions[item.written])) for item in items]
     return {
         "buffer/staleness_mean": float(trained.mean()) if len(trained) else 0.0,
         "buffer/staleness_max": float(max(trained, default=0)),
-        "buffer/masked_frac": 1.0 - len(trained) / max(1, num_written),
+        "buffer/masked_frac": num_stale / max(1, num_written),
         "buffer/versions_per_trajectory": fmean(versions),
     }

@@ -8,7 +8,7 @@
                           of what is sharded each rank's share: optimizer-0-of-2.safetensors
     step-000040/adapter/  with LoRA: the adapter alone, as peft reads it; the model above is merged
 
-Written aside, flushed and renamed, so a folder of this name is whole. Leaves out tensors: policy.py
+Written by `replacing`, so a folder of this name is whole. Leaves out tensors: policy.py
 writes the model, and each Replica its share. The controller looks at checkpoints without torch.
 """
 
@@ -24,29 +24,10 @@ from safetensors import SafetensorError, safe_open
 
 from minirl.errors import MALFORMED, MinirlError, one_line
 from minirl.messages import CheckpointState
-from minirl.run_dir import flush
+from minirl.run_dir import remove
 
 STATE = "trainer/state.json"
 BESIDE_WEIGHTS = ("*token*", "chat_template*", "vocab*", "merges.txt", "generation_config.json")
-
-
-@contextmanager
-def written_aside(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which then takes the name: `folder` is the whole new one, or the old."""
-    aside, before = (folder.with_name(f".{folder.name}.{end}") for end in ("tmp", "old"))
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
-        yield aside
-        for path in [*aside.rglob("*"), aside]:  # folders too: they hold the names
-            flush(path)
-        if folder.exists():
-            os.rename(folder, before)
-        os.rename(aside, folder)
-        flush(folder.parent)
-        shutil.rmtree(before, ignore_errors=True)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
@@ -66,7 +47,7 @@ def sweep(run_dir: Path) -> None:
         if path.suffix == ".old" and not whole.exists():
             os.rename(path, whole)  # it was about to be replaced
         else:
-            shutil.rmtree(path, ignore_errors=True)
+            remove(path)
 
 
 def prune(run_dir: Path, keep: int, accuracies: Sequence[tuple[int, float]] = ()) -> None:
@@ -78,7 +59,7 @@ def prune(run_dir: Path, keep: int, accuracies: Sequence[tuple[int, float]] = ()
     best = max(folders, key=lambda folder: (scores.get(folder, -1.0), folder))
     for folder in folders[:-keep]:
         if folder != best:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder)
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, min_count: int = 1) -
     than `min_count`. Those beyond the number of sequences are empty."""
     batches: list[list[int]] = []
     sizes: list[int] = []
-    for index in longest_first(lengths):
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         length = lengths[index]
         if length > max_tokens:
             rule = f"a trajectory of {length} tokens does not fit into a micro-batch"
@@ -121,8 +121,3 @@ def balanced(units: Sequence[Unit], num_ranks: int) -> list[list[Unit]]:
 
 def cost(length: int) -> float:
     return length + length * length / LINEAR_UNTIL
-
-
-def longest_first(lengths: Sequence[float]) -> list[int]:
-    """Indices by falling length (or cost); equal ones keep their order."""
-    return sorted(range(len(lengths)), key=lambda index: -lengths[index])

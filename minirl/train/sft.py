@@ -22,11 +22,11 @@ from minirl.errors import RecipeError
 from minirl.messages import Learned, RankSetup, Saved, SftSetup
 from minirl.model import tokenizer_of
 from minirl.records import Example
+from minirl.run_dir import replacing
 from minirl.shm.board import BoardWriter, State
 from minirl.tasks import Task
 from minirl.tasks.prompts import PromptStream, encode
 from minirl.tasks.registry import make_task
-from minirl.train import checkpoint
 from minirl.train.batch import Item, example_item, num_trainable, own_micro_batches
 from minirl.train.optimizer import Replica, join_ranks, over_ranks
 from minirl.train.policy import Policy, build_policy
@@ -122,7 +122,8 @@ def run(setup: SftSetup, board: BoardWriter, pipe: Connection) -> None:
             values["sft/heldout_loss"] = own.loss(heldout)
     weights = policy.gather(must_keep=setup.rank == 0)
     if setup.rank == 0:
-        with checkpoint.written_aside(Path(setup.output)) as aside:
+        with replacing(Path(setup.output)) as aside:
+            aside.mkdir()
             policy.save(aside, weights, source)
         pipe.send(Saved(setup.output))
     pipe.recv()  # Stop

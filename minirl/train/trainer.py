@@ -31,6 +31,7 @@ from minirl import devices
 from minirl.errors import MinirlError, RecipeError, one_line
 from minirl.messages import AnswerTokens, Save, Saved, Score, Started, Train, Trained, TrainerSetup
 from minirl.records import Batch
+from minirl.run_dir import replacing
 from minirl.shm.board import BEAT_S, BoardWriter, State
 from minirl.shm.ring import TornEntry
 from minirl.shm.weights import CANARY_TEXT, CANARY_TOKENS, TENSORS_AT_ONCE, canary_tokens
@@ -97,7 +98,7 @@ class Trainer:
         taken = [norm for norm in norms if norm is not None]
         values = {
             **self.summary(sums),
-            **staleness_metrics(prepared.items),
+            **staleness_metrics(prepared.items, self.config.buffer.max_staleness),
             "train/grad_norm": float(np.mean(taken)) if taken else None,
             "train/skipped_updates": len(norms) - len(taken),
             "train/lr": lr,
@@ -295,7 +296,8 @@ class Trainer:
             if num_done < setup.num_ranks:
                 raise OSError("another rank could not write its share")
             if setup.rank == 0:
-                with checkpoint.written_aside(folder) as aside:
+                with replacing(folder) as aside:
+                    aside.mkdir()
                     self.policy.save(aside, weights, Path(setup.tokenizer_folder))
                     shares.rename(aside / "trainer")
                     (aside / checkpoint.STATE).write_text(json.dumps(asdict(request.state)))

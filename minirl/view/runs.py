@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from minirl.errors import RecipeError
-from minirl.run_dir import Line, RunDir, holds_run
+from minirl.run_dir import Line, RunDir
 
 Rows = list[tuple[str, ...]]
 SUMMARY = {  # rows at the end of a run; one whose value is not known is left out
@@ -33,8 +33,8 @@ SUMMARY = {  # rows at the end of a run; one whose value is not known is left ou
 
 def list_runs(folder: Path) -> list[RunDir]:
     """The newest first, those of sweeps (RECIPE/VALUES/seed-0) too."""
-    paths = [p.parent for n in (1, 2, 3) for p in folder.glob("*/" * n + "recipe.toml")]
-    found = [RunDir(path) for path in paths if not any(map(holds_run, path.parents))]
+    paths = {p.parent for n in (1, 2, 3) for p in folder.glob("*/" * n + "recipe.toml")}
+    found = [RunDir(path) for path in paths if not paths & {*path.parents}]  # else a run's evals
     return sorted(found, key=lambda run: run.changed, reverse=True)
 
 

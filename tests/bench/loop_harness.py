@@ -67,7 +67,8 @@ def run_loop(
 ) -> LoopRun:
     """`around`: contexts that are entered before the loop runs and left when it has ended."""
     prompts = prompts or Prompts()
-    log = RunLog(config, folder, workers, view)
+    no_saver: Any = None  # no batch of it is bad
+    log = RunLog(config, folder, workers, view, no_saver)
     buffer = Buffer(config.train.batch_size, config.buffer.max_staleness)
     heldout = [prompts.next()]
     loop = Loop(config, workers, prompts, heldout, buffer, log)  # type: ignore[arg-type]

@@ -5,7 +5,9 @@ idle from then until a sequence that had arrived by some moment takes it at that
 """
 
 import heapq
+import os
 import random
+import signal
 import time
 from collections import deque
 from collections.abc import Callable
@@ -167,9 +169,11 @@ def reply(request: Train | Save, script: TrainerScript, board: BoardWriter) -> T
 
 def verifier(script: object, board: BoardWriter, pipe: Connection) -> None:
     """Every second answer is right; an example whose reward is broken gets none, and from version
-    "broken_from" of a script on none does. A script that is text is what all answers say."""
+    "broken_from" of a script on none does. A script that is text is what all answers say. The group
+    "too_large" ends its verifier, and so does "oom_killed"."""
     text = script if isinstance(script, str) else ""
-    broken_from = getattr(script, "bad", {}).get("broken_from", 10**9)
+    bad = getattr(script, "bad", {})
+    broken_from = bad.get("broken_from", 10**9)
     while True:
         board.enter(State.WAITING_FOR_ANSWERS)
         while not pipe.poll(BEAT_S):
@@ -177,6 +181,11 @@ def verifier(script: object, board: BoardWriter, pipe: Connection) -> None:
         request = pipe.recv()
         if not isinstance(request, Grade):
             return
+        if request.group_id in (bad.get("too_large"), bad.get("oom_killed")):
+            board.enter(State.GRADING)
+            if "too_large" in bad:
+                raise MemoryError
+            os.kill(os.getpid(), signal.SIGKILL)
         count, newest = len(request.trajectories), max(t.tail_version for t in request.trajectories)
         if isinstance(request.example, BadExample) or newest >= broken_from:
             error = "ValueError: no number (my_task.py, line 12, in reward)"

@@ -21,7 +21,6 @@ from minirl.shm.board import Board
 from minirl.shm.weights import WeightStore
 from minirl.train import attention
 from minirl.train.batch import Item, MicroBatch, pack
-from minirl.train.packing import longest_first
 from minirl.train.prepare import Preparer
 from minirl.train.trainer import Trainer
 from tests.bench.batches import Drawn, Size, draw
@@ -40,7 +39,7 @@ class FixedCount(Preparer):
     count: int = 1
 
     def micro_batches(self, items: list[Item]) -> list[MicroBatch]:
-        order = longest_first([item.length for item in items])
+        order = sorted(range(len(items)), key=lambda place: -items[place].length)
         starts = range(0, len(order), self.count)
         return [
             pack([items[i] for i in order[start : start + self.count]], "cpu") for start in starts

@@ -18,6 +18,7 @@ from itertools import product
 from minirl.recipe import build
 from minirl.tools.plan import CARDS, GIB, GPUS, Plan, usual_lengths
 from minirl.tools.simulate import Lengths, long_tailed
+from minirl.train.packing import Unit
 
 MODELS = ("Qwen3-0.6B", "Qwen2.5-1.5B", "Qwen3-4B", "Qwen2.5-7B", "Qwen2.5-14B")
 METHODS: dict[str, dict[str, object]] = {
@@ -35,6 +36,13 @@ PRIME_RL = {  # tokens/s with sequences of these lengths, by model, GPU and thei
     ("Qwen3-4B", "H100", 8): (26_030, 28_970),
     ("Qwen3-4B", "H200", 8): (27_440, 29_540),
 }
+
+
+class PlanApart(Plan):
+    """Of a trainer that computes the prompt anew for each answer, as those published do."""
+
+    def split(self, group: Unit) -> list[Unit]:
+        return group.apart
 
 
 def memory_table() -> str:
@@ -59,7 +67,7 @@ def memory_cell(model: str, method: dict[str, object]) -> str:
 
 def plan_of(model: str, gpu: str, lengths: Lengths | None, values: dict[str, object]) -> Plan:
     config = build({"model.path": model, "model.dtype": "bfloat16", **values})
-    return Plan(config, GPUS[gpu], lengths or usual_lengths(config), shares_prompts=False)
+    return PlanApart(config, GPUS[gpu], lengths or usual_lengths(config))
 
 
 def tokens_per_s(eta: int) -> float:
