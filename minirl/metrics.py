@@ -1,4 +1,4 @@
-"""Every metric, named and defined once (metrics.toml), and limits on metrics, drops and notes.
+"""Every metric, named and defined once, and the limits on metrics, drops and notes.
 
 Takes a step's numbers, gives its line of metrics.jsonl and the limits that it broke. A name that is
 not in the table is our own mistake and fails. A line has no entry for a value that its step does
@@ -10,11 +10,9 @@ change; `balance` names the pool that holds a run back. Leaves out: the counts o
 """
 
 import math
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from minirl.config import TINY, Config
@@ -23,8 +21,53 @@ from minirl.records import Drop
 
 Values = Mapping[str, float | None]
 DROPPED = {reason: f"buffer/dropped_{reason}" for reason in Drop}
-METRICS: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-METRICS |= {n: f"groups dropped since the run began: {r.words}" for r, n in DROPPED.items()}
+METRICS = {
+    "step": "training steps done",
+    "version": "version published by this step; the step started from version - 1",
+    "seconds": "wall time since training began (first prompt sent)",
+    "reward/mean": "mean reward of the step's trajectories",
+    "reward/std": "population standard deviation of the same rewards",
+    "rollout/tokens_per_s": "tokens sampled by all engines / seconds",
+    "rollout/length_mean": "mean written tokens of a trajectory",
+    "rollout/turns_mean": "mean turns of the model, where > 1",
+    "rollout/truncated_frac": "share truncated at rollout.max_new_tokens",
+    "rollout/batch_mean": "tokens sampled / engine steps: sequences at once",
+    "rollout/idle_frac": "mean over engines: time without a sequence to sample / seconds",
+    "rollout/devices": "devices that generated in this step",
+    "buffer/staleness_mean": "mean over trained tokens: version - 1 - the token's version",
+    "buffer/staleness_max": "largest of the same; never above buffer.max_staleness",
+    "buffer/masked_frac": "share of written tokens masked because they were too stale",
+    "buffer/versions_per_trajectory": "mean number of different versions in a trajectory",
+    "buffer/groups_submitted": "groups dispatched since the run began",
+    "buffer/groups_trained": "groups trained since the run began",
+    "buffer/groups_dropped": "groups dropped since the run began, for any reason",
+    "buffer/groups_in_flight": "groups running, ready or in training now",
+    "buffer/truncated_masked": "truncated trajectories kept out of the loss",
+    **{n: f"groups dropped since the run began: {r.words}" for r, n in DROPPED.items()},
+    "sft/loss": "`minirl sft`: mean -logprob of the answer tokens, before the update",
+    "sft/heldout_loss": "the same over eval.num_prompts held-out examples, after the step",
+    "faults/workers_replaced": "workers that died or froze, since the run began",
+    "faults/steps_redone": "steps rolled back since the run began",
+    "weights/publish_s": "seconds rank 0 took to publish: canary, copy into the store",
+    "weights/reload_pause_s": "mean seconds an engine paused for a reload in this step",
+    "train/loss": "minus the objective, weighted by train.loss_norm, per trained token",
+    "train/grad_norm": "gradient norm before clipping, mean over minibatches",
+    "train/skipped_updates": "updates left out: loss or gradient was not finite",
+    "train/kl": "mean KL to the first model over trained tokens",
+    "train/value_loss": "critic: half the squared error, mean over trained tokens",
+    "train/entropy": "mean entropy of the policy's distribution at trained tokens, in nats",
+    "train/clip_frac": "share of trained tokens whose ratio was clipped",
+    "train/behav_ratio_mean": "mean over trained tokens of w = π_prox / π_behav",
+    "train/capped_frac": "share of trained tokens with w > train.behav_cap",
+    "train/logprob_gap": "mean |vLLM's logprob - the trainer's|, tokens of the version that the "
+    "step starts from: of its batch, and of two answers that end while it runs",
+    "train/tokens_per_s": "tokens trained on, prompts included / seconds of training",
+    "train/mfu": "model FLOPs (6·N a token, shared prompts once; attention) / the GPUs' rate",
+    "train/tokens": "trained tokens of this step",
+    "train/idle_frac": "time rank 0 waited for a batch / seconds",
+    "train/devices": "devices that trained in this step",
+    "train/lr": "learning rate of this step",
+}
 
 
 def metrics_line(values: Values) -> dict[str, float]:
