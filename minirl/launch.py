@@ -82,6 +82,8 @@ class Job:
             if gpu and config.devices.split == "auto":  # a resumed run gets the same split
                 planned = plan.Plan(config, gpu, plan.usual_lengths(config))
                 config = plan.recommended(plan.splits(planned, config.num_devices)).config
+            if gpu and config.devices.share:
+                plan.check_shared(config, gpu)
         check_memory(config, devices.free_memory_bytes())
         self.config, self.task = config, registry.make_task(config)
         registry.check_functions(config)

@@ -96,6 +96,7 @@ def test_a_training_gpu_holds_what_the_algorithm_needs() -> None:
         (1, {"estimator": "gae"}, "gradients", 8 * num),
         (4, {"shard": "optimizer"}, "optimizer", 2 * num),
         (4, {"shard": "full"}, "weights", num),
+        (4, {"shard": "full", "kl_coef": 0.1}, "reference", num),
         (4, {"shard": "full", "optimizer": "adamw8bit"}, "optimizer", num / 2),
         (1, {"lora_rank": 16}, "weights", 2 * num + 4 * adapted),
         (1, {"lora_rank": 16}, "gradients", 4 * adapted),
@@ -145,7 +146,9 @@ def test_one_set_of_changes_fits_with_no_more_of_them_than_it_takes() -> None:
     assert changes("4090", **full | {"model": "Qwen2.5-14B"}) == ["nothing fits"]
 
 
-def test_one_gpu_pays_both_bills_or_the_larger_in_turns() -> None:
+def test_one_gpu_pays_both_bills_or_the_larger_in_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     both = plan(load(RECIPES / "gsm8k-1gpu.toml").config, "4090")
     memory, (engine, rank) = both.gpu.memory_gib * GIB, both.bills
     assert rank.available == pytest.approx(memory - sum(engine.items.values()))
@@ -161,6 +164,10 @@ def test_one_gpu_pays_both_bills_or_the_larger_in_turns() -> None:
     large = plan(config("Qwen2.5-1.5B", max_tokens=4096), "4090")
     changes = tool.tables(large, 1)[1][0][3][1]
     assert "devices.share=true" in changes and "buffer.max_staleness=0" in changes
+    sliced = plan(config("Qwen2.5-1.5B", max_tokens=4096, shard="full", split=(1, 4)), "4090")
+    assert 'train.shard="none"' in tool.tables(sliced, 1)[1][0][3][1]
+    monkeypatch.setattr(tool, "CARDS", {"2": 1.9})
+    assert [row[2] for row in tool.cards(large)[1:]] == ["none fits", "none fits"]
 
 
 def test_training_counts_shared_prompts_once_and_gathers_what_fsdp2_slices() -> None:
@@ -222,6 +229,11 @@ def test_auto_takes_the_planned_split(monkeypatch: pytest.MonkeyPatch) -> None:
         expected = planned if name in GPUS else own.config
         assert Job(given, Path(), Path()).config == expected, "resumed or not"
     assert planned != own.config
+    monkeypatch.setattr(devices, "find_devices", lambda kind: ("cuda", 1))
+    monkeypatch.setattr(devices, "gpus", lambda: [devices.Gpu("RTX 4090", int(24 * GIB), (8, 9))])
+    with pytest.raises(RecipeError, match=r"do not fit 23\.6 GiB; .*--set train\.max_tokens=2048"):
+        Job(load(RECIPES / "gsm8k-2gpu.toml").config, Path(), Path())
+    tool.check_shared(config("someone/else-3B"), GPUS["4090"])  # of unknown size
 
 
 def test_the_plan_agrees_with_the_papers_table_7_and_figure_5c_and_with_prime_rl() -> None:

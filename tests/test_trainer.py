@@ -289,6 +289,9 @@ def test_slices_train_as_whole_tensors(
     assert relative_error(sliced.weights(), whole.weights(), before) < 1e-4
     states = [rank.trainer.learner.state_by_name() for rank in (sliced, whole)]
     assert relative_error(*states) < 1e-5
+    for replica in sliced.trainer.replicas:
+        replica.zero_grad()
+        assert all(part.grad is None for part in replica.slices.values()), "no second copy"
 
 
 def test_in_bfloat16_slices_are_float32_and_products_are_not(

@@ -68,10 +68,10 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def adapter(model: nn.Module) -> dict[str, Tensor]:
-    """Whole, by the names that peft's file has."""
+def adapter(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
+    """By the names that peft's file has, each gathered when asked for."""
     return {
-        f"base_model.model.{name.replace(f'.{NAME}.', '.')}": whole(p.detach()).cpu().contiguous()
+        f"base_model.model.{name.replace(f'.{NAME}.', '.')}": partial(whole, p.detach())
         for name, p in model.named_parameters()
         if ADAPTER in name
     }
