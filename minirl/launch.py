@@ -200,7 +200,7 @@ class Job:
             "run_dir": str(self.run_dir),
             "seed": config.seed,
             "drops": dict(loop.buffer.drops),
-            "balance": measured_balance(config, log.metrics, word) or None,
+            "balance": measured_balance(config, log.metrics, word, loop.buffer.holds_back) or None,
             "ended": time.strftime(TIME_FORMAT),
             **devices.describe(self.kind),
         }

@@ -379,13 +379,10 @@ def cards(plan: Plan) -> Table:
         card = replace(plan, gpu=plan.gpu._replace(memory_gib=gib))
         tried = [{"model.path": path, "train.lora_rank": lora_rank} for path in paths]
         fit = (own for given in tried for own in fitting([on_one_gpu(card.changed(given))]))
-        best = next((own for own in fit if own.config.train.lora_rank == lora_rank), None)
-        found = ("none fits", "", "", "")
-        if best is not None:
+        if best := next((own for own in fit if own.config.train.lora_rank == lora_rank), None):
             own, changes = best.config, " ".join(best.changes_from(plan.config, shown))
-            sizes = f"{own.train.max_tokens:,}", f"{own.rollout.kv_cache_gib:g}"
-            found = (own.model.path, *sizes, changes)
-        rows.append((f"{size} GB", "LoRA" if lora_rank else "full", *found))
+            sizes = own.model.path, f"{own.train.max_tokens:,}", f"{own.rollout.kv_cache_gib:g}"
+            rows.append((f"{size} GB", "LoRA" if lora_rank else "full", *sizes, changes))
     return rows
 
 
