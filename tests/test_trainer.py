@@ -6,7 +6,6 @@ Most run in this process with one rank; what ranks must agree on runs in real pr
 """
 
 import multiprocessing
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ import plain_script
 import pytest
 import ranks
 import torch
-import torch.distributed as dist
 import varlen_cpu  # noqa: F401  registers the kernel of packed attention
 from plain_script import PlainScript, Weights
 from processes import CUDA_TRAINER_PLACE
@@ -30,8 +28,9 @@ from minirl.messages import CheckpointState, Save, Saved, Score, Train, Trained
 from minirl.recipe import check_packages, to_toml
 from minirl.records import Batch, Group
 from minirl.resume import check_changes
+from minirl.shm.board import Board
 from minirl.shm.ring import TrajectoryRing
-from minirl.train import attention, optimizer, policy
+from minirl.train import attention, optimizer, policy, trainer
 from minirl.train.attention import boundaries
 from minirl.train.checkpoint import read_state, read_whole
 from minirl.train.policy import load_policy, model_flops
@@ -259,21 +258,10 @@ def train_twice(rank: Any, data: Data) -> list[dict[str, float | None]]:
     return [rank.train(data.of(kind, i)) for i, kind in enumerate((FRESH, MIXED), 1)]
 
 
-def assert_same(ours: Any, theirs: Any) -> None:
+def assert_same(ours: Any, theirs: Any, near: float = 1e-5) -> None:
     for values, others in zip(ours, theirs, strict=True):
         for key in COMPARED & {*others}:
-            assert values[key] == pytest.approx(others[key], rel=1e-4, abs=1e-6), key
-
-
-@pytest.fixture
-def one_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A rank whose slices are whole, in this process: all of FSDP2 but the others."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setattr(optimizer, "is_fully_sharded", lambda s: s.config.train.shard == "full")
-    join = f"file://{tmp_path / 'rendezvous'}"
-    dist.init_process_group("gloo", init_method=join, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+            assert values[key] == pytest.approx(others[key], rel=near, abs=1e-6), key
 
 
 @pytest.mark.parametrize("options", [MANY, LORA, {**PPO, **KL}], ids=["plain", "lora", "critic"])
@@ -335,21 +323,45 @@ def test_under_ddp_gradients_are_its_buckets_from_the_start(
     assert len({p.grad.untyped_storage().data_ptr() for p in parameters}) < len(parameters)
 
 
+def test_the_host_holds_one_whole_model(
+    data: Data, tied_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that keep slices load it one after another."""
+    calls = list[str]()
+    monkeypatch.setattr(trainer, "over_ranks", lambda value: calls.append("all") or value)
+    monkeypatch.setattr(trainer.Trainer, "build", lambda self: calls.append("this rank"))
+    setup = ranks.setup_of(tied_folder, with_train(shard="full"), data.ring, rank=1, num_ranks=3)
+    trainer.Trainer(setup, Board(1).writer(0))
+    assert calls == ["all", "this rank", "all", "all"]
+
+
 ALL = {**LORA, **PPO, **KL}
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "options"),
-    [(2, {"shard": "full"}), (3, {"shard": "full", **ALL}), (2, {"num_minibatches": 2, **ALL})],
-    ids=["sliced", "sliced with all", "whole with all"],
+    ("num_ranks", "options", "dtype"),
+    [
+        (2, {"shard": "full", "gradient_checkpointing": True}, "float32"),
+        (3, {"shard": "full", **ALL}, "float32"),
+        (2, {"num_minibatches": 2, **ALL}, "float32"),
+        pytest.param(2, {"shard": "full", **LORA}, "bfloat16", marks=pytest.mark.slow),
+    ],
+    ids=["sliced", "sliced with all", "whole with all", "sliced in bfloat16"],
 )
 def test_several_ranks_give_the_update_of_one(
-    num_ranks: int, options: dict[str, Any], data: Data, tied_folder: Path, tmp_path: Path
+    num_ranks: int,
+    options: dict[str, Any],
+    dtype: Any,
+    data: Data,
+    tied_folder: Path,
+    tmp_path: Path,
 ) -> None:
     """With all that ranks must tell each other: values, adapters, what blew up; and where answers
     are scored by rank 0 while all of them train."""
-    folder, config = tmp_path / "checkpoints" / "step-000001", with_train(**options)
-    alone = LocalRank(tied_folder, with_train(**{**options, "shard": "none"}), data.ring)
+    folder = tmp_path / "checkpoints" / "step-000001"
+    whole = replace(with_train(**options | {"shard": "none"}), model=ModelConfig(dtype=dtype))
+    config = replace(whole, train=with_train(**options).train)
+    alone = LocalRank(tied_folder, whole, data.ring)
     before, expected = alone.weights(), train_twice(alone, data)
     with ranks.ranks(tmp_path, tied_folder, config, data.ring, num_ranks) as some:
         assert are_equal(some.weights(), before)
@@ -364,9 +376,15 @@ def test_several_ranks_give_the_update_of_one(
         found = [some.inbox.take(scorer, Trained).values, some.train(data.of(MIXED, 2))]
         some.save(folder)
         weights = some.weights()
+    if dtype == "bfloat16":  # rounded otherwise in micro-batches of other sequences
+        assert_same(found[:1], expected[:1], 1e-3)
+        assert relative_error(ranks.momentum(folder), alone.momentum()) < 0.05
+        return
     assert_same(found, expected)
-    assert relative_error(ranks.momentum(folder), alone.momentum()) < 1e-4
-    assert relative_error(weights, alone.weights()) < 1e-6
+    assert relative_error(ranks.momentum(folder), alone.momentum()) < 1e-5
+    # Looser: Adam turns a rounding error of a gradient near 0 into a part of the step.
+    near = 1e-5 if "lora_rank" in options else 5e-5
+    assert relative_error(weights, alone.weights(), before) < near
 
 
 @pytest.mark.slow

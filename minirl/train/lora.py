@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 NAME = "default"  # peft's name of an adapter
 INSIDE = ".base_layer."  # where peft moves a layer's own weights
 ADAPTER = ".lora_"  # in the names of its weights
+Weights = dict[str, Callable[[], Tensor]]  # by name, each computed when asked for
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -34,7 +35,7 @@ def add_adapters(model: nn.Module, rank: int, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def merged(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
+def merged(model: nn.Module) -> Weights:
     """The weights under the names of the model without adapters, each computed when asked for, so
     that a publication never has a second model in memory."""
     layers = {n: m for n, m in model.named_modules() if hasattr(m, "get_delta_weight")}
@@ -52,7 +53,7 @@ def _merge(tensor: Tensor, layer: Any) -> Tensor:
     return whole(tensor if layer is None else tensor.float() + layer.get_delta_weight(NAME))
 
 
-def named(weights: dict[str, Callable[[], Tensor]], name: str) -> Tensor:
+def named(weights: Weights, name: str) -> Tensor:
     """By its name in a checkpoint, where each expert of a mixture has tensors of its own, which
     transformers keeps in one."""
     if (found := EXPERT.fullmatch(name)) is None:
@@ -68,7 +69,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def adapter(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
+def adapter(model: nn.Module) -> Weights:
     """By the names that peft's file has, each gathered when asked for."""
     return {
         f"base_model.model.{name.replace(f'.{NAME}.', '.')}": partial(whole, p.detach())
