@@ -258,10 +258,10 @@ def train_twice(rank: Any, data: Data) -> list[dict[str, float | None]]:
     return [rank.train(data.of(kind, i)) for i, kind in enumerate((FRESH, MIXED), 1)]
 
 
-def assert_same(ours: Any, theirs: Any, near: float = 1e-5) -> None:
+def assert_same(ours: Any, theirs: Any) -> None:
     for values, others in zip(ours, theirs, strict=True):
         for key in COMPARED & {*others}:
-            assert values[key] == pytest.approx(others[key], rel=near, abs=1e-6), key
+            assert values[key] == pytest.approx(others[key], rel=1e-5, abs=1e-6), key
 
 
 @pytest.mark.parametrize("options", [MANY, LORA, {**PPO, **KL}], ids=["plain", "lora", "critic"])
@@ -377,7 +377,8 @@ def test_several_ranks_give_the_update_of_one(
         some.save(folder)
         weights = some.weights()
     if dtype == "bfloat16":  # rounded otherwise in micro-batches of other sequences
-        assert_same(found[:1], expected[:1], 1e-3)
+        for key in ("train/loss", "train/grad_norm"):
+            assert found[0][key] == pytest.approx(expected[0][key], rel=1e-3), key
         assert relative_error(ranks.momentum(folder), alone.momentum()) < 0.05
         return
     assert_same(found, expected)

@@ -229,7 +229,8 @@ class Plan:
         d_head = 0.0 if train.lora_rank else 4.0 * matrix  # LoRA does not train it
         held = 0.5 * d_head if is_full and size == 2 else d_head  # as gathered
         kept_heads = (5 if shape.norms_heads else 2) * heads
-        layer = 16.0 * hidden + size * (5 * hidden + kept_heads + 4 * mlp)
+        wide = 8.0 if train.lora_rank else 16.0  # norms that are not trained keep less
+        layer = wide * hidden + size * (5 * hidden + kept_heads + 4 * mlp)
         if not train.gradient_checkpointing:
             return copies + logits + d_head + num * (layer * shape.layers + 15.0 * hidden)
         kept = 4.0 * hidden * shape.layers
