@@ -25,7 +25,7 @@ check: $(VENV)/ready
 slow: $(VENV)/ready
 	$(BIN)/python -m pytest -m slow
 
-# Four whole runs that must learn: plain, LoRA, PPO with a critic, GSPO.
+# Whole runs that must learn: plain, on shared cores, LoRA, PPO with a critic, GSPO.
 learn: $(VENV)/ready
 	$(BIN)/python -m pytest -m slow -n 0 -k test_it_learns tests/test_run.py
 

@@ -206,6 +206,10 @@ class Buffer:
     # -- admission
 
     @property
+    def holds_back(self) -> bool:
+        return self.admission.limit < self.num_slots
+
+    @property
     def num_free(self) -> int:
         return len(self._free)
 

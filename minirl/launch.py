@@ -82,6 +82,8 @@ class Job:
             if gpu and config.devices.split == "auto":  # a resumed run gets the same split
                 planned = plan.Plan(config, gpu, plan.usual_lengths(config))
                 config = plan.recommended(plan.splits(planned, config.num_devices)).config
+            if gpu and config.devices.share:
+                plan.check_shared(config, gpu)
         check_memory(config, devices.free_memory_bytes())
         self.config, self.task = config, registry.make_task(config)
         registry.check_functions(config)
@@ -199,7 +201,7 @@ class Job:
             "run_dir": str(self.run_dir),
             "seed": config.seed,
             "drops": dict(loop.buffer.drops),
-            "balance": measured_balance(config, log.metrics, word) or None,
+            "balance": measured_balance(config, log.metrics, word, loop.buffer.holds_back) or None,
             "ended": time.strftime(TIME_FORMAT),
             **devices.describe(self.kind),
         }

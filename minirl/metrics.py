@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from minirl.config import TINY, Config
+from minirl.config import Config
 from minirl.errors import one_line
 from minirl.records import Drop
 
@@ -162,20 +162,25 @@ class DropWatch:
 
 # Which pool holds a run back ----------------------------------------------------------------------
 
-# Of a pool that has all CPU cores instead of half: SmolLM2-135M on 2 cores; none for "tiny".
-SPEEDUP = 1.5
+# Of a pool that has all CPU cores instead of half: SmolLM2-135M on 2 cores. "tiny", which trains
+# thousands of tokens/s there, gains nothing: its products are too small.
+SPEEDUP, MAX_RATE = 1.5, 1000
 
 
-def balance(config: Config, idle: Sequence[float], word: str = "GPU") -> str:
+def balance(
+    config: Config, idle: Sequence[float], word: str = "GPU", is_held: bool = False, rate: float = 0
+) -> str:
     """Each pool's capacity is what it did, divided by its busy share; the slower pool is the
     bottleneck. `idle`: the shares of rollout and training; `word`: "GPU" where there may be one
-    more, "" where there is none left, "cores" on a CPU."""
+    more, "" where there is none left, "cores" on a CPU; `is_held`: admission control leaves slots
+    free; `rate`: trained tokens/s, where known."""
     shares = f"engines idle {idle[0]:.0%}, trainers {idle[1]:.0%}"
     busy = [max(1e-3, 1 - share) for share in idle]
+    why = ", admission control holds the engines back" if is_held and idle[0] > idle[1] else ""
     if config.devices.share:
-        return f"both on the same {word or 'GPU'}: {shares}"
+        return f"both on the same {word or 'GPU'}: {shares}{why}"
     advice, gain = "", SPEEDUP / sum(busy) - 1
-    if word == "cores" and config.num_devices == 2 and gain > 0.1 and config.model.path != TINY:
+    if word == "cores" and config.num_devices == 2 and gain > 0.1 and 0 < rate < MAX_RATE:
         advice = f"; all cores in turn (devices.share, max_staleness 0) would give {gain:+.0%}"
     if config.is_synchronous:
         text = f"synchronous: {shares}; buffer.max_staleness = 1 or more would let both work"
@@ -188,10 +193,12 @@ def balance(config: Config, idle: Sequence[float], word: str = "GPU") -> str:
     if word == "GPU":  # more help the slower pool until the other one is the slower
         gain = min((num + 1) / num, max(busy) / min(busy)) - 1
         advice = f", one {word} more for {pool} would give {gain:+.0%}"
-    return f"{text} idle {max(idle):.0%}{advice}"
+    return f"{text} idle {max(idle):.0%}{why}{advice}"
 
 
-def measured_balance(config: Config, lines: Sequence[dict[str, Any]], word: str) -> str:
+def measured_balance(
+    config: Config, lines: Sequence[dict[str, Any]], word: str, is_held: bool = False
+) -> str:
     """Of the steps with these devices, without the first, which waits for the first answers; steps
     weigh by their time. Empty where there are too few."""
     now = {"rollout/devices": config.devices.rollout, "train/devices": config.devices.train}
@@ -203,4 +210,4 @@ def measured_balance(config: Config, lines: Sequence[dict[str, Any]], word: str)
         sum(line.get(f"{pool}/idle_frac", 0.0) * seconds for line, seconds in steps) / total
         for pool in ("rollout", "train")
     ]
-    return balance(config, idle, word)
+    return balance(config, idle, word, is_held, lines[-1].get("train/tokens_per_s", 0))

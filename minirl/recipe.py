@@ -317,8 +317,8 @@ def check_model(config: Config, folder: Path, kind: str = "") -> None:
     rule, remedy = f"the model has only the tokens below {known}", "take the others out"
     need(config, "rollout.stop_tokens", not known or last < known, rule, remedy)
     needed = kv_bytes_per_token(config, sizes) * -(-longest // 32) * 32 / 2**30  # in whole blocks
-    is_cpu = kind == "cpu" and config.devices.kind != "cuda"
-    is_enough = not is_cpu or needed <= config.rollout.kv_cache_gib
+    is_sized = config.devices.share or (kind == "cpu" and config.devices.kind != "cuda")
+    is_enough = not is_sized or needed <= config.rollout.kv_cache_gib
     rule = f"one sequence of {longest} tokens needs {needed:.3g}"
     need(config, "rollout.kv_cache_gib", is_enough, rule, "raise it")
 

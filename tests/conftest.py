@@ -1,6 +1,7 @@
 """What several test files share: the tiny random models, made once a session."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,21 @@ llama_folder = model_fixture("llama", tied=False, kind="LlamaConfig")
 # One key-value head for two ranks, a padded vocabulary, biases.
 BIASED = {"attention_bias": True, "num_key_value_heads": 1, "vocab_size": 390}
 biased_folder = model_fixture("biased", tied=False, kind="LlamaConfig", **BIASED)
+
+
+@pytest.fixture
+def one_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A rank whose slices are whole, in this process: all of FSDP2 but the others."""
+    import torch.distributed as dist
+
+    from minirl.train import optimizer
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(optimizer, "is_fully_sharded", lambda s: s.config.train.shard == "full")
+    join = f"file://{tmp_path / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=join, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

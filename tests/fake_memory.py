@@ -12,14 +12,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from minirl.config import Config
-from minirl.train import attention, policy
+from minirl.train import attention, lora, policy
 from minirl.train.packing import Unit
 from minirl.train.policy import Policy
 from minirl.train.sharing import share
@@ -63,10 +63,13 @@ def peak_bytes(config: Config, shape: PretrainedConfig, units: Sequence[Unit] = 
     mode, shared = FakeTensorMode(allow_non_fake_inputs=True), share(units, "cpu")
     num_tokens = len(shared.unique_T) if shared else config.train.max_tokens
     num_needed = sum(sum(unit.answers) for unit in units) or int(WRITTEN * num_tokens)
-    model = faked(shape, mode)
-    num_parameters = sum(p.numel() for p in model.parameters())
+    model, train, dtype = faked(shape, mode), config.train, getattr(torch, config.model.dtype)
     with ExitStack() as stack:
         stack.enter_context(mode)
+        if train.lora_rank:
+            with patch.object(nn.Module, "to", lambda module, *_, **__: module):  # as all are fake
+                lora.add_adapters(model, train.lora_rank, dtype)
+            model.enable_input_require_grads()
         tokens_T = torch.empty(num_tokens, dtype=torch.int64)
         ends = torch.empty(num_tokens // LENGTH + 1, dtype=torch.int32)
         bounds = attention.Boundaries(tokens_T, ends, LENGTH)
@@ -74,17 +77,19 @@ def peak_bytes(config: Config, shape: PretrainedConfig, units: Sequence[Unit] = 
         stack.enter_context(patch.object(attention, "VARLEN_ON", {"cpu"}))
         stack.enter_context(patch.object(policy, "AUTOCAST_ON", {"cpu"}))
         stack.enter_context(patch.object(Tensor, "nonzero", needed))
-        if config.train.gradient_checkpointing:
+        if train.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        own = Policy(model, getattr(torch, config.model.dtype)).train()
+        model.get_input_embeddings().register_forward_hook(policy.widen)
+        own = Policy(model, dtype).train()
         known = {p.untyped_storage()._cdata for p in own.parameters()}
         counter = stack.enter_context(Counter(known))
         for _ in range(2):
             logprobs_T, _entropy_T = own(tokens_T, bounds, shared=shared)
             logprobs_T.sum().backward()
             del logprobs_T, _entropy_T
-    shards = config.devices.train if config.train.shard == "optimizer" else 1
-    return 4.0 * num_parameters + 8.0 * num_parameters / shards + counter.peak
+    shards = config.devices.train if train.shard == "optimizer" else 1
+    trained = sum(p.numel() for p in own.parameters() if p.requires_grad)
+    return sum(p.nbytes for p in own.parameters()) + 8.0 * trained / shards + counter.peak
 
 
 def faked(shape: PretrainedConfig, mode: FakeTensorMode) -> Any:

@@ -108,11 +108,12 @@ class Run:
     """`minirl train` on the smoke recipe, made small, in a process of its own; `boxes`: on the head
     of these (boxes.py)."""
 
-    def __init__(self, run_dir: Path, small: bool = True, boxes: Any = None, **changes: object):
+    def __init__(self, run_dir: Path, small: bool = True, boxes: Any = None, **changes: Any):
         self.dir, here = run_dir, Path(__file__).parent
         settings = dict(SMALL) if small else {}
+        options = changes.pop("options", ())
         settings |= {key.replace("__", "."): value for key, value in changes.items()}
-        train = [sys.executable, "-m", "minirl.cli", "train", str(RECIPES / "smoke.toml")]
+        train = [sys.executable, "-m", "minirl.cli", "train", str(RECIPES / "smoke.toml"), *options]
         train += [f"--run-dir={run_dir}", *(f"--set={key}={v}" for key, v in settings.items())]
         paths = (str(here), str(here.parent), os.environ.get("PYTHONPATH", ""))
         env = dict(boxes.env if boxes else os.environ) | {"PYTHONPATH": os.pathsep.join(paths)}

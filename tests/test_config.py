@@ -199,10 +199,13 @@ def test_a_model_is_found_and_checked(folder: Path) -> None:
         assert "no such folder, nor a hub name" in found
     sizes = '{"max_position_embeddings": 512, "num_attention_heads": 14}'
     long, wide = {"rollout.max_new_tokens": 400}, {"devices.tensor_parallel": 4}
+    deep = '{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}'
+    shared = {"devices.share": True, "rollout.kv_cache_gib": 1e-9}  # also on CUDA
     for text, values, line in (
         *((text, {}, "its config.json cannot be read") for text in ("[", "[]")),
         *((text, {}, "") for text in ("{}", sizes)),
         (sizes, long, "that is 656, past the model's 512 positions; shorten one: together"),
+        (deep, shared, "one sequence of 384 tokens needs"),
         (f'{{"text_config": {sizes}}}', wide, "must divide the model's 14 attention heads"),
     ):
         write("config.json", text)

@@ -134,7 +134,7 @@ def test_what_starts_is_not_at_work_and_what_is_held_back_is_said(tmp_path: Path
     for prompt in range(2):
         buffer.admit(prompt, 0)
     held_back = "engines wait: admission control holds them back (2 of 8 slots)"
-    assert reporter._doing() == held_back
+    assert reporter._doing() == held_back and buffer.holds_back
     board.enter(State.GENERATING)
     assert reporter._doing() == ""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen2Config, Qwen3Config
+from transformers import PretrainedConfig, Qwen2Config, Qwen3Config
 
 from minirl import devices
 from minirl.config import Config
@@ -20,7 +20,7 @@ from minirl.tools import plan as tool
 from minirl.tools.plan import GIB, GPUS, SHAPES, Plan, recommended, shape_of, splits
 from minirl.tools.simulate import Costs, Lengths, SimulatedEngine, Simulation
 from minirl.train.packing import Unit
-from tests.bench.shard import HF_NAMES
+from tests.bench.shard import HF_NAMES, counted_bytes
 from tests.docs import plan as paper
 from tests.fake_memory import peak_bytes
 
@@ -102,6 +102,7 @@ def test_a_training_gpu_holds_what_the_algorithm_needs() -> None:
         (1, {"estimator": "gae"}, "gradients", 8 * num),
         (4, {"shard": "optimizer"}, "optimizer", 2 * num),
         (4, {"shard": "full"}, "weights", num),
+        (4, {"shard": "full", "kl_coef": 0.1}, "reference", num),
         (4, {"shard": "full", "optimizer": "adamw8bit"}, "optimizer", num / 2),
         (1, {"lora_rank": 16}, "weights", 2 * num + 4 * adapted),
         (1, {"lora_rank": 16}, "gradients", 4 * adapted),
@@ -114,18 +115,24 @@ def test_a_training_gpu_holds_what_the_algorithm_needs() -> None:
 
 
 GPU_RECIPES = {"gsm8k": "H100", "gsm8k-2gpu": "4090", "gsm8k-1gpu": "4090", "smoke-gpu": "4090"}
+GPU_RECIPES["gsm8k-2gpu train.lora_rank=32"] = "4090"
+
+
+def sizes_of(shape: tool.Shape) -> PretrainedConfig:
+    sizes = dict(zip(HF_NAMES, shape[:-1], strict=True))
+    kind = Qwen3Config if shape.norms_heads else Qwen2Config
+    return kind(**sizes, max_position_embeddings=4096, pad_token_id=0)
 
 
 @pytest.mark.parametrize("recipe", GPU_RECIPES)
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_the_bill_is_what_fake_tensors_count(recipe: str, is_checkpointed: bool) -> None:
     """And recipes fit with room."""
-    text = f"train.gradient_checkpointing={str(is_checkpointed).lower()}"
-    own = plan(load(RECIPES / f"{recipe}.toml", [text]).config, GPU_RECIPES[recipe])
-    kind = Qwen3Config if own.shape.norms_heads else Qwen2Config
-    sizes = dict(zip(HF_NAMES, own.shape[:-1], strict=True))
-    model = kind(**sizes, max_position_embeddings=4096, pad_token_id=0)
-    counted, num = peak_bytes(own.config, model), own.config.rollout.group_size
+    text, (name, *more) = str(is_checkpointed).lower(), recipe.split()
+    given = [f"train.gradient_checkpointing={text}", *more]
+    own = plan(load(RECIPES / f"{name}.toml", given).config, GPU_RECIPES[recipe])
+    model, num = sizes_of(own.shape), own.config.rollout.group_size
+    counted = peak_bytes(own.config, model)
     total = sum(own.bills[1].items.values()) - sum(tool.LIBRARIES.values())
     near = 0.05 * counted if recipe != "smoke-gpu" else 0.1 * GIB  # 0.3 GiB in all
     assert total == pytest.approx(counted, abs=near)
@@ -135,6 +142,17 @@ def test_the_bill_is_what_fake_tensors_count(recipe: str, is_checkpointed: bool)
         assert total == pytest.approx(peak_bytes(own.config, model, units), rel=0.05)
     assert counted + 3 * GIB < own.gpu.memory_gib * GIB
     assert own.fits or (recipe == "gsm8k-1gpu" and not is_checkpointed)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [("Qwen2.5-7B", 4), pytest.param("Qwen3-14B", 6, marks=pytest.mark.slow)],
+)
+def test_the_bill_of_slices_is_what_fake_tensors_count(name: str, num_ranks: int) -> None:
+    sliced = {"shard": "full", "gradient_checkpointing": True, "max_tokens": 4096}
+    own = plan(config(name, (1, num_ranks), **sliced))
+    total = sum(own.bills[1].items.values()) - sum(tool.LIBRARIES.values())
+    assert total == pytest.approx(counted_bytes(own.config, sizes_of(own.shape)), rel=0.05)
 
 
 def test_one_set_of_changes_fits_with_no_more_of_them_than_it_takes() -> None:
@@ -156,7 +174,9 @@ def test_one_set_of_changes_fits_with_no_more_of_them_than_it_takes() -> None:
     assert changes("4090", **full | {"model": "Qwen2.5-14B"}) == ["nothing fits"]
 
 
-def test_one_gpu_pays_both_bills_or_the_larger_in_turns() -> None:
+def test_one_gpu_pays_both_bills_or_the_larger_in_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     both = plan(load(RECIPES / "gsm8k-1gpu.toml").config, "4090")
     memory, (engine, rank) = both.gpu.memory_gib * GIB, both.bills
     assert rank.available == pytest.approx(memory - sum(engine.items.values()))
@@ -172,6 +192,10 @@ def test_one_gpu_pays_both_bills_or_the_larger_in_turns() -> None:
     large = plan(config("Qwen2.5-1.5B", max_tokens=4096), "4090")
     changes = tool.tables(large, 1)[1][0][3][1]
     assert "devices.share=true" in changes and "buffer.max_staleness=0" in changes
+    sliced = plan(config("Qwen2.5-1.5B", max_tokens=4096, shard="full", split=(1, 4)), "4090")
+    assert 'train.shard="none"' in tool.tables(sliced, 1)[1][0][3][1]
+    monkeypatch.setattr(tool, "CARDS", {"2": 1.9})
+    assert len(tool.cards(large)) == 1, "nothing fits"
 
 
 def test_training_counts_shared_prompts_once_and_gathers_what_fsdp2_slices() -> None:
@@ -234,6 +258,11 @@ def test_auto_takes_the_planned_split(monkeypatch: pytest.MonkeyPatch) -> None:
         expected = planned if name in GPUS else own.config
         assert Job(given, Path(), Path()).config == expected, "resumed or not"
     assert planned != own.config
+    monkeypatch.setattr(devices, "find_devices", lambda kind: ("cuda", 1))
+    monkeypatch.setattr(devices, "gpus", lambda: [devices.Gpu("RTX 4090", int(24 * GIB), (8, 9))])
+    with pytest.raises(RecipeError, match=r"do not fit 23\.6 GiB; .*--set train\.max_tokens=2048"):
+        Job(load(RECIPES / "gsm8k-2gpu.toml").config, Path(), Path())
+    tool.check_shared(config("someone/else-3B"), GPUS["4090"])  # of unknown size
 
 
 def test_the_plan_agrees_with_the_papers_table_7_and_figure_5c_and_with_prime_rl() -> None:
@@ -252,10 +281,12 @@ def test_the_balance_names_the_bottleneck_and_what_would_help() -> None:
     assert balance(config(split=(4, 4)), (0.0, 0.41)) == (
         "generation-bound: trainers idle 41%, one GPU more for rollout would give +25%"
     )
-    assert balance(config(), (0.98, 0.0), "cores") == (
-        "training-bound: engines idle 98%; all cores in turn (devices.share, max_staleness 0) "
-        "would give +47%"
+    held_back = "admission control holds the engines back"
+    assert balance(config(), (0.98, 0.0), "cores", is_held=True, rate=300) == (
+        f"training-bound: engines idle 98%, {held_back}; all cores in turn "
+        "(devices.share, max_staleness 0) would give +47%"
     )
+    assert held_back not in balance(config(), (0.0, 0.9), is_held=True)
     assert balance(config(), (0.6, 0.0), "cores") == "training-bound: engines idle 60%"
     assert balance(config(), (0.6, 0.0), "") == "training-bound: engines idle 60%"  # no room
     assert balance(config(), (0.01, 0.02)) == "balanced: engines idle 1%, trainers 2%"
@@ -266,6 +297,10 @@ def test_the_balance_names_the_bottleneck_and_what_would_help() -> None:
     found = measured_balance(config(), lines, "GPU")
     assert found.startswith("generation-bound: trainers idle 50%, ")
     assert measured_balance(config(), lines[:1], "GPU") == ""
+    for rate, is_advised in ((300.0, True), (9000.0, False)):
+        waits = {"rollout/idle_frac": 0.9, "train/tokens_per_s": rate}
+        own = [{"seconds": float(i), **waits} for i in range(3)]
+        assert ("all cores in turn" in measured_balance(config(), own, "cores")) == is_advised
     before = {**lines[1], "rollout/devices": 2, "train/devices": 1}  # resumed on other devices
     assert measured_balance(config(), [before, before, *lines], "GPU") == found
 

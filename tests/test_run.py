@@ -153,6 +153,19 @@ def test_a_run_shares_its_cores_and_trains_only_while_the_engine_sleeps(
         assert all(any(a <= x and y <= b for a, b in asleep) for x, y in training)
 
 
+@pytest.mark.slow
+def test_ranks_that_keep_slices_train_and_resume(tmp_path: Path, tied_folder: Path) -> None:
+    sliced = {"devices__train": 2, "train__shard": '"full"', "eval__every": 2}
+    sliced |= {"model__path": tied_folder, "checkpoint__every": 2}
+    Run(tmp_path / "run", train__steps=2, **sliced).end(code=0)
+    run = Run(tmp_path / "run", options=("--resume",), train__steps=4, **sliced)
+    run.end(code=0)
+    assert run.summary()["logprob_gap_max"] < 1e-3
+    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4]
+    assert_accounted(run.metrics(), max_staleness=2)
+    assert (run.dir / "checkpoints/step-000004/trainer/optimizer-1-of-2.safetensors").exists()
+
+
 def test_smoke_recipe_learns(tmp_path: Path) -> None:
     """Sixteen of its thirty steps; `make learn` makes them all."""
     run = Run(tmp_path / "run", small=False, train__steps=16, eval__every=16)
@@ -165,6 +178,8 @@ def test_smoke_recipe_learns(tmp_path: Path) -> None:
 # Whole runs that must learn: `make learn`, about two minutes each on 2 cores.
 LEARNERS: dict[str, dict[str, Any]] = {
     "smoke": {},
+    "shared cores": {"devices__share": "true"},
+    "shared cores in turns": {"devices__share": "true", "buffer__max_staleness": 0},
     "lora": {"train__lora_rank": 16, "train__lr": 3e-3},
     "ppo with a critic": {"train__algorithm": "ppo"},
     "gspo": {"train__algorithm": "gspo"},

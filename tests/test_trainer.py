@@ -7,7 +7,6 @@ Most run in this process with one rank; what ranks must agree on runs in real pr
 
 import itertools
 import multiprocessing
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -32,9 +31,10 @@ from minirl.messages import CheckpointState, RankSetup, Save, Saved, Score, Trai
 from minirl.recipe import check_packages, to_toml
 from minirl.records import Batch, Group
 from minirl.resume import check_changes
+from minirl.shm.board import Board
 from minirl.shm.ring import TrajectoryRing
 from minirl.supervisor import SLOW_LIMIT_S
-from minirl.train import attention, optimizer, policy
+from minirl.train import attention, optimizer, policy, trainer
 from minirl.train.attention import boundaries
 from minirl.train.batch import items_of, staleness_metrics
 from minirl.train.checkpoint import read_state, read_whole
@@ -266,15 +266,10 @@ def train_twice(rank: Any, data: Data) -> list[dict[str, float | None]]:
     return [rank.train(data.of(kind, i)) for i, kind in enumerate((FRESH, MIXED), 1)]
 
 
-@pytest.fixture
-def one_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A rank whose slices are whole, in this process: all of FSDP2 but the others."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setattr(optimizer, "is_fully_sharded", lambda s: s.config.train.shard == "full")
-    join = f"file://{tmp_path / 'rendezvous'}"
-    dist.init_process_group("gloo", init_method=join, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def assert_same(ours: Any, theirs: Any) -> None:
+    for values, others in zip(ours, theirs, strict=True):
+        for key in COMPARED & {*others}:
+            assert values[key] == pytest.approx(others[key], rel=1e-5, abs=1e-6), key
 
 
 def test_in_bfloat16_slices_are_float32_and_products_are_not(
@@ -296,6 +291,8 @@ def test_in_bfloat16_slices_are_float32_and_products_are_not(
         found.append(rank.trainer.learner.state_by_name())
         if shard == "none":
             assert 1e-4 < relative_error(exact.momentum(), rank.momentum()) < 0.1
+    rank.trainer.learner.zero_grad()
+    assert all(part.grad is None for part in rank.trainer.learner.slices.values()), "a second copy"
     assert seen == {torch.float32, torch.bfloat16, "flows torch.float32"}
     assert relative_error(*found) < 0.02  # norms are rounded too
 
@@ -321,7 +318,6 @@ def test_under_ddp_gradients_are_its_buckets_from_the_start(
             replica.parallel(tokens_T, boundaries(lengths))[0].sum().backward()
         assert [parameter.grad.data_ptr() for parameter in parameters] == before
         assert any(parameter.grad.any() for parameter in parameters)
-        replica.zero_grad()
         replica.zero_grad()
         assert not any(parameter.grad.any() for parameter in parameters)
     assert len({p.grad.untyped_storage().data_ptr() for p in parameters}) < len(parameters)
@@ -349,25 +345,45 @@ def test_a_shared_gpu_is_emptied_last_before_the_engine_wakes(
     assert seen == [*["beat"] * len(rank.store.table), "canary", before]
 
 
+def test_the_host_holds_one_whole_model(
+    data: Data, tied_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that keep slices load it one after another."""
+    calls = list[str]()
+    monkeypatch.setattr(trainer, "over_ranks", lambda value: calls.append("all") or value)
+    monkeypatch.setattr(trainer.Trainer, "build", lambda self: calls.append("this rank"))
+    setup = ranks.setup_of(tied_folder, with_train(shard="full"), data.ring, rank=1, num_ranks=3)
+    trainer.Trainer(setup, Board(1).writer(0))
+    assert calls == ["all", "this rank", "all", "all"]
+
+
 ALL = {**LORA, **PPO, "kl_coef": 0.1}
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "options"),
+    ("num_ranks", "options", "dtype"),
     [
-        (2, {"shard": "full", **MANY}),
-        (3, {"shard": "full", **ALL}),
-        (2, {"shard": "optimizer", "num_minibatches": 2, **ALL}),
+        (2, {"shard": "full", **MANY}, "float32"),
+        (3, {"shard": "full", **ALL}, "float32"),
+        (2, {"shard": "optimizer", "num_minibatches": 2, **ALL}, "float32"),
+        pytest.param(2, {"shard": "full", **LORA}, "bfloat16", marks=pytest.mark.slow),
     ],
-    ids=["sliced", "sliced with all", "optimizer sliced with all"],
+    ids=["sliced", "sliced with all", "optimizer sliced with all", "sliced in bfloat16"],
 )
 def test_several_ranks_give_the_update_of_one(
-    num_ranks: int, options: dict[str, Any], data: Data, tied_folder: Path, tmp_path: Path
+    num_ranks: int,
+    options: dict[str, Any],
+    dtype: Any,
+    data: Data,
+    tied_folder: Path,
+    tmp_path: Path,
 ) -> None:
     """With all that ranks must tell each other: values, adapters, what blew up; and where answers
     are scored by rank 0 while all of them train."""
-    folder, config = tmp_path / "checkpoints" / "step-000001", with_train(**options)
-    alone = LocalRank(tied_folder, with_train(**{**options, "shard": "none"}), data.ring)
+    folder = tmp_path / "checkpoints" / "step-000001"
+    whole = replace(with_train(**options | {"shard": "none"}), model=ModelConfig(dtype=dtype))
+    config = replace(whole, train=with_train(**options).train)
+    alone = LocalRank(tied_folder, whole, data.ring)
     before, expected = alone.weights(), train_twice(alone, data)
     with ranks.ranks(tmp_path, tied_folder, config, data.ring, num_ranks) as some:
         assert are_equal(some.weights(), before)
@@ -382,11 +398,16 @@ def test_several_ranks_give_the_update_of_one(
         found = [some.inbox.take(scorer, Trained).values, some.train(data.of(MIXED, 2))]
         some.save(folder)
         weights = some.weights()
-    for values, others in zip(found, expected, strict=True):
-        for key in COMPARED & {*others}:
-            assert values[key] == pytest.approx(others[key], rel=1e-4, abs=1e-6), key
-    assert relative_error(ranks.momentum(folder), alone.momentum()) < 1e-4
-    assert relative_error(weights, alone.weights()) < 1e-6
+    if dtype == "bfloat16":  # rounded otherwise in micro-batches of other sequences
+        for key in ("train/loss", "train/grad_norm"):
+            assert found[0][key] == pytest.approx(expected[0][key], rel=1e-3), key
+        assert relative_error(ranks.momentum(folder), alone.momentum()) < 0.05
+        return
+    assert_same(found, expected)
+    assert relative_error(ranks.momentum(folder), alone.momentum()) < 1e-5
+    # Looser: Adam turns a rounding error of a gradient near 0 into a part of the step.
+    near = 1e-5 if "lora_rank" in options else 5e-5
+    assert relative_error(weights, alone.weights(), before) < near
 
 
 @pytest.mark.slow

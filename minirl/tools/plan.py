@@ -140,7 +140,7 @@ def rank_bytes(config: Config, shape: Shape) -> dict[str, float]:
         # FSDP2 gathers the layer that runs and the next one, and the root: embeddings and head.
         "gathered": half * (num - (shape.layers - 2.0) * shape.layer) if is_full else 0.0,
         "critic": critic * (held * 4.0 + state),
-        "reference": 4.0 * num if train.kl_coef else 0.0,
+        "reference": held * 4.0 * num if train.kl_coef else 0.0,
     }
     return {name: bytes_ for name, bytes_ in items.items() if bytes_}
 
@@ -230,7 +230,8 @@ class Plan:
         d_head = 0.0 if train.lora_rank else 4.0 * matrix  # LoRA does not train it
         held = 0.5 * d_head if is_full and size == 2 else d_head  # as gathered
         kept_heads = (5 if shape.norms_heads else 2) * heads
-        layer = 16.0 * hidden + size * (5 * hidden + kept_heads + 4 * mlp)
+        wide = 8.0 if train.lora_rank else 16.0  # norms that are not trained keep less
+        layer = wide * hidden + size * (5 * hidden + kept_heads + 4 * mlp)
         if not train.gradient_checkpointing:
             return copies + logits + d_head + num * (layer * shape.layers + 15.0 * hidden)
         kept = 4.0 * hidden * shape.layers
@@ -347,9 +348,22 @@ class Plan:
 def on_one_gpu(plan: Plan) -> Plan:
     """Both pools on it, with KV for all sequences that may run at once."""
     alone = dict.fromkeys(("devices.rollout", "devices.train", "devices.tensor_parallel"), 1)
-    own = plan.changed({**alone, "devices.share": True})
+    own = plan.changed({**alone, "devices.share": True, "train.shard": "none"})
     kv = own.engine_bytes[1] * own.lengths.mean_tokens * own.config.rollout.max_num_seqs / GIB
     return own.changed({"rollout.kv_cache_gib": max(0.1, round(kv, 1))})
+
+
+def check_shared(config: Config, gpu: GpuKind) -> None:
+    """Both pools fit on one GPU by the bill, where the plan knows the model's kind."""
+    try:
+        own = Plan(config, gpu, usual_lengths(config))
+        found = [own] if own.fits else fitting([on_one_gpu(own)])
+    except RecipeError:
+        return
+    if found != [own]:
+        rule = f"by `minirl plan` engine and trainer do not fit {gpu.memory_gib:g} GiB"
+        changes = " ".join(f"--set {c}" for plan in found for c in plan.changes_from(config))
+        raise RecipeError("devices.share", True, rule, changes or "take a smaller model")
 
 
 def fitting(found: Sequence[Plan]) -> list[Plan]:
@@ -371,10 +385,10 @@ def cards(plan: Plan) -> Table:
         card = replace(plan, gpu=plan.gpu._replace(memory_gib=gib))
         tried = [{"model.path": path, "train.lora_rank": lora_rank} for path in paths]
         fit = (own for given in tried for own in fitting([on_one_gpu(card.changed(given))]))
-        best = next(own for own in fit if own.config.train.lora_rank == lora_rank)
-        own, changes = best.config, " ".join(best.changes_from(plan.config, shown))
-        sizes = own.model.path, f"{own.train.max_tokens:,}", f"{own.rollout.kv_cache_gib:g}"
-        rows.append((f"{size} GB", "LoRA" if lora_rank else "full", *sizes, changes))
+        if best := next((own for own in fit if own.config.train.lora_rank == lora_rank), None):
+            own, changes = best.config, " ".join(best.changes_from(plan.config, shown))
+            sizes = own.model.path, f"{own.train.max_tokens:,}", f"{own.rollout.kv_cache_gib:g}"
+            rows.append((f"{size} GB", "LoRA" if lora_rank else "full", *sizes, changes))
     return rows
 
 

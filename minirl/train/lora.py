@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 NAME = "default"  # peft's name of an adapter
 INSIDE = ".base_layer."  # where peft moves a layer's own weights
 ADAPTER = ".lora_"  # in the names of its weights
-Weights = dict[str, Callable[[], Tensor]]
+Weights = dict[str, Callable[[], Tensor]]  # by name, each computed when asked for
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -69,10 +69,10 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def adapter(model: nn.Module) -> dict[str, Tensor]:
-    """Whole, by the names that peft's file has."""
+def adapter(model: nn.Module) -> Weights:
+    """By the names that peft's file has, each gathered when asked for."""
     return {
-        f"base_model.model.{name.replace(f'.{NAME}.', '.')}": whole(p.detach()).cpu().contiguous()
+        f"base_model.model.{name.replace(f'.{NAME}.', '.')}": partial(whole, p.detach())
         for name, p in model.named_parameters()
         if ADAPTER in name
     }

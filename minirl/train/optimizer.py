@@ -152,6 +152,8 @@ class Replica:
     def zero_grad(self) -> None:
         """In place under DDP, or the gradient would leave its bucket."""
         self.module.zero_grad(set_to_none=self.parallel is self.module)
+        if self.is_sharded:
+            self.optimizer.zero_grad()  # slices hold the same gradients
 
     def begin_step(self, step: int) -> float:
         """Sets the learning rate of step 0, 1, … and gives it."""

@@ -55,7 +55,7 @@ def split_units(groups: Sequence[Unit], num_ranks: int, max_tokens: int) -> list
     as many parts as leave the least to the rank that has the most: each part costs a copy of the
     prompt, but few groups balance badly."""
     most = max((len(group.places) for group in groups), default=1) if num_ranks > 1 else 1
-    nums = [*(2**n for n in range(most.bit_length())), most]
+    nums = sorted({*(2**n for n in range(most.bit_length())), most})
     choices = [[part for group in groups for part in cut(group, max_tokens, n)] for n in nums]
     shares = (balanced(units, num_ranks) for units in choices)
     owned = min(shares, key=lambda split: max(sum(unit.cost for unit in own) for own in split))

@@ -73,12 +73,12 @@ class Policy(nn.Module):
     def gather(self, must_keep: bool) -> Gathered:
         """All weights, merged, and those of adapters: in the memory of the one rank that keeps
         them. Where weights are sharded each is a collective: every rank calls this."""
-        kept = {}
-        for name, weight in lora.merged(self.model).items():
-            tensor = weight()
-            if must_keep:
-                kept[name] = tensor.to(self.dtype).cpu()
-        return kept, lora.adapter(self.model)
+
+        def kept(weights: lora.Weights, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+            whole = ((name, weight()) for name, weight in weights.items())
+            return {name: tensor.to(dtype).cpu() for name, tensor in whole if must_keep}
+
+        return kept(lora.merged(self.model), self.dtype), kept(lora.adapter(self.model))
 
     def save(self, folder: Path, gathered: Gathered, source: Path) -> None:
         """Weights, config and, from the folder `source`, the tokenizer: what transformers and vLLM

@@ -38,7 +38,7 @@ from minirl.shm.weights import CANARY_TEXT, CANARY_TOKENS, TENSORS_AT_ONCE, cana
 from minirl.train import attention, checkpoint, lora
 from minirl.train.batch import MicroBatch, item_of, pack, staleness_metrics, trained_staleness
 from minirl.train.objective import Sums, gaps, micro_loss, value_loss
-from minirl.train.optimizer import Replica, join_ranks, over_ranks, placed
+from minirl.train.optimizer import Replica, is_fully_sharded, join_ranks, over_ranks, placed
 from minirl.train.policy import Critic, build_policy, load_policy, model_flops
 from minirl.train.prepare import Minibatch, Prepared, Preparer
 
@@ -55,7 +55,15 @@ class Trainer:
         self.bad_gradients: list[str] = []  # parameters whose gradient was not finite then
         self.logprobs_A: Tensor  # by the trainer; 0 where none is needed
         self.prepared: Prepared
-        train, model = self.config.train, self.config.model
+        # Until a rank has its slices it holds the whole model on the host: one after another.
+        for turn in range(setup.num_ranks) if is_fully_sharded(setup) else [setup.rank]:
+            if turn == setup.rank:
+                self.build()
+            over_ranks(torch.zeros((), device=self.device)).item()
+
+    def build(self) -> None:
+        """The models and their optimizers. Where they are sliced nothing here is a collective."""
+        setup, train, model = self.setup, self.config.train, self.config.model
         # A checkpoint's weights are merged: LoRA resumes from the first model and the adapter.
         folder = setup.tokenizer_folder if train.lora_rank else setup.folder
         self.policy = build_policy(self.config, folder)

@@ -166,7 +166,7 @@ class Reporter:
             step=loop.step,
             steps=config.train.steps,
             seconds=log.seconds if loop.is_ready else 0.0,
-            verdict=measured_balance(config, lines[-20:], word),
+            verdict=measured_balance(config, lines[-20:], word, loop.buffer.holds_back),
             lanes=[self._lane(worker) for worker in self._workers],
             slots=loop.groups.slots,
             staleness=[sum(n) for n in zip_longest(*list(log.recent_staleness), fillvalue=0)],
@@ -190,7 +190,7 @@ class Reporter:
             return f"evaluating version {evaluation.version}"
         states = [loop.workers.board.row(engine.row).state for engine in loop.engines]
         limit, num_slots = loop.buffer.admission.limit, loop.buffer.num_slots
-        is_held_back = limit < num_slots and loop.buffer.num_in_flight >= limit
+        is_held_back = loop.buffer.holds_back and loop.buffer.num_in_flight >= limit
         if State.WAITING_FOR_PROMPTS not in states or not is_held_back:
             return ""
         return f"engines wait: admission control holds them back ({limit} of {num_slots} slots)"

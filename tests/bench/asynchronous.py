@@ -6,6 +6,8 @@
     eta_…             by η: trained tokens/s, idle shares of both pools, busy seconds of each pool
                       to 1,000 trained tokens, the mean staleness, seconds until the policy is right
                       on 80 % of held-out problems, and its accuracy at the end
+    evaluation_cost   share of trained tokens/s lost, at the same η, by evaluating every fourth step
+                      / the evaluations' share of all tokens: at most their own, where it is 1
     accuracy_gap…     held-out accuracy at the end, of that η minus of η = 0, seed by seed: the mean
                       and the ends of its 95 % interval, which must reach 0: within the noise
 
@@ -13,10 +15,11 @@ Each is a whole run of `minirl train recipes/async.toml --set train.lr=1e-4`, re
 and one trainer rank on a core each; η alone differs, and so the number of steps, groups and answers
 is the same. At the recipe's own learning rate accuracy at the end wanders by some points. Rates
 are of the steps in the middle, by the run's own clock: start-up, the first fill, and the end, where
-no more groups are begun than the run still needs, are left out. Nothing is evaluated
-during a run: the trainer keeps every version's weights (variants.py), and they are evaluated after
-it. Seeds are of prompts and sampling; all start from the tiny model of seed 0. A seed's runs follow
-each other, in turns from η = 0 upwards and downwards, so that a drift of the machine cancels out.
+no more groups are begun than the run still needs, are left out. But for evaluation_cost nothing is
+evaluated during a run: the trainer keeps every version's weights (variants.py), and they are
+evaluated after it. Seeds are of prompts and sampling; all start from the tiny model of seed 0. A
+seed's runs follow each other, in turns from η = 0 upwards and downwards, so that a drift of the
+machine cancels out.
 
 Perfect overlap takes as long as the slower pool alone: max(g, t) seconds a token, where g and t are
 the busy seconds of the engine and of the trainer to one trained token, a median over seeds, and of
@@ -40,7 +43,7 @@ from minirl.run_dir import read_lines
 from minirl.statistics import estimate
 from minirl.tools.sweep import train
 from minirl.workers import Worker
-from tests.bench import MODELS, Figure, Options, at_least, median
+from tests.bench import MODELS, Figure, Options, at_least, at_most, median
 from tests.bench.held_out import HeldOut, accuracy_of
 from tests.bench.processes import Processes, processes
 from tests.bench.variants import KEPT, program
@@ -130,6 +133,7 @@ def measure(options: Options) -> list[Figure]:
     size = QUICK if options.is_quick else FULL
     folder = TINY_FOLDER
     runs: Runs = {eta: [] for eta in size.etas}
+    costs = []
     with processes(1) as here:
         held_out = here.part(here.rollout_place, HeldOut, str(folder), RECIPE, size.num_problems)
         here.result(held_out)
@@ -139,7 +143,22 @@ def measure(options: Options) -> list[Figure]:
                 train(RECIPE, run_dir, settings(size, eta, seed, folder), KEEPING)
                 runs[eta].append(look_at(run_dir, size, here, held_out))
                 shutil.rmtree(run_dir)
-    return figures(runs)
+            run_dir, eta = here.folder / f"evaluated-seed-{seed}", size.etas[1]
+            own = [f"eval.every={-(-size.steps // 9)}", f"eval.num_prompts={size.num_problems}"]
+            train(RECIPE, run_dir, settings(size, eta, seed, folder) + own, KEEPING)
+            costs.append(evaluation_cost(run_dir, size, runs[eta][-1].steady))
+            shutil.rmtree(run_dir)
+    cost = at_most("evaluation_cost", median(costs), 1.0, f"η = {eta}, median over seeds")
+    return [*figures(runs), cost]
+
+
+def evaluation_cost(run_dir: Path, size: Size, plain: Steady) -> float:
+    """Of a run that was evaluated, against the same run that was not."""
+    own = steady(read_lines(run_dir / "metrics.jsonl"), size.first, size.last)
+    lines = read_lines(run_dir / "evals.jsonl")
+    within = [line for line in lines if size.first <= line["version"] < size.last]
+    tokens = sum(line["count"] * line["length_mean"] for line in within)
+    return (1 - own.tokens_per_s / plain.tokens_per_s) * (own.tokens + tokens) / tokens
 
 
 def settings(size: Size, eta: int, seed: int, folder: Path) -> list[str]:

@@ -1,6 +1,9 @@
-"""The peers bench: one training by minirl and by TRL's GRPOTrainer, in turns, on all cores.
+"""The peers bench: one training by minirl and by TRL's GRPOTrainer, in turns, on all cores. Every
+other round TRL goes first.
 
     …_over_trl           seconds of TRL's steps / of minirl's
+    …_accuracy_gap       minirl's held-out accuracy less TRL's, over all rounds; …_high, the upper
+                         end of its 95 % interval, is not below 0
     …_minirl, …_trl      seconds per step, trained tokens/s, seconds until the mean reward of a step
                          is at the target, held-out accuracy at the end (`minirl eval` of both)
 
@@ -17,7 +20,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import hypot
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -25,12 +30,14 @@ from minirl.config import TINY_FOLDER
 from minirl.errors import MinirlError, RecipeError
 from minirl.recipe import load
 from minirl.run_dir import read_lines
+from minirl.statistics import wilson
 from minirl.tasks.registry import make_task
 from minirl.tools.sweep import train
 from minirl.train.checkpoint import found as checkpoints
 from tests.bench import Figure, Options, at_least, median
 
 ROOT = Path(__file__).parents[2]
+NUM_PROBLEMS = 256  # held out
 
 
 @dataclass(frozen=True)
@@ -79,14 +86,14 @@ class Result:
 
     def figures(self, name: str, target: float) -> list[Figure]:
         at = [s for s, reward in zip(self.seconds, self.rewards, strict=True) if reward >= target]
-        return [
+        found = [
             Figure(f"{name}_step_s", self.seconds[-1] / len(self.seconds)),
             Figure(f"{name}_tokens_per_s", self.tokens / self.seconds[-1], note="trained"),
-            *[Figure(f"{name}_seconds_to_{target:g}", min(at, default=0.0), note="reward")][
-                : len(at)
-            ],
             Figure(f"{name}_accuracy", self.accuracy, note="held out, at the end"),
         ]
+        if at:
+            found.append(Figure(f"{name}_seconds_to_{target:g}", min(at), note="reward"))
+        return found
 
 
 def measure(options: Options) -> list[Figure]:
@@ -104,14 +111,31 @@ def of_case(case: Case, options: Options) -> list[Figure]:
         for seed in range(1 if options.is_quick else case.rounds):
             folder = Path(name) / str(seed)
             folder.mkdir()
-            ours = by_minirl(case, folder, seed)
-            pairs.append((ours, by_trl(case, folder, seed, options.trl)))
+            sides = [by_minirl, by_trl] if seed % 2 == 0 else [by_trl, by_minirl]
+            done = {side: side(case, folder, seed, options.trl) for side in sides}
+            pairs.append((done[by_minirl], done[by_trl]))
     gains = [trl.seconds[-1] / ours.seconds[-1] for ours, trl in pairs]
     found = [at_least(f"{case.name}_over_trl", median(gains), case.goal, "seconds: TRL / minirl")]
     for (ours, trl), seed in zip(pairs, range(len(pairs)), strict=True):
         found += ours.figures(f"{case.name}_{seed}_minirl", case.target)
         found += trl.figures(f"{case.name}_{seed}_trl", case.target)
-    return found
+    return found + accuracy_gap(case.name, pairs)
+
+
+def accuracy_gap(name: str, pairs: Sequence[tuple[Result, Result]]) -> list[Figure]:
+    """Over all rounds, with Newcombe's interval. That each round asks the same problems is not
+    counted in: the true interval is somewhat wider."""
+    num = NUM_PROBLEMS * len(pairs)
+    sides = zip(*pairs, strict=True)
+    ours, trl = (wilson(fmean(one.accuracy for one in side), num) for side in sides)
+    gap = ours.mean - trl.mean
+    low = gap - hypot(ours.mean - ours.low, trl.high - trl.mean)
+    high = gap + hypot(ours.high - ours.mean, trl.mean - trl.low)
+    note = f"{num} answers each; 95 %: {low:+.3f} to {high:+.3f}"
+    return [
+        Figure(f"{name}_accuracy_gap", gap, note=f"minirl - TRL, {note}"),
+        at_least(f"{name}_accuracy_gap_high", high, 0.0, "the interval's upper end"),
+    ]
 
 
 def settings_of(case: Case, seed: int) -> list[str]:
@@ -120,7 +144,7 @@ def settings_of(case: Case, seed: int) -> list[str]:
     return [*case.settings, *fixed, *own]
 
 
-def by_minirl(case: Case, folder: Path, seed: int) -> Result:
+def by_minirl(case: Case, folder: Path, seed: int, _python: str) -> Result:
     run_dir = folder / "minirl"
     train(case.recipe, run_dir, settings_of(case, seed))
     lines = read_lines(run_dir / "metrics.jsonl")
@@ -169,6 +193,6 @@ def job_of(case: Case, folder: Path, seed: int) -> dict[str, Any]:
 
 def accuracy_of(case: Case, model: Path, out: Path) -> float:
     command = [sys.executable, "-m", "minirl.cli", "eval", str(model), "--out", str(out)]
-    command += ["--recipe", str(case.recipe), "--set", "eval.num_prompts=256"]
+    command += ["--recipe", str(case.recipe), "--set", f"eval.num_prompts={NUM_PROBLEMS}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return json.loads((out / "summary.json").read_text())["accuracy"]
