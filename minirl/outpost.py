@@ -206,8 +206,9 @@ def run(setup: LinkSetup, board: BoardWriter, pipe: Connection) -> None:
     connect()
     config, size, store = setup.engine.config, setup.num_engines, setup.engine.store
     assert store is not None
+    eta = config.buffer.max_staleness
     seldom = RateLimit(lambda text: pipe.send(Started(text)))
-    boxes = [Box(setup, board, pipe, seldom, index) for index in range(1, config.num_nodes)]
+    boxes = [Box(setup, board, pipe, index) for index in range(1, config.num_nodes)]
     newest: Published | None = None  # its content is a list of one ObjectRef
     put: Future[Published | None] | None = None  # in a thread, straight from the trainer's store
     pool = ThreadPoolExecutor(1)
@@ -223,8 +224,9 @@ def run(setup: LinkSetup, board: BoardWriter, pipe: Connection) -> None:
             boxes[int(order.name.partition("-")[2]) // size - 1].add(order)
         if put is not None and put.done():
             newest, put = put.result(), None
-            if newest is None:
-                seldom.note("put", "weights were published again while they went to the boxes")
+            late = [i for i, b in enumerate(boxes, 1) if 0 <= b.version < store.latest - eta]
+            if late:  # or torn in the put, each time: then `newest` is None
+                seldom.note("late", f"weights come too late: boxes {late} are more than η behind")
         fetched = {box.loading.version for box in boxes if box.loading}
         is_new = store.latest > (newest.version if newest else -1)
         if put is None and is_new and len(fetched) < 2:
@@ -239,16 +241,12 @@ class Box:
 
     taken, failures = set[str](), Counter[str]()  # nodes, of all boxes
 
-    def __init__(
-        self, setup: LinkSetup, board: BoardWriter, pipe: Connection, seldom: RateLimit, index: int
-    ):
+    def __init__(self, setup: LinkSetup, board: BoardWriter, pipe: Connection, index: int):
         self.pipe, self.run_dir, self.board = pipe, setup.run_dir, board.board
-        self.seldom, self.index = seldom, index
         engine, first_rank = setup.engine, index * setup.num_engines
         store: Any = engine.store
         bare: Any = replace(engine, ring=None, store=None)  # type: ignore[arg-type]
         self.setup = (setup._replace(engine=bare), engine.ring.num_cells, store.table, first_rank)
-        self.max_staleness = engine.config.buffer.max_staleness
         self.num_gpus = engine.config.devices.rollout * (engine.kind == "cuda")
         first_row = board.index + 1 + first_rank - setup.num_engines
         self.rows = range(first_row, first_row + setup.num_engines)
@@ -270,10 +268,11 @@ class Box:
 
     def open(self) -> None:
         """A new outpost, on the free node that has failed least, when there is one."""
-        free = [] if time.monotonic() < self.opens_at else list(filter(self.can_use, ray.nodes()))
+        free, now = [], time.monotonic()
+        if now >= self.opens_at:
+            free, self.opens_at = list(filter(self.can_use, ray.nodes())), now + FREE_NODE_S
         for row in self.rows:
             self.board.writer(row).enter(State.STARTING if free else State.WAITING_FOR_BOX)
-        self.opens_at = max(self.opens_at, time.monotonic() + FREE_NODE_S)
         if free:
             self.node = min((node["NodeID"] for node in free), key=self.failures.__getitem__)
             self.taken.add(self.node)
@@ -295,8 +294,6 @@ class Box:
                 self.take(ray.get(self.call))
                 new = newest if newest and newest.version > self.version else None
                 new = None if self.loading else new
-                if new and 0 <= self.version < new.version - self.max_staleness:
-                    self.seldom.note(f"{self.index}", f"box {self.index} gets weights too slowly")
                 self.loading = self.loading or new
                 self.call = self.actor.exchange.remote(self.orders, new)
                 self.orders = []
