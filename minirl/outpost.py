@@ -123,11 +123,14 @@ def with_boxes(config: Config, kind: str) -> Config:
         boxes = look()
     except MinirlError as error:
         raise RecipeError("devices.nodes", nodes, one_line(str(error)), GUIDE) from None
+    head = boxes[0].versions
     boxes = [*boxes[:1], *(box for box in boxes[1:] if box.num_gpus >= num_gpus)]
     wanted = len(boxes) if nodes == "auto" else nodes
     if wanted > len(boxes):
         rule = f"the Ray cluster has {len(boxes)}" + (num_gpus > 0) * f" with {num_gpus} GPUs each"
         raise RecipeError("devices.nodes", nodes, rule, GUIDE)
+    if other := [f"{box.name} has {box.versions}" for box in boxes if box.versions != head]:
+        raise RecipeError("devices.nodes", nodes, other[0], f"install the head's {head}")
     return replace(config, devices=replace(config.devices, nodes=wanted))
 
 
