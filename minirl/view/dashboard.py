@@ -285,25 +285,20 @@ def headline(status: Status, now: float) -> tuple[str, str]:
     return f"{status.doing} · {verdict}" if status.doing else verdict, "bold"
 
 
-def devices(lanes: list[Lane], width: int, height: int) -> list[Line]:
-    """By box; the last line counts those that are not shown."""
-    boxes = [list(own) for _, own in groupby(lanes, key=lambda one: one.box)] or [[]]
-    lines, num_hidden = list[Line](), len(lanes)
-    for own in boxes:
-        shown = own[: max(2, height // 5) // len(boxes) or 1]
-        if len(lines) + len(shown) + 2 <= height // 3:
-            where = f"box {own[0].box}: " if len(boxes) > 1 else ""
-            lines.append(header(f"{where}{len(own)} devices, last minute", width))
-            lines += [lane(one, width) for one in shown]
-            num_hidden -= len(shown)
-    return [*lines, [paint(f"{num_hidden} more are not shown", "dim")]] if num_hidden else lines
-
-
 def body(status: Status, width: int, height: int, which: int) -> list[Line]:
     """Panels from top to bottom."""
     half, quarter = (width - 2) // 2, max(18, width // 4)
     rest = width - 2 * quarter - 4
-    lines = devices(status.lanes, width, height)
+    boxes = [list(own) for _, own in groupby(status.lanes, key=lambda one: one.box)] or [[]]
+    lines = list[Line]()
+    for lanes in boxes:
+        where = f"box {lanes[0].box}: " if len(boxes) > 1 else ""
+        lines.append(header(f"{where}{len(lanes)} devices, last minute", width))
+        lines += [lane(one, width) for one in lanes[: max(2, height // 5) // len(boxes) or 1]]
+    if len(lines) > height // 3:
+        each = len(lines) // len(boxes)
+        num = (height // 3 - 1) // each
+        lines = [*lines[: num * each], [paint(f"and {len(boxes) - num} more boxes", "dim")]]
     num_more = 6 if height >= 33 else 0  # rows for the trends of training
     rows = max(3, (height - len(lines) - 6 - num_more) // 2)
     reward = plot("reward", status.curves.get("reward/mean", []), "{:.3f}", half, rows)
