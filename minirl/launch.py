@@ -73,7 +73,7 @@ class Job:
             check_packages(config)
             from minirl import outpost  # one box never imports it
 
-            config = outpost.with_boxes(config)
+            config = outpost.with_boxes(config, self.kind)
         if self.kind == "cuda":
             from minirl.tools import plan  # the only tool that the train path uses, and only here
 

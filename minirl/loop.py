@@ -86,7 +86,7 @@ class Loop:
     @property
     def is_ready(self) -> bool:
         """A box that was lost in the meantime joins later."""
-        return all(w.is_ready or (w.box and w.num_starts > 1) for w in self.engines + self.ranks)
+        return all(worker.is_ready or worker.is_optional for worker in self.engines + self.ranks)
 
     @property
     def ranks_are_ready(self) -> bool:
@@ -138,16 +138,9 @@ class Loop:
         self.workers.deliver(sends)
 
     def served(self) -> list[int | None]:
-        """Each engine begins groups under the newest weights, unless an evaluation pins older ones,
-        or they have not reached its box yet. None: it is in another box, and not up."""
+        """Under which version each engine would begin a group; None: it cannot."""
         newest, is_pinned = self.buffer.version, self.groups.evaluation is not None
-        found: list[int | None] = []
-        for engine in self.engines:
-            version = self.workers.board.row(engine.row).version
-            is_older = 0 <= version < newest and (engine.box or is_pinned)
-            is_missing = engine.box and not engine.is_ready
-            found.append(None if is_missing else version if is_older else newest)
-        return found
+        return [self.workers.served(engine, newest, is_pinned) for engine in self.engines]
 
     # -- collect
 

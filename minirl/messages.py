@@ -57,7 +57,6 @@ class Died(NamedTuple):
 
     how: str
     is_final: bool  # a MinirlError: a new worker would fail the same way
-    is_box_lost: bool = False  # with its box: no fault of the worker's own
 
 
 class GroupRequest(NamedTuple):

@@ -4,7 +4,8 @@ Takes deaths and the board, gives new processes and what `Groups` wants sent. Th
 worker is its last write to the board.
 
     back-off  a worker that dies is restarted after 1, 2, then 4 s. It starts afresh when it has
-              done its work again; the fourth death in a row ends the run with its log tail.
+              done its work again; the fourth death in a row ends the run with its log tail. An
+              engine of a further box has no such limit once it was restarted: it may be the box.
     rollback  a trainer rank that dies takes its group along: all ranks restart from the last
               checkpoint (or the run's start), whose weights are republished under a new version.
     watchdog  a worker without a heartbeat is frozen: an engine or a verifier is replaced like a
@@ -37,7 +38,7 @@ from minirl.tasks.registry import dumped, where
 from minirl.workers import LISTEN_S, Worker, Workers
 
 MAX_DEATHS = 4  # in a row
-FIRST_DELAY_S = 1.0
+FIRST_DELAY_S, MAX_DOUBLINGS = 1.0, 6
 SLOW_LIMIT_S = 1800.0  # loading or saving a large model and capturing graphs take their time
 CHECK_EVERY_S = 0.2
 RANKS = "the trainer ranks"  # they live and die together
@@ -105,7 +106,7 @@ class Supervisor:
     def on_death(self, worker: Worker, death: Died) -> Sends:
         if worker.role is Role.TRAIN:
             worker, death = next(iter(self.workers.causes(self._ranks)), (worker, death))
-        if death.is_final:
+        if death.is_final and (worker.is_ready or not worker.is_optional):
             kept = self.controller.keep_batch(death.how)
             raise MinirlError(f"{worker.name}: {death.how}{kept}")
         if worker.role is Role.LINK:  # frozen; of one that ended the engines' deaths are reported
@@ -127,7 +128,7 @@ class Supervisor:
     def _restart_delay(self, worker: Worker, death: Died) -> float:
         """Raises where the worker is not restarted."""
         name = RANKS if worker.role is Role.TRAIN else worker.name
-        self.deaths[name] += not death.is_box_lost
+        self.deaths[name] += 1
         num_before, self._num_oom_kills = self._num_oom_kills, num_oom_kills()
         words = f"{death.how}\n{self.workers.log_tail(worker)}"
         if "SIGKILL" in death.how and self._num_oom_kills > num_before:
@@ -135,7 +136,7 @@ class Supervisor:
         hint = memory_hint(worker.role, words, self.config, worker.placement.kind)
         never_started = worker.role is not Role.VERIFY and not worker.is_ready
         is_hopeless = bool(hint) and never_started  # it would not fit the next time either
-        if self.deaths[name] >= MAX_DEATHS or is_hopeless:
+        if (self.deaths[name] >= MAX_DEATHS or is_hopeless) and not worker.is_optional:
             self.log.note(self.workers.log_tail(worker))
             why = f"{hint}; " if hint else ""
             remedy = "; --resume continues from the last checkpoint" if self._ranks else ""
@@ -144,11 +145,13 @@ class Supervisor:
                 f"{self.workers.log_dir}{remedy}"
             )
         why = f" ({hint})" if hint else ""
-        # One bad task may end verifiers without end; any other worker has a limit, MAX_DEATHS.
-        kind = worker.role if worker.role is Role.VERIFY else f"{worker.name}/{worker.num_starts}"
+        # One bad task may end verifiers without end, and a bad box its engines; any other worker
+        # has a limit, MAX_DEATHS.
+        which = death.how * death.is_final if worker.box else worker.num_starts
+        kind = worker.role if worker.role is Role.VERIFY else f"{worker.name}/{which}"
         self._seldom.note(kind, f"{worker.name} {death.how}: replaced{why}")
         self.log.workers_replaced += len(self._ranks) if worker.role is Role.TRAIN else 1
-        return FIRST_DELAY_S * 2 ** (self.deaths[name] - 1)
+        return FIRST_DELAY_S * 2.0 ** min(self.deaths[name] - 1, MAX_DOUBLINGS)
 
     def _roll_back(self, delay_s: float) -> Sends:
         """All ranks restart from the last checkpoint."""

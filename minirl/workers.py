@@ -70,6 +70,11 @@ class Worker:
         names = ("role", "rank", "row", "body", "setup", "placement")
         return Worker, tuple(getattr(self, name) for name in names)
 
+    @property
+    def is_optional(self) -> bool:
+        """Its box was lost or failed before: the run goes on without it, until it is up."""
+        return self.box > 0 and self.num_starts > 1
+
     def relayed(self, message: object, workers: "Workers") -> "Iterator[tuple[Worker, object]]":
         """The workers that a message comes from: a link passes on those of other boxes."""
         yield self, message
@@ -115,6 +120,14 @@ class Workers:
         for name, message in messages:
             next(worker for worker in self.all if worker.name == name).send(message)
 
+    def served(self, engine: Worker, newest: int, is_pinned: bool) -> int | None:
+        """Under which version it would begin a group: the newest, unless an evaluation pins an
+        older one, or the newest has not reached its box. None: it is in another box, not up."""
+        version = self.board.row(engine.row).version
+        if engine.box and (version < 0 or not engine.is_ready):
+            return None
+        return version if 0 <= version < newest and (engine.box or is_pinned) else newest
+
     def spawn(self, role: Role, rank: int, body: str, setup: Any, place: Placement) -> Worker:
         return self.add(Worker(role, rank, len(self.all), body, setup, place))
 
@@ -130,7 +143,7 @@ class Workers:
         worker.failure, worker.outbox, worker.is_ready = None, bytearray(), False
         worker.num_starts += 1
         worker.log_start = len(_read(self._log(worker)))
-        self.board.reset(worker.row)
+        self.board.reset(worker.row, worker.num_starts)
         if worker.box:
             worker.send(StartThere(delay_s))
             return

@@ -52,6 +52,7 @@ class Boxes:
         # A lost box is noticed in seconds, not in half a minute.
         own |= {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "3"}
         own |= {"RAY_ADDRESS": f"{self.ip(0)}:{self.port}", "RAY_USAGE_STATS_ENABLED": "0"}
+        own["TMPDIR"] = str(folder)
         here, before = Path(__file__).parent, os.environ.get("PYTHONPATH", "")
         self.env = {**os.environ, **own, "PYTHONPATH": f"{here.parent}:{here}:{before}"}
 
@@ -65,8 +66,8 @@ class Boxes:
         """The command that runs `command` in a box."""
         return ["ip", "netns", "exec", self.name(box), *command] if self.has_namespaces else command
 
-    def start(self) -> int:
-        """A further box (the first is the head); gives its number."""
+    def start(self, **env: str) -> int:
+        """A further box (the first is the head), with more in its environment; gives its number."""
         box, self.num_made = self.num_made, self.num_made + 1
         if self.has_namespaces:
             self._make_namespace(box)
@@ -79,7 +80,12 @@ class Boxes:
         # On a busy machine Ray's agents may start too slowly for its raylet, which then ends.
         command = ["bash", "-c", f"until {shlex.join(command)}; do sleep 1; done"]
         with (self.folder / f"box-{box}.log").open("wb") as log:
-            given = {"env": self.env, "stdout": log, "stderr": log, "start_new_session": True}
+            given = {
+                "env": {**self.env, **env},
+                "stdout": log,
+                "stderr": log,
+                "start_new_session": True,
+            }
             self.nodes[box] = subprocess.Popen(self.inside(box, command), **given)
         return box
 

@@ -101,6 +101,14 @@ def test_the_picture_is_the_one_that_was_looked_at() -> None:
     assert as_text() == PICTURE.read_text()
 
 
+def test_of_eight_boxes_those_without_room_are_counted() -> None:
+    lanes = [Lane(f"rollout-{i}", "generating", [], box=i) for i in range(8)]
+    shown = "\n".join(lines_of(example(lanes=lanes), 120, 40))
+    assert [f"box {i}: 1 devices" in shown for i in range(8)] == [True] * 5 + [False] * 3
+    assert "rollout-4" in shown and "and 3 more boxes" in shown
+    assert "more boxes" not in "\n".join(lines_of(example(lanes=lanes[:5]), 120, 40))
+
+
 def test_another_sample_silence_and_the_end() -> None:
     pictures = ["\n".join(lines_of(example(), 80, 24, which)) for which in range(7)]
     assert len(set(pictures)) == 6 and pictures[6] == pictures[0]

@@ -211,6 +211,7 @@ class Answer:
 @dataclass
 class Engine:
     version: int = 0
+    is_far: bool = False  # in another box, which newer weights reach some time later
     answers: dict[tuple[int, int], Answer] = field(default_factory=dict)
     said: deque[object] = field(default_factory=deque)  # not received yet
 
@@ -230,7 +231,7 @@ class House:
         self.dice = dice = random.Random(seed)
         eta, batch, size = dice.randint(0, 3), dice.randint(1, 4), dice.randint(2, 3)
         self.config = config_of(eta, batch, size)
-        self.engines = [Engine() for _ in range(dice.randint(1, 3))]
+        self.engines = [Engine(is_far=dice.random() < 0.3) for _ in range(dice.randint(1, 3))]
         rule = dice.choice(list(OnStale))
         self.groups = groups_of(self.config, len(self.engines), dice.randint(1, 3), rule)
         self.buffer = self.groups.buffer
@@ -299,15 +300,17 @@ class House:
             engine.answers[group.group_id, place] = Answer(cell, engine.version)
 
     def load_weights(self, engine: Engine) -> None:
-        if not engine.is_pinned:
+        if not engine.is_pinned and (not engine.is_far or self.dice.random() < 0.2):
             engine.version = self.latest
 
     # -- what happens
 
     def feed(self) -> None:
         if not (self.buffer.max_staleness == 0 and self.groups.evaluation):
-            pinned = [e.version if e.is_pinned else self.latest for e in self.engines]
-            served = [min(version, self.buffer.version) for version in pinned]
+            older = [e.version if e.is_pinned or e.is_far else self.latest for e in self.engines]
+            served: list[int | None] = [min(version, self.buffer.version) for version in older]
+            if self.engines[0].is_far and self.dice.random() < 0.2:
+                served[0] = None
             self.deliver(self.groups.begin(10**6, served, self.step, 0.0))
 
     def write(self) -> None:
@@ -386,13 +389,16 @@ class House:
             first = self.buffer.num_slots * self.config.rollout.group_size
             cells = range(first, first + len(prompts))
             self.evaluation = Evaluation(prompts, cells, self.step, self.buffer.version)
-            self.deliver(self.groups.evaluate(self.evaluation))
+            able = [
+                i for i, e in enumerate(self.engines) if not e.is_far or e.version == self.latest
+            ]
+            self.deliver(self.groups.evaluate(self.evaluation, able or None))
 
     def kill_engine(self) -> None:
         rank = self.dice.randrange(len(self.engines))
         while self.engines[rank].said:  # every message is received before the death
             self.receive_from(rank, 1)
-        self.engines[rank] = Engine(self.latest)
+        self.engines[rank] = Engine(self.latest, self.engines[rank].is_far)
         self.deliver(self.groups.engine_lost(rank))
         self.seen["engine lost"] += 1
 

@@ -227,6 +227,10 @@ def test_splits_cover_the_box_and_the_recommended_is_the_fastest() -> None:
     assert [row[0] for row in rows] == ["split", "1 + 2", "2 + 1"]
     (advice,) = [row[-1] for row in rows if row[-1].startswith("<- take this; ")]
     assert "-bound: " in advice
+    own = own.changed({"devices.nodes": 4, "devices.rollout": 7})
+    best = recommended(splits(own, 8))
+    num_gpus, time = 8 + 3 * best.config.devices.rollout, tool.tables(own, 8, price=1.0)[1][0][-1]
+    assert f", for {best.hours * num_gpus:,.2f} (" in time[1] and best.config.devices.rollout < 7
 
 
 def test_nothing_is_recommended_that_does_not_fit() -> None:

@@ -237,6 +237,18 @@ def test_a_new_state_never_shows_with_an_old_time(clock: SimpleNamespace) -> Non
     writer.enter(State.WAITING_FOR_BATCH)
 
 
+def test_a_row_of_another_box_counts_where_it_is_of_the_same_start() -> None:
+    ours, theirs, none = Board(1), Board(1), np.zeros(board_module.NUM_COLUMNS)
+    for start, version in ((1, -1), (2, 7)):
+        theirs.reset(0, start)
+        theirs.writer(0).serving(version=7, running=3)
+        theirs.writer(0).add(Total.TOKENS, 5.0)
+        ours.reset(0, 2)
+        ours.take(0, theirs.ages()[0], none)
+        assert ours.row(0).version == version
+    assert ours.total(0, Total.TOKENS) == 15.0  # totals are the place's, of any start
+
+
 @pytest.mark.parametrize("state", State)
 def test_idle_time_counts_while_a_worker_waits(state: State, clock: SimpleNamespace) -> None:
     board = Board(1)

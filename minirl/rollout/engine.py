@@ -96,6 +96,8 @@ class Engine:
                 max_model_len=max(config.max_tokens_per_trajectory, CANARY_TOKENS + 1),
                 max_num_seqs=config.rollout.max_num_seqs + 1,  # one for the canary
                 tensor_parallel_size=config.devices.tensor_parallel,
+                # In a further box vLLM would take Ray for its own processes too.
+                distributed_executor_backend="mp" if config.devices.tensor_parallel > 1 else None,
                 worker_extension_cls="minirl.rollout.weight_loader.WeightLoader",
                 # Weights come from the store, the first time as ever after.
                 load_format="auto" if store is None else "dummy",

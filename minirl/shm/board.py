@@ -52,7 +52,7 @@ class Total(IntEnum):
     STEPS = 4
 
 
-STATE, SINCE, BEAT, VERSION, RUNNING, TOTALS = range(6)
+STATE, SINCE, BEAT, VERSION, RUNNING, START, TOTALS = range(7)
 NUM_COLUMNS = TOTALS + len(Total)
 
 
@@ -76,15 +76,15 @@ class Board:
     def __reduce__(self) -> tuple[Any, ...]:
         return Board, (self.num_workers, self.trace, self._segment)
 
-    def reset(self, worker: int) -> None:
-        """A new process takes this row over. Totals stay: they belong to the place, not to the
-        process."""
+    def reset(self, worker: int, start: int = 0) -> None:
+        """A new process takes this row over, at that start of its worker. Totals stay: they belong
+        to the place, not to the process."""
         row = self._rows[worker]
-        row[STATE], row[RUNNING], row[VERSION] = State.STARTING, 0, -1
+        row[STATE], row[RUNNING], row[VERSION], row[START] = State.STARTING, 0, -1, start
         row[SINCE] = row[BEAT] = time.monotonic()
 
     def row(self, worker: int) -> Row:
-        state, since, beat, version, running = self._rows[worker, :TOTALS].tolist()
+        state, since, beat, version, running = self._rows[worker, :START].tolist()
         now = time.monotonic()
         return Row(State(int(state)), now - since, now - beat, int(version), int(running))
 
@@ -105,12 +105,14 @@ class Board:
         return rows
 
     def take(self, worker: int, ages: NDArray[np.float64], before: NDArray[np.float64]) -> None:
-        """A row of another box's `ages`; its totals have grown since `before`."""
-        row = ages.copy()  # a reader must never see an age for a time
-        row[[SINCE, BEAT]] = time.monotonic() - ages[[SINCE, BEAT]]
-        row[TOTALS:] += self._rows[worker, TOTALS:] - before[TOTALS:]
-        self._rows[worker, SINCE:] = row[SINCE:]
-        self._rows[worker, STATE] = row[STATE]  # last, as in `enter`
+        """A row of another box's `ages`; its totals have grown since `before`. The rest counts
+        only where it is of the start that this row is for."""
+        own, row = self._rows[worker], ages[:START].copy()
+        row[[SINCE, BEAT]] = time.monotonic() - row[[SINCE, BEAT]]  # never an age for a time
+        own[TOTALS:] += ages[TOTALS:] - before[TOTALS:]
+        if ages[START] == own[START]:
+            own[SINCE:START] = row[SINCE:]
+            own[STATE] = row[STATE]  # last, as in `enter`
 
     def writer(self, worker: int, name: str = "") -> "BoardWriter":
         return BoardWriter(self, worker, name)

@@ -22,6 +22,7 @@ from minirl.tasks.sandbox import why_not
 
 PROBE_TIMEOUT_S = 120
 GIB = 2**30
+BOXES_GUIDE = "set it up as docs/several-boxes.md says"
 INSTALL = 'pip install "minirl[cuda]" where there is a GPU, "minirl[cpu]" where there is none'
 # How many GPUs CUDA has, for device_count alone asks NVML, and whether they reach each other.
 TORCH_PROBE = "from torch.cuda import *; n = device_count() if is_available() else 0; "
@@ -119,13 +120,14 @@ def _boxes() -> list[Finding]:
 
         boxes = outpost.look()
     except (ImportError, MinirlError) as error:
-        return [Finding("boxes", True, f"no others: {one_line(str(error))}")]
+        is_ok = isinstance(error, ImportError) or outpost.NO_CLUSTER in str(error)
+        return [Finding("boxes", is_ok, f"no others: {one_line(str(error))}", BOXES_GUIDE)]
     found = []
     for box in boxes:
-        own = box.versions.items() - boxes[0].versions.items()
-        other = [f"{name} {version or 'none'}" for name, version in sorted(own)]
-        detail = f"{', '.join(other) or 'versions as here'}; {box.bytes_per_s / 1e9:.2g} GB/s from "
-        detail += f"here; object store {box.store_bytes / GIB:.1f} GiB, for two versions of weights"
+        other = box.versions if box.versions != boxes[0].versions else ""
+        detail = f"{other or 'versions as here'}; {box.bytes_per_s / 1e9:.2g} GB/s from here; "
+        detail += f"object store {box.store_bytes / GIB:.1f} GiB, of which two versions of weights "
+        detail += "take 4 bytes per parameter in bfloat16, 8 in float32"
         found.append(Finding(f"box {box.name}", not other, detail, "install the head's versions"))
     return found
 

@@ -433,7 +433,7 @@ def tables(plan: Plan, num_gpus: int, price: float = 0.0) -> tuple[bool, list[Ta
     between = f"{least:.2g} to {most:.2g}"
     time = f"{plan.config.train.steps:,} steps in about {about:.2g} hours ({between})"
     if price:
-        num_gpus += (plan.config.num_nodes - 1) * plan.config.devices.rollout
+        num_gpus += (plan.config.num_nodes - 1) * best.config.devices.rollout
         cost, low, high = (f"{each * num_gpus * price:,.2f}" for each in hours)
         time += f", for {cost} ({low} to {high}) at {price:g} per GPU and hour"
     memory.append(("time", time, ""))

@@ -295,7 +295,10 @@ def body(status: Status, width: int, height: int, which: int) -> list[Line]:
         where = f"box {lanes[0].box}: " if len(boxes) > 1 else ""
         lines.append(header(f"{where}{len(lanes)} devices, last minute", width))
         lines += [lane(one, width) for one in lanes[: max(2, height // 5) // len(boxes) or 1]]
-    lines = lines[: height // 3]
+    if len(lines) > height // 3:
+        each = len(lines) // len(boxes)
+        num = (height // 3 - 1) // each
+        lines = [*lines[: num * each], [paint(f"and {len(boxes) - num} more boxes", "dim")]]
     num_more = 6 if height >= 33 else 0  # rows for the trends of training
     rows = max(3, (height - len(lines) - 6 - num_more) // 2)
     reward = plot("reward", status.curves.get("reward/mean", []), "{:.3f}", half, rows)
