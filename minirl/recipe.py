@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from minirl.config import ALGORITHMS, KEYS, SECTIONS, TINY, TINY_FOLDER, Config, get
-from minirl.devices import why_unfit
 from minirl.errors import RecipeError, one_line, removed, toml_value
 
 TASKS = {
@@ -229,6 +228,8 @@ def check_task(config: Config, *others: str) -> None:
 def check_devices(config: Config, kind: str, available: int, rollout: int | None = None) -> Config:
     """`kind` is what the run would use, "cuda" or "cpu"; `available` counts GPUs or CPU cores;
     `rollout` is given where it is not devices.rollout. Gives the recipe; the only GPU is shared."""
+    from minirl.devices import why_unfit
+
     devices = config.devices
     is_here = kind == "cuda" or devices.kind != "cuda"
     need(config, "devices.kind", is_here, "there is no CUDA device here", '"cpu" works')
