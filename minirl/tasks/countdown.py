@@ -30,12 +30,10 @@ OPERATIONS = dict(zip((ast.Add, ast.Sub, ast.Mult, ast.Div), APPLY.values(), str
 
 
 class Countdown(Generated):
-    sizes = (3, 4)  # the least and the most numbers of a problem
-
     def draw(self, index: int, is_test: bool) -> Example:
         """Numbers are combined at random until a target comes out."""
         rng = random.Random(f"countdown/{self.seed}/{is_test}/{index}")
-        size = rng.randint(*self.sizes)
+        size = rng.randint(3, 4)
         while True:
             numbers = [rng.randint(1, 50) for _ in range(size)]
             target, solution = _combined(rng, numbers)

@@ -22,11 +22,9 @@ KINDS = (".jsonl", ".csv", ".parquet")
 
 
 class SourceRow(dict[str, Any]):
-    """A row and its place: file and number."""
-
     def __init__(self, values: Mapping[str, Any], place: str = ""):
         super().__init__(values)
-        self.place = place
+        self.place = place  # file and number
 
     def error(self, rule: str, remedy: str) -> RecipeError:
         return RecipeError("tasks.data", self.place, rule, remedy)

@@ -54,7 +54,6 @@ def run_child(code: str, deadline_s: float = 0.0) -> tuple[str, str]:
 
 
 def _torch() -> list[Finding]:
-    """The package, and the devices that it sees."""
     version, cuda = version_of("torch"), torch_cuda()
     output, error = run_child(TORCH_PROBE)
     if error:
@@ -126,8 +125,7 @@ def _boxes() -> list[Finding]:
     for box in boxes:
         other = box.versions if box.versions != boxes[0].versions else ""
         detail = f"{other or 'versions as here'}; {box.bytes_per_s / 1e9:.2g} GB/s from here; "
-        detail += f"object store {box.store_bytes / GIB:.1f} GiB, of which two versions of weights "
-        detail += "take 4 bytes per parameter in bfloat16, 8 in float32"
+        detail += f"object store {box.store_bytes / GIB:.1f} GiB"
         found.append(Finding(f"box {box.name}", not other, detail, "install the head's versions"))
     return found
 

@@ -148,8 +148,7 @@ def sum_over_ranks(setup: RankSetup, board: BoardWriter, pipe: Connection) -> No
 
 
 def generation(kind: str, config: Config) -> Figures:
-    """An engine that loads what a trainer published: its reload, its speed, and how far its
-    logprobs are from the trainer's."""
+    """An engine that loads what a trainer published: reload, speed, logprobs of both."""
     trainer = make_trainer(kind, config)
     trainer.publish(0)
     trainer.policy.to("cpu")  # the engine wants its share of the memory free
@@ -217,7 +216,6 @@ def main(name: str, kind: str, file: str, overrides: list[str]) -> None:
 
 
 def examine(kind: str, file: Path | None, overrides: list[str]) -> list[Finding]:
-    """Measures, and writes gpu.json."""
     gpus = devices.gpus() if kind == "cuda" else [devices.Gpu("CPU", 1, (0, 0))]
     if not gpus:
         return [Finding("GPU", False, "there is none here", "run this on the GPU box")]

@@ -155,9 +155,7 @@ def checkpoint_bytes(config: Config) -> float:
     return (config.checkpoint.keep + 2) * each
 
 
-class Bill(NamedTuple):
-    """Of one GPU."""
-
+class Bill(NamedTuple):  # of one GPU
     items: dict[str, float]  # bytes
     available: float
     fits: bool
@@ -183,7 +181,6 @@ class Plan:
     lengths: Lengths
 
     def changed(self, values: Mapping[str, Any]) -> "Plan":
-        """With other values of some keys."""
         own = {key: get(self.config, key) for key in KEYS}
         return replace(self, config=build({**own, **values}))
 
@@ -243,8 +240,7 @@ class Plan:
 
     @property
     def remedies(self) -> dict[str, list[Any]]:
-        """Keys that make room, and their values, the recipe's own first. To change the last key
-        costs least."""
+        """Keys that make room, and their values, the recipe's own first. The last costs least."""
         longest, own = self.config.max_tokens_per_trajectory, self.config.rollout
         half, kv = self.config.train.max_tokens // 2, self.engine_bytes[1] * longest / GIB
         kv_sizes = own.kv_cache_gib / 2, ceil(10 * kv * own.group_size) / 10
@@ -327,7 +323,6 @@ class Plan:
 
     @property
     def is_valid(self) -> bool:
-        """A recipe may say so."""
         with suppress(RecipeError):
             validate(self.config)
             return self.shape.heads % self.config.devices.tensor_parallel == 0

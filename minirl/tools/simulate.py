@@ -24,9 +24,7 @@ from minirl.records import Group, StopReason, Trajectory
 from minirl.rollout.dispatch import Assignment, Dispatcher
 
 
-class Costs(NamedTuple):
-    """In seconds."""
-
+class Costs(NamedTuple):  # in seconds
     step: float  # an engine step, however few sequences: weights through memory, launches
     step_per_seq: float = 0.0  # one sequence's token: its KV through memory, compute, sampling
     prefill: float = 0.0  # of one sequence's prompt, which its group shares
@@ -134,8 +132,6 @@ class Throughput(NamedTuple):
 
 
 class Simulation:
-    """Of a recipe's algorithm, buffer and devices."""
-
     def __init__(self, config: Config, costs: Costs, lengths: Lengths, max_running: int):
         """`max_running`: sequences that one engine decodes at once."""
         self.costs, self.lengths, self.group_size = costs, lengths, config.rollout.group_size

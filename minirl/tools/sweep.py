@@ -37,7 +37,6 @@ COLUMNS = {
 
 
 def parse_vary(texts: Sequence[str]) -> dict[str, list[str]]:
-    """Values by key."""
     found: dict[str, list[str]] = {}
     for text in texts:
         key, _, values = (part.strip() for part in text.partition("="))

@@ -66,8 +66,7 @@ LOGGERS = {"tensorboard": open_tensorboard, "wandb": open_wandb}
 
 
 class Loggers:
-    """The loggers of a run. The first exception turns a logger off with one note; one that hangs is
-    left behind at the end."""
+    """The first exception turns a logger off with one note; one that hangs is left behind."""
 
     def __init__(self, log: RunLog):
         self._log, self._is_over, names = log, Event(), log.config.log.to

@@ -121,8 +121,7 @@ def draw(chart: Chart, found: Families) -> Any:
 
 
 def draw_all(found: Families, folder: Path) -> tuple[list[tuple[Chart, str]], list[str]]:
-    """Charts with their figures as SVG, and in words those that never change. Wall time only where
-    runs are compared."""
+    """Charts with their SVG, and in words what never changes. Wall time only to compare runs."""
     drawn, flat = [], []
     for chart in CHARTS if len(found) > 1 else [c for c in CHARTS if c.x != "seconds"]:
         shown = {y for runs in found.values() for _, y, *_ in chart.curve(runs)}

@@ -96,7 +96,6 @@ def drops_text(drops: Mapping[str, int]) -> str:
 
 
 def find_step(run: RunDir, step: int | None) -> Line:
-    """What a step trained, by default the last one."""
     batches = {line["step"]: line for line in run.batches}
     wanted = max(batches, default=0) if step is None else step
     if wanted not in batches:
