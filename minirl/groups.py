@@ -377,7 +377,8 @@ class Groups:
 
     def saved(self, step: int) -> None:
         """A checkpoint, or what the run begins with, holds all that was trained until `step`."""
-        self._saved_steps.append(step)
+        if step not in self._saved_steps:  # else its checkpoint was written again
+            self._saved_steps.append(step)
         oldest = self._saved_steps[0]
         self._trained = [(at, tickets) for at, tickets in self._trained if at > oldest]
 
