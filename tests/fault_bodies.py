@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from minirl import messages
 from minirl.errors import StaleWeights
 from minirl.records import Group, StopReason, Trajectory
+from minirl.run_dir import replacing
 from minirl.shm.board import BEAT_S, BoardWriter, State, Total
 from minirl.shm.weights import WeightStore
-from minirl.train.checkpoint import written_aside
 
 TICK_S = 0.01
 LONG_S = 300.0  # nobody waits for it
@@ -155,8 +155,8 @@ def shown_tokens(group: Group, oldest: int) -> messages.AnswerTokens:
 def write_checkpoint(
     folder: Path, state: messages.CheckpointState, updates: int, seconds: float = 0.0
 ) -> None:
-    with written_aside(folder) as aside:
-        (aside / "trainer").mkdir()
+    with replacing(folder) as aside:
+        (aside / "trainer").mkdir(parents=True)
         time.sleep(seconds)
         for name in ("model.safetensors", "trainer/optimizer.safetensors"):
             save_file({"w": torch.tensor([float(updates)])}, aside / name)
