@@ -1,6 +1,5 @@
 """The command line, as a person meets it: real processes, exit codes, what is printed."""
 
-import json
 import os
 import re
 import subprocess
@@ -9,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from cases import each_case
 from typer.testing import CliRunner
 
 from minirl import __version__
@@ -69,15 +69,17 @@ for command in sys.argv[1:]:
         assert num_examples >= 1, command
 
 
-WRONG_INPUT = (ROOT / "tests/data/wrong_input.jsonl").read_text().splitlines()
 TOO_SHORT = '{"max_position_embeddings": 383}'
 
 
-@pytest.mark.parametrize("case", WRONG_INPUT, ids=range(len(WRONG_INPUT)))
+@each_case("wrong_input")
 def test_wrong_input_is_one_line_and_exit_code_2(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    case: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    args, line = json.loads(case).values()
+    args, line = case.values()
     for name, text in (("full/metrics.jsonl", ""), ("model/config.json", TOO_SHORT)):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(text)

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 import huggingface_hub.constants
 import pytest
 from annotated_types import Ge, Gt, Le, Lt
+from cases import each_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,8 +21,6 @@ from minirl import config as c
 from minirl.config import ALGORITHMS, KEYS, TINY_FOLDER, Config
 from minirl.errors import RecipeError
 from minirl.recipe import check_model, kv_bytes_per_token, load
-
-BAD_RECIPES = (Path(__file__).parent / "data" / "bad_recipes.jsonl").read_text().splitlines()
 
 
 @pytest.fixture
@@ -42,12 +41,11 @@ def line_of(path: Path | None, *overrides: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("case", BAD_RECIPES, ids=range(len(BAD_RECIPES)))
-def test_bad_recipe_gives_its_line(folder: Path, case: str) -> None:
+@each_case("bad_recipes")
+def test_bad_recipe_gives_its_line(folder: Path, case: dict[str, str]) -> None:
     """The whole line. The recipe is bad.toml, or there is none but one --set."""
-    given = json.loads(case)
-    path = write("bad.toml", given["recipe"]) if "recipe" in given else None
-    assert line_of(path, *([] if path else [given["set"]])) == given["line"]
+    path = write("bad.toml", case["recipe"]) if "recipe" in case else None
+    assert line_of(path, *([] if path else [case["set"]])) == case["line"]
 
 
 TEXTS = ("x", "é 💡", 'a "quoted" \\ text', "x' # ] =", "x\u2028", "true")
@@ -215,7 +213,6 @@ def test_a_model_is_found_and_checked(folder: Path) -> None:
 
 # `minirl train --dry-run` refuses what `minirl train` would, at once ------------------------------
 
-
 CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}{% if not loud %}.{% endif %}"
 
 
@@ -238,30 +235,18 @@ def pickled(path: Path) -> None:
     path.rename(path.with_name("pytorch_model.bin"))
 
 
-@pytest.mark.parametrize(
-    ("harm", "name", "line"),
-    [
-        (Path.unlink, "tokenizer.json", "has no tokenizer.json; copy it there"),
-        (pickled, "model.safetensors", "has no *.safetensors; pickled weights are never loaded"),
-        (cut, "model.safetensors", "its model.safetensors cannot be read ("),
-        (garble, "model.safetensors", "its model.safetensors cannot be read ("),
-        (garble, "tokenizer.json", "its tokenizer cannot be loaded"),
-        (None, "tasks.max_prompt_tokens=1", "none of 64 prompts is as short as that; raise it to"),
-        (None, "rollout.stop_tokens=[5,428]", "the model has only the tokens below 428"),
-        (None, "rollout.kv_cache_gib=3e-4", "one sequence of 384 tokens needs 0.000366; raise it"),
-        (None, "tasks.template.loud=true", "the model has no chat template; leave it out"),
-        (None, "model.path=./gone", "no such folder, nor a hub name"),
-        (None, "model.path=~/gone/x", "no such folder, nor a hub name"),
-        (None, "tasks.kind=gsm8k --set tasks.data=/gone", "FileNotFoundError: there is no such"),
-    ],
-)
+HARMS = {"unlink": Path.unlink, "pickled": pickled, "cut": cut, "garble": garble}
+
+
+@each_case("refused_runs")
 def test_it_is_refused(
-    with_model: Path, harm: object, name: str, line: str, monkeypatch: pytest.MonkeyPatch
+    with_model: Path, case: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    harm, name, line = case.values()
     monkeypatch.chdir(with_model)
     monkeypatch.setattr(model, "ask_hub", lambda: pytest.fail("the hub was asked"))
-    if callable(harm):
-        harm(with_model / "model" / name)
+    if harm:
+        HARMS[harm](with_model / "model" / name)
     overrides = [] if harm else name.split(" --set ")
     with pytest.raises(RecipeError) as caught:
         cli.train(Path("r.toml"), overrides, dry_run=True)

@@ -178,7 +178,6 @@ if __name__ == "__main__":
 
 # In a terminal: before a run, after it, and the dashboard around a loop whose workers only sleep --
 
-
 ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"  # the alternate screen
 
 

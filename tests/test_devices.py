@@ -86,7 +86,6 @@ def test_on_cuda_every_process_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch
 
 # Engine and trainer on the same GPU or cores -----------------------------------------------------
 
-
 SHARED = DevicesConfig(share=True)
 IN_TURNS = Config(devices=SHARED, buffer=BufferConfig(max_staleness=0))
 AT_ONCE = Config(devices=SHARED, rollout=RolloutConfig(kv_cache_gib=3.0))
@@ -208,7 +207,6 @@ def test_a_broken_torchvision_does_not_stop_us(tmp_path: Path) -> None:
 
 
 # `minirl doctor --gpu`: what is measured, and what the plan makes of it ---------------------------
-
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", int(79.6 * 2**30), (9, 0))
 RECIPE = Path(__file__).parents[1] / "recipes/gsm8k.toml"

@@ -141,7 +141,6 @@ def test_it_trains_and_resumes_anywhere(folder: Path, tied_folder: Path, tmp_pat
 
 # A user's objective and estimator: the code of docs/algorithms.md ---------------------------------
 
-
 FUNCTION_KEYS = {"objective": "my_loss.py:my_loss", "estimator": "my_adv.py:my_advantage"}
 
 

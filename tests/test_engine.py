@@ -208,7 +208,6 @@ SHARDED = replace(HALF, devices=DevicesConfig(kind="cpu", rollout=2, tensor_para
 IN_HALF = ("half", "sharded") * ("TRITON_INTERPRET" not in os.environ)  # `make v2`: minutes each
 UPDATE = 2e-3  # about an update's: less than bfloat16's noise in the canary
 
-
 Settings = dict[str, tuple[Config, Path]]
 
 
@@ -402,7 +401,6 @@ def test_a_wrong_canary_is_noticed(tied: Remote) -> None:
 
 
 # Sampling -------------------------------------------------------------------------------------
-
 
 CASES = [{"temperature": 1.3}, {"top_k": 10}, {"temperature": 0.7, "top_p": 0.8}]
 

@@ -177,7 +177,6 @@ def check_samples(folder: Path, tmp_path: Path) -> None:
 
 # A sweep: what is run, what is not run again, and the table that comes of it ----------------------
 
-
 RECIPE = Path(__file__).parent.parent / "recipes" / "smoke.toml"
 VARIED = parse_vary(["buffer.max_staleness=0,4", "train.objective=decoupled,naive"])
 

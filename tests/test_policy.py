@@ -13,6 +13,7 @@ import tiny_models
 import torch
 import torch._dynamo as dynamo
 import varlen_cpu  # noqa: F401  registers the kernel of packed attention
+from cases import each_case
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import FIRST_VERSION, LORA, LocalRank, are_equal, of_algorithm, with_train
@@ -125,30 +126,13 @@ def test_packed_attention_refuses_what_it_cannot_do_only_where_it_matters() -> N
 
 SMALL: dict[str, Any] = dict(vocab_size=300, hidden_size=64, intermediate_size=128)
 SMALL |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-LINEAR = dict(linear_num_value_heads=4, linear_num_key_heads=2)
-FAMILIES = {  # the layers that look across packed sequences, and the config's own values
-    "Qwen3Config": ("", {"head_dim": 16}),
-    "LlamaConfig": ("", {}),
-    "Qwen3MoeConfig": ("", dict(head_dim=16, **EXPERTS)),
-    "CohereConfig": ("scaled", dict(logit_scale=0.5)),
-    "Lfm2Config": ("conv", {"layer_types": ["conv", "full_attention"]}),
-    "GraniteMoeHybridConfig": (
-        "linear_attention",
-        dict(num_local_experts=0, mamba_expand=1, layer_types=["mamba", "attention"], **MAMBA),
-    ),
-    "FalconH1Config": ("hybrid", dict(mamba_d_ssm=64, mamba_chunk_size=16, **MAMBA)),
-    "Qwen3_5TextConfig": (  # it has its own use of the boundaries: a TypeError
-        "linear_attention",
-        dict(head_dim=16, layer_types=["linear_attention", "full_attention"], **LINEAR),
-    ),
-}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_model_that_packing_would_change_is_refused(name: str) -> None:
-    layers, values = FAMILIES[name]
+@each_case("families")
+def test_a_model_that_packing_would_change_is_refused(case: dict[str, Any]) -> None:
+    """`layers` look across packed sequences; those of Qwen3.5 by boundaries of their own."""
+    name, layers, values = case.values()
     torch.manual_seed(0)
     config = getattr(transformers, name)(**SMALL, **values)
     kind = transformers.AutoModelForCausalLM
@@ -203,7 +187,6 @@ def test_a_compiled_head_gives_the_same(tied_folder: Path, monkeypatch: pytest.M
 
 
 # Each prompt is trained once, for whatever is trained and however it is split ---------------------
-
 
 UNITS = [Unit([0, 1, 2, 3], 9, [4, 1, 30, 4]), Unit([4], 0, [6]), Unit([5, 6, 7], 20, [7, 0, 12])]
 UNIT_LENGTHS = [unit.prompt + answer for unit in UNITS for answer in unit.answers]
@@ -292,7 +275,6 @@ def batch() -> tuple[TrajectoryRing, Batch]:
 
 NAMES = ("loss", "grad_norm", "value_loss", "kl", "entropy", "clip_frac", "behav_ratio_mean")
 COMPARED = {f"train/{name}" for name in NAMES}
-
 
 CONFIGS = {name: of_algorithm(name, kl_coef=0.05, critic_lr=1e-3) for name in ALGORITHMS}
 CONFIGS["lora"] = of_algorithm("grpo", kl_coef=0.05, **LORA)

@@ -129,7 +129,6 @@ def test_inspect_prints_all_of_a_step(runs: dict[str, RunDir], tmp_path: Path) -
 
 # Loggers follow a run in threads of their own; one that fails costs a note ------------------------
 
-
 ANSWER = {"prompt": "2 + 2?", "reference": "4", "answer": "four", "reward": 1.0}
 
 

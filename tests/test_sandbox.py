@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from attacks import ESCAPES, FUNCTIONS, NOBODY, PROGRAMS, SHORT, World, world
+from cases import cases
 from processes import wait_until
 from test_cli import python
 
@@ -115,9 +116,8 @@ def test_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_ordinary_programs_run() -> None:
-    for line in (Path(__file__).parent / "data/ordinary_programs.jsonl").read_text().splitlines():
-        code, stdin, output = json.loads(line).values()
-        assert run(code, stdin, limits=LONG).output.decode() == output
+    for program, stdin, output in (case.values() for case in cases("ordinary_programs")):
+        assert run(program, stdin, limits=LONG).output.decode() == output
     assert run("print(len(input()))", "x" * 3_000_000, limits=LONG).output == b"3000000\n"
     hashes = "print(list({'a', 'b', 'c', 'd', 'e'}))"
     assert run(hashes).output == run(hashes).output
@@ -125,17 +125,7 @@ def test_ordinary_programs_run() -> None:
 
 # The code task: which answers pass, and that the tests stay out of the sandbox --------------------
 
-
-ADD = {
-    "prompt": "Print the sum.",
-    "tests": [{"stdin": f"{a} {b}\n", "stdout": f"{a + b}\n"} for a, b in ((1, 2), (3, 4), (0, 0))],
-    "solution": "print(sum(map(int, input().split())))",
-}
-PAIR = {
-    "prompt": "pair(x) gives x twice.",
-    "tests": [{"call": "pair", "args": [x], "returns": [x, x]} for x in (1, "a", None, 0.1)],
-    "solution": "def pair(x):\n    return x, x",
-}
+ADD, PAIR = cases("code_problems")
 
 
 def task_of(problems: Path, timeout_s: float = 60.0) -> Code:
@@ -157,9 +147,8 @@ def test_programs_and_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(ADD)}\n{json.dumps(PAIR)}\n")
     task = task_of(tmp_path)
-    for line in (Path(__file__).parent / "data" / "code_cases.jsonl").read_text().splitlines():
-        case = json.loads(line)
-        assert score(task, case["problem"], case["program"]) == case["reward"], line
+    for case in cases("code_cases"):
+        assert score(task, case["problem"], case["program"]) == case["reward"], case
     assert score(task, 0, ADD["solution"], StopReason.LENGTH) == 0.0
     for text in ("no code", f"```\n{ADD['solution']}\n```", f"```python\n{ADD['solution']}"):
         assert task.reward(task.train(0), Answer(text, StopReason.STOP, 10)) == 0.0, text

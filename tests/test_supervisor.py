@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from cases import each_case
 from fault_bodies import Script
 from processes import LIMIT_S, RECIPES, TRAINER_PLACE, wait_until
 from run_dirs import NO_SAVER, Notes
@@ -407,30 +408,10 @@ def test_ctrl_c_ends_the_last_evaluation_and_a_resume_repeats_it(tmp_path: Path)
 
 # The OOM hint -------------------------------------------------------------------------------------
 
-CUDA_OOM = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …"
-CPU_OOM = "RuntimeError: DefaultCPUAllocator: can't allocate memory"
-NO_BLOCKS = "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_…"
-TOO_SMALL = "ValueError: To serve at least one request (1.75 GiB KV cache is needed, which …"
-NO_ROOM = "Free memory on device cuda:0 (31.02/79.10 GiB) on startup is less than desired GPU …"
 
-
-@pytest.mark.parametrize(
-    ("role", "words", "kind", "change"),
-    [
-        ("train", CUDA_OOM, "cuda", "train.max_tokens from 16384 to 8192"),
-        ("train", CPU_OOM, "cpu", "train.max_tokens from 16384 to 8192"),
-        ("train", CPU_OOM, "cuda", "train.batch_size from 32 to 16"),
-        ("rollout", NO_BLOCKS, "cuda", "rollout.memory_fraction from 0.85 to 0.9"),
-        ("rollout", TOO_SMALL, "cpu", "rollout.kv_cache_gib from 0.5 to 1.0"),
-        ("rollout", NO_ROOM, "cuda", "rollout.memory_fraction from 0.85 to 0.75"),
-        ("rollout", CUDA_OOM, "cuda", "rollout.memory_fraction from 0.85 to 0.75"),
-        ("rollout", CPU_OOM, "cpu", "rollout.kv_cache_gib from 0.5 to 0.25"),
-        ("rollout", CUDA_OOM, "shared", "rollout.kv_cache_gib from 0.5 to 0.25"),
-        ("rollout", TOO_SMALL, "shared", "rollout.kv_cache_gib from 0.5 to 1.0"),
-        ("verify", "SIGKILL\nended by the kernel's OOM killer", "cpu", "tasks.memory_gib from 4.0"),
-    ],
-)
-def test_each_shortage_names_a_key_to_change(role: str, words: str, kind: str, change: str) -> None:
+@each_case("shortages")
+def test_each_shortage_names_a_key_to_change(case: dict[str, str]) -> None:
+    role, words, kind, change = case.values()
     config, kind = build({"devices.share": kind == "shared"}), kind.replace("shared", "cuda")
     said = memory_hint(role, words, config, kind)
     assert f"change {change}" in said
