@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 import huggingface_hub.constants
 import pytest
 from annotated_types import Ge, Gt, Le, Lt
-from cases import each_case
+from cases import cases, each_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -169,14 +169,8 @@ def refusal(check: Callable[..., Any], values: dict[str, Any], *args: Any) -> st
 
 
 def test_devices_and_memory_are_checked() -> None:
-    for rollout, train, kind, available, line in (
-        (1, 1, "cuda", 2, ""),
-        (2, 2, "cpu", 1, ""),
-        (4, 4, "cuda", 2, "that is 8 GPUs, of 2 here; the two together may be 2"),
-        (1, 1, "cuda", 1, ""),  # they share it
-        (2, 1, "cuda", 1, "that is 3 GPUs, of 1 here; 1 each would share it"),
-        (4, 1, "cpu", 2, "that is 5 cores, of 2 here; the two together may be 4"),
-    ):
+    for case in cases("device_counts"):
+        rollout, train, kind, available, line = case.values()
         values = {"devices.rollout": rollout, "devices.train": train}
         found = refusal(recipe.check_devices, values, kind, available)
         assert bool(found) == bool(line) and line in found

@@ -24,6 +24,7 @@ from minirl.view import dashboard
 from minirl.view.console import ConsoleView, Reporter, lane_state
 from minirl.view.dashboard import TRENDS, Lane, Sample, Status, look
 from tests.bench.terminal import Terminal
+from tests.cases import each_case
 from tests.run_dirs import log_of, make_config
 from tests.test_cli import ran
 
@@ -225,23 +226,15 @@ def test_two_signals_give_the_terminal_back(tmp_path: Path) -> None:
 
 
 SUMMARY: dict[str, Any] = {"steps": 30, "seconds": 61.2, "version": 30, "accuracies": []}
-BOTH, SINCE = "16.0% at version 0, 89.5% at version 30", "; not evaluated since"
-ROWS = [
-    ({"accuracies": [(0, 0.16), (30, 0.895)]}, f"held-out accuracy {BOTH}"),
-    ({"accuracies": [(0, 0.258)], "version": 7}, f"held-out accuracy 25.8% at version 0{SINCE}"),
-    ({"accuracies": [(0, 0.0)], "version": 0}, "held-out accuracy 0.0% at version 0"),
-    ({"drops": {"b_error": 3, "equal": 1200}}, "groups dropped 1,200 equal, 3 b error"),
-    ({"versions_measured": "28 of 30"}, "versions with a measured gap 28 of 30"),
-]
 
 
-@pytest.mark.parametrize(("changes", "row"), ROWS)
+@each_case("summaries")
 def test_the_summary_says_what_was_measured_and_dropped(
-    changes: dict[str, Any], row: str, capsys: pytest.CaptureFixture[str]
+    case: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ConsoleView(30).finished(SUMMARY | changes | {"try_next": "minirl runs"})
+    ConsoleView(30).finished(SUMMARY | case["changes"] | {"try_next": "minirl runs"})
     rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert row in rows and len(rows) == 3, "what is not known has no row"
+    assert case["row"] in rows and len(rows) == 3, "what is not known has no row"
 
 
 def test_loading_is_one_line_or_a_spinner_that_goes(capsys: pytest.CaptureFixture[str]) -> None:

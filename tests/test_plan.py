@@ -174,9 +174,7 @@ def test_one_set_of_changes_fits_with_no_more_of_them_than_it_takes() -> None:
     assert changes("4090", **full | {"model": "Qwen2.5-14B"}) == ["nothing fits"]
 
 
-def test_one_gpu_pays_both_bills_or_the_larger_in_turns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_gpu_pays_both_bills_or_the_larger_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     both = plan(load(RECIPES / "gsm8k-1gpu.toml").config, "4090")
     memory, (engine, rank) = both.gpu.memory_gib * GIB, both.bills
     assert rank.available == pytest.approx(memory - sum(engine.items.values()))

@@ -127,15 +127,6 @@ def check_trajectories(run_dir: Path) -> None:
     assert len(write([run], run_dir / "report")) > 10
 
 
-@pytest.mark.slow
-def test_a_tensor_parallel_engine_trains(tmp_path: Path, tied_folder: Path) -> None:
-    parallel = {"devices__rollout": 2, "devices__tensor_parallel": 2, "train__steps": 2}
-    run = Run(tmp_path / "run", model__path=tied_folder, **parallel)
-    run.end(code=0)
-    assert run.summary()["logprob_gap_max"] < 1e-3
-    assert_accounted(run.metrics(), max_staleness=2)
-
-
 @pytest.mark.parametrize("eta", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_shares_its_cores_and_trains_only_while_the_engine_sleeps(
     eta: int, tmp_path: Path, tied_folder: Path
@@ -154,15 +145,18 @@ def test_a_run_shares_its_cores_and_trains_only_while_the_engine_sleeps(
 
 
 @pytest.mark.slow
-def test_ranks_that_keep_slices_train_and_resume(tmp_path: Path, tied_folder: Path) -> None:
-    sliced = {"devices__train": 2, "train__shard": '"full"', "eval__every": 2}
-    sliced |= {"model__path": tied_folder, "checkpoint__every": 2}
-    Run(tmp_path / "run", train__steps=2, **sliced).end(code=0)
-    run = Run(tmp_path / "run", options=("--resume",), train__steps=4, **sliced)
-    run.end(code=0)
-    assert run.summary()["logprob_gap_max"] < 1e-3
-    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4]
-    assert_accounted(run.metrics(), max_staleness=2)
+def test_a_tensor_parallel_engine_and_ranks_that_keep_slices_train_and_resume(
+    tmp_path: Path, tied_folder: Path
+) -> None:
+    split = {"devices__rollout": 2, "devices__tensor_parallel": 2, "devices__train": 2}
+    split |= {"train__shard": '"full"', "eval__every": 2, "checkpoint__every": 2}
+    for steps, options in ((2, ()), (4, ("--resume",))):
+        changes = {"model__path": tied_folder, "train__steps": steps, **split}
+        run = Run(tmp_path / "run", options=options, **changes)
+        run.end(code=0)
+        assert run.summary()["logprob_gap_max"] < 1e-3
+        assert [line["step"] for line in run.metrics()] == [*range(1, steps + 1)]
+        assert_accounted(run.metrics(), max_staleness=2)
     assert (run.dir / "checkpoints/step-000004/trainer/optimizer-1-of-2.safetensors").exists()
 
 

@@ -131,26 +131,15 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "FIRST_DELAY_S", 0.02)
 
 
-@pytest.mark.parametrize(
-    ("eta", "bad", "redone"),
-    [
-        (0, {"die_at_step": 6}, 2),  # from 5 back to 3
-        (2, {"die_at_step": 6}, 2),
-        (0, {"die_after_publishing": 5}, 1),  # version 5 was out before the controller knew
-        (2, {"die_after_publishing": 5}, 1),
-        (2, {"die_in_save": 6}, 3),
-        (2, {"die_at_step": 6, "die_in_load": 1}, 2),  # the next too, before it has published
-        (2, {"die_at_step": 8, "breaks": 6}, 4),  # the newest checkpoint: from 7 back to 3
-        (2, {"die_at_step": 2}, 1),  # there is no checkpoint yet: from the beginning
-    ],
-)
-def test_a_dead_rank_rolls_back(eta: int, bad: dict[str, int], redone: int, tmp_path: Path) -> None:
+@each_case("rollbacks")
+def test_a_dead_rank_rolls_back(case: dict[str, Any], tmp_path: Path) -> None:
+    eta, bad, redone, why = case.values()
     with stage(tmp_path, stage_config(eta), train={"bad": bad}) as run:
         if "breaks" in bad:
             newest = tmp_path / "checkpoints" / "step-000006" / "model.safetensors"
             run.at_step[7] = lambda: newest.write_bytes(b"")
         lines = run.run_and_check()
-        assert lines[-1]["faults/steps_redone"] == redone
+        assert lines[-1]["faults/steps_redone"] == redone, why
         assert lines[-1]["faults/workers_replaced"] == 1 + ("die_in_load" in bad)
         least = BATCH * redone + (0 if "die_in_save" in bad else BATCH)
         assert run.buffer.drops[Drop.WORKER_DIED] >= least

@@ -3,7 +3,6 @@ and math against answers that were labelled by hand for this project. User code 
 itself, cannot be loaded, hangs, exits, crashes or eats memory, and a bad row: one line each."""
 
 import json
-import re
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
-from cases import DATA, cases, each_case
+from cases import DATA, cases, each_case, refused
 
 from minirl import recipe
 from minirl.config import TINY_FOLDER, Config, TasksConfig
@@ -55,10 +54,8 @@ def test_a_task_is_found_by_its_name_and_proves_itself(kind: str) -> None:
 @each_case("wrong_tasks")
 def test_a_task_that_cannot_be_loaded_is_one_line(tmp_path: Path, case: dict[str, str]) -> None:
     own = written(tmp_path, case.get("code", ""))
-    with pytest.raises(RecipeError) as caught:
+    with refused("tasks.kind", case["why"]):
         make_task(config_of(case.get("kind", own)))
-    assert caught.value.key == "tasks.kind"
-    assert case["why"] in str(caught.value) and "\n" not in str(caught.value)
 
 
 @each_case("contradictions")
@@ -76,10 +73,9 @@ def test_a_task_that_contradicts_itself(tmp_path: Path, case: dict[str, Any]) ->
 @each_case("harmful_tasks")
 def test_it_is_one_line(tmp_path: Path, case: dict[str, str]) -> None:
     mark, harm, what = case.values()
-    with pytest.raises(RecipeError) as caught:
+    with refused("tasks.kind", what) as caught:
         checked(tmp_path, TASK.replace(f"pass  # {mark}", harm), 3.0 if "longer" in what else 60.0)
     line = str(caught.value)
-    assert what in line and "\n" not in line and caught.value.key == "tasks.kind"
     number = next(n for n, text in enumerate(TASK.splitlines(), 1) if f"# {mark}" in text)
     if "return" not in harm:
         assert f"(mine.py, line {number}, in " in line, line
@@ -89,7 +85,7 @@ def test_what_is_right_passes_and_a_helper_is_named_with_its_method(tmp_path: Pa
     right = checked(tmp_path, TASK)
     assert right.shown == "32 references score 1, 32 shuffled ones less"
     assert right.warning == "40 of 40 held-out prompts are trained on"
-    with pytest.raises(RecipeError, match=r"line 28, in helped, from solution\)"):
+    with pytest.raises(RecipeError, match=r"line 27, in helped, from solution\)"):
         checked(tmp_path, TASK.replace("  # helper", " + None"))
 
 
@@ -154,10 +150,8 @@ def test_bad_data_is_one_line(tmp_path: Path, case: dict[str, str | None]) -> No
     if text is not None:
         (tmp_path / name).write_text(text)
     data = name if text is None else tmp_path / name if name == "x.txt" else tmp_path
-    with pytest.raises(RecipeError) as caught:
+    with refused("tasks.data", line):
         Plain(data_config(data)).train(0)
-    assert caught.value.key == "tasks.data"
-    assert line in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_built_in_tasks_take_ones_own_rows_and_columns(tmp_path: Path) -> None:
@@ -181,9 +175,8 @@ def test_built_in_tasks_take_ones_own_rows_and_columns(tmp_path: Path) -> None:
 @each_case("bad_options")
 def test_a_wrong_option_is_one_line(case: dict[str, Any]) -> None:
     kind, options, line = case.values()
-    with pytest.raises(RecipeError, match=re.escape(line)) as caught:
+    with refused(f"tasks.options.{next(iter(options))}", line):
         make_task(Config(tasks=TasksConfig(kind=kind, options=options)))
-    assert caught.value.key == f"tasks.options.{next(iter(options))}"
     with pytest.raises(RecipeError, match="draws its own problems"):
         make_task(Config(tasks=TasksConfig(kind="arithmetic", data="train.jsonl")))
 
