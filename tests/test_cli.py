@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cases import each_case
@@ -122,30 +123,23 @@ def test_resume_takes_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert fresh.match("runs/r-????????-??????") and not fresh.exists()
 
 
-@pytest.mark.parametrize(
-    ("error", "exit_code", "stderr"),
-    [
-        ("e.WorkerDied('rank 1\\ndied')", 1, b"minirl: rank 1\\ndied\n"),
-        ("e.Stalled('nothing moved')", 3, b"minirl: nothing moved\n"),
-        ("KeyboardInterrupt", 130, b""),
-        ("SystemExit(7)", 7, b""),
-    ],
-)
-def test_errors_have_exit_codes_on_a_full_disk(error: str, exit_code: int, stderr: bytes) -> None:
+@each_case("exit_codes")
+def test_errors_have_exit_codes_on_a_full_disk(case: dict[str, Any]) -> None:
     code = f"""import minirl.cli, minirl.errors as e
 from minirl.view.console import ConsoleView
 def app(**_):
     view = ConsoleView(10)
     view.note("x" * 9000)
     view.step({{"step": 1, "seconds": 1.0, "reward/mean": 0.5}})
-    raise {error}
+    raise {case["error"]}
 minirl.cli.app = app
 minirl.cli.main()
 """
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-c", code]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=ROOT)
-    assert (done.returncode, done.stderr) == (exit_code, stderr)
+        pipes: dict[str, Any] = {"stdout": full, "stderr": subprocess.PIPE, "text": True}
+        done = subprocess.run(command, **pipes, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (case["code"], case["stderr"])
 
 
 def test_doctor_names_a_remedy_for_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:

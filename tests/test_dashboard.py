@@ -1,5 +1,6 @@
 """The dashboard's picture as a function of a Status, status.json, and `minirl watch`."""
 
+import json
 import math
 import signal
 import sys
@@ -24,33 +25,23 @@ from minirl.view import dashboard
 from minirl.view.console import ConsoleView, Reporter, lane_state
 from minirl.view.dashboard import TRENDS, Lane, Sample, Status, look
 from tests.bench.terminal import Terminal
-from tests.cases import each_case
+from tests.cases import DATA, each_case
 from tests.run_dirs import log_of, make_config
 from tests.test_cli import ran
 
-PICTURE = Path(__file__).parent / "data" / "dashboard.txt"
-NOW = 1_700_000_000.0
+PICTURE = DATA / "dashboard.txt"
+GIVEN = json.loads((DATA / "status.json").read_text())
+NOW = GIVEN["time"]
 
 
 def example(**changes: Any) -> Status:
     engine = Lane("rollout-0", "generating 31 at v40", [(0.0, 0.0)] * 6 + [(0.97, 0.03)] * 54)
     rewards = [(float(step), 1 - math.exp(-step / 15)) for step in range(1, 41)]
     values: dict[str, Any] = {
-        "name": "smoke-20260101-120000",
-        "time": NOW,
-        "step": 40,
-        "steps": 100,
-        "seconds": 321.0,
-        "verdict": "generation-bound: trainers idle 41%, one GPU more for rollout would give +20%",
+        **GIVEN,
         "lanes": [engine, Lane("train-0", "waiting for batch", [(0.2, 0.8)])],
-        "slots": {"sampling": 48, "grading": 2, "ready": 12, "training": 32, "free": 2},
-        "staleness": [71000, 24000, 5000],
         "curves": {"reward/mean": rewards, **dict.fromkeys(TRENDS, rewards)},
-        "evaluations": [(0, 0.21, 0.16, 0.26), (30, 0.81, 0.76, 0.86)],
-        "drops": {"reward_error": 3, "equal_rewards": 1200},
-        "last": {"step": 40, "seconds": 320.0, "train/tokens_per_s": 12033.0},
         "samples": [Sample(f"of step {step}", "How many?", "7 + 12\n= 19") for step in range(6)],
-        "notes": [(0.1, "waiting for workers"), (99.0, "rollout-1 was killed by SIGKILL")],
         **changes,
     }
     return Status(**values)

@@ -147,19 +147,12 @@ def test_a_dead_rank_rolls_back(case: dict[str, Any], tmp_path: Path) -> None:
         assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
-@pytest.mark.parametrize(
-    ("role", "bad", "said", "num_steps"),
-    [
-        ("train", {"die_at_step": 5, "always": 1}, r"train-0 was killed by .* \(start 4\)", 4),
-        ("train", {"dies": 1}, r"train-0 RuntimeError: no luck \(start 4\)", 0),
-        # What does not fit says what to change, and is not tried again.
-        ("train", {"dies": 2}, r"\(start 1\).*change train\.max_tokens from 16384", 0),
-        ("rollout", {"stale": 1}, r"rollout-0: version 1 did not reach the engine", None),
-    ],
-)
+@each_case("always_dies")
 def test_a_worker_that_always_dies_ends_the_run_with_a_reason(
-    role: str, bad: dict[str, int], said: str, num_steps: int | None, tmp_path: Path
+    case: dict[str, Any], tmp_path: Path
 ) -> None:
+    """What does not fit says what to change, and is not tried again."""
+    role, bad, said, num_steps = case.values()
     (tmp_path / f"{role}-0.log").write_text("of an earlier run: CUDA out of memory\n")
     with stage(tmp_path, **{role: {"bad": bad}}) as run:
         delays, replace_now = list[float](), run.workers.replace
