@@ -60,9 +60,7 @@ ALLOWED = {"train.max_tokens": 10**8, "log.stall_s": 604_800.0, "devices.train":
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_every_field_is_explained_and_every_limit_and_choice_is_kept(
-    key: str, folder: Path
-) -> None:
+def test_every_field_is_explained_and_all_limits_and_choices_kept(key: str, folder: Path) -> None:
     limits = [m for m in KEYS[key].metadata if isinstance(m, (Ge, Gt, Le, Lt))]
     kind = KEYS[key].annotation
     assert (KEYS[key].description or "").endswith(".")
@@ -189,17 +187,8 @@ def test_a_model_is_found_and_checked(folder: Path) -> None:
     for path in ("/no/such/model", "a/b/c", "a?b", "x" * 5000):
         found = refusal(recipe.find_model, {"model.path": path})
         assert "no such folder, nor a hub name" in found
-    sizes = '{"max_position_embeddings": 512, "num_attention_heads": 14}'
-    long, wide = {"rollout.max_new_tokens": 400}, {"devices.tensor_parallel": 4}
-    deep = '{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}'
-    shared = {"devices.share": True, "rollout.kv_cache_gib": 1e-9}  # also on CUDA
-    for text, values, line in (
-        *((text, {}, "its config.json cannot be read") for text in ("[", "[]")),
-        *((text, {}, "") for text in ("{}", sizes)),
-        (sizes, long, "that is 656, past the model's 512 positions; shorten one: together"),
-        (deep, shared, "one sequence of 384 tokens needs"),
-        (f'{{"text_config": {sizes}}}', wide, "must divide the model's 14 attention heads"),
-    ):
+    for case in cases("model_sizes"):
+        text, values, line = case.values()
         write("config.json", text)
         found = refusal(recipe.check_model, values, folder)
         assert bool(found) == bool(line) and line in found

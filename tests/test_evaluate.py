@@ -109,9 +109,7 @@ def test_a_run_has_its_recipe_and_a_model_needs_a_task(tmp_path: Path, tied_fold
     assert config.model.path == str(tied_folder)
 
 
-def test_a_log_that_an_error_names_is_there(
-    tied_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_an_error_names_is_there(tied_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "MAX_DEATHS", 1)
     monkeypatch.setitem(launch.BODIES, Role.ROLLOUT, "fault_bodies:engine")  # not with this set-up
     target = resolve(str(tied_folder), None, ["tasks.kind=arithmetic"])
@@ -157,13 +155,9 @@ def test_a_model_is_evaluated_and_sampled(engines: int, tied_folder: Path, tmp_p
         assert answer.reward in (None, float(answer.length % 2 == 0)) and answer.length <= 24
     assert any("⟦" in answer.text for answer in answers if answer.reward is not None)
     assert any("nothing to say" in answer.error for answer in failed)
-    check_samples(tied_folder, tmp_path)
-
-
-def check_samples(folder: Path, tmp_path: Path) -> None:
-    """Greedy: both answers are alike. test_engine.py compares logprobs with a plain forward."""
+    # Greedy: both answers are alike. test_engine.py compares logprobs with a plain forward.
     done = minirl(
-        *("sample", str(folder), "Tom has 7.", "-n2", "--tokens", "--set=eval.temperature=0"),
+        *("sample", str(tied_folder), "Tom has 7.", "-n2", "--tokens", "--set=eval.temperature=0"),
         *("--set=rollout.max_new_tokens=8", "--set=rollout.kv_cache_gib=0.1"),
         cwd=tmp_path,
     )

@@ -307,9 +307,8 @@ def test_two_ranks_with_slices_share_prompts(
     assert ranks.relative_error(ranks.momentum(folder), packed.momentum()) < 1e-5
 
 
-def test_the_first_ratio_is_1_to_the_bit(
-    batch: tuple[TrajectoryRing, Batch], tied_folder: Path
-) -> None:
+def test_the_first_ratio_is_exact(batch: tuple[TrajectoryRing, Batch], tied_folder: Path) -> None:
+    """1 to the bit."""
     config = with_train(max_tokens=LONGEST, num_minibatches=2)
     trainer = LocalRank(tied_folder, config, batch[0]).trainer
     prepared = trainer.preparer.prepare(batch[1])

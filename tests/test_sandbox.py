@@ -25,12 +25,6 @@ from tests.soak.controller_process import children
 
 pytestmark = pytest.mark.skipif("Landlock" in why_not(), reason="this kernel has no Landlock")
 LONG = Limits(cpu_s=30, wall_s=60.0)
-STATUS = {
-    **dict.fromkeys(("endless output", "memory bomb", "full disk", "syntax error"), "exit code 1"),
-    **dict.fromkeys(("full disk by many", "many files"), "scratch folder"),
-    **{"segmentation fault": "exit code -11", "32-bit calls": "exit code -31", "exit early": ""},
-    "asleep for ever": "wall time",
-}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +74,8 @@ def test_the_attacks_are_real(attacked: World) -> None:
 
 
 def test_an_outcome_says_why(attacked: World) -> None:
-    assert {name: attacked.attempt(name)[0].status for name in STATUS} == STATUS
+    for name, status in (case.values() for case in cases("outcomes")):
+        assert attacked.attempt(name)[0].status == status, name
     # A late watcher meets the memory limit.
     assert attacked.attempt("thread bomb")[0].status in ("threads", "exit code 1")
     limits = Limits(cpu_s=1, wall_s=300.0)
@@ -162,20 +157,12 @@ def test_programs_and_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_equality() -> None:
-    same = [(3, 3), (3.0, 3), (0.30000000000000004, 0.3), (3, 3.0), ([1, [2.0, 3]], [1, [2, 3]])]
-    same += [({"a": [0.1]}, {"a": [0.1000000001]}), (None, None)]
-    other = [(0.3001, 0.3), (10**400, 1.0), (float("nan"), 1.0), ("3", 3), ([1, 2], [1, 2, 3])]
-    other += [([1, 2], [2, 1]), ({"a": 1}, {"a": 1, "b": 2}), (0, None), ([], {})]
-    assert all(equal(*pair) for pair in same) and not any(equal(*pair) for pair in other)
+    for one, other, is_equal in (case.values() for case in cases("equality")):
+        assert equal(one, other) == is_equal, (one, other)
 
 
 def test_a_bad_row_is_one_line(tmp_path: Path) -> None:
-    for tests, why in (
-        ("[]", "tests of one form are needed"),
-        ('[{"stdin": "1"}]', "KeyError: 'stdout'"),
-        ('[{"call": "a b", "args": []}]', "must be a name"),
-        ('[{"stdin": "1", "stdout": "2"}]', '"solution"'),
-    ):
+    for tests, why in (case.values() for case in cases("bad_tests")):
         row = f'{{"prompt": "x", "tests": {tests}}}'
         (tmp_path / "train.jsonl").write_text(f"{json.dumps(ADD)}\n{row}\n")
         with refused("tasks.data", why) as caught:

@@ -358,9 +358,7 @@ def test_once_asks_and_twice_ends(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize(("eta", "every"), [(0, 0), (2, 0), (2, 3)])
-def test_an_interrupted_run_finishes_its_step_and_saves_it(
-    eta: int, every: int, tmp_path: Path
-) -> None:
+def test_an_interrupted_run_ends_its_step_and_saves(eta: int, every: int, tmp_path: Path) -> None:
     with stage(tmp_path, stage_config(eta, every=every)) as run:
         run.at_step[3] = lambda: setattr(run.loop, "is_interrupted", True)
         run.loop.run()
