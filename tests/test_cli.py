@@ -113,11 +113,10 @@ def test_config_is_toml_and_says_where_from() -> None:
         assert origin in shown
 
 
-def test_resume_takes_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_resume_takes_the_newest_run(here: Path) -> None:
     for name in ("r-20250101-000000", "r-20250102-000000", "r-2gpu-20260101-000000"):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        (tmp_path / "runs" / name / "recipe.toml").touch()
+        (here / "runs" / name).mkdir(parents=True)
+        (here / "runs" / name / "recipe.toml").touch()
     assert choose_run_dir(Path("a/r.toml"), None, resume=True) == Path("runs/r-20250102-000000")
     fresh = choose_run_dir(Path("a/r.toml"), None, resume=False)
     assert fresh.match("runs/r-????????-??????") and not fresh.exists()

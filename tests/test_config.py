@@ -23,12 +23,6 @@ from minirl.errors import RecipeError
 from minirl.recipe import check_model, kv_bytes_per_token, load
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def write(name: str, text: str) -> Path:
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).write_text(text, encoding="utf-8")
@@ -42,7 +36,7 @@ def line_of(path: Path | None, *overrides: str) -> str:
 
 
 @each_case("bad_recipes")
-def test_bad_recipe_gives_its_line(folder: Path, case: dict[str, str]) -> None:
+def test_bad_recipe_gives_its_line(here: Path, case: dict[str, str]) -> None:
     """The whole line. The recipe is bad.toml, or there is none but one --set."""
     path = write("bad.toml", case["recipe"]) if "recipe" in case else None
     assert line_of(path, *([] if path else [case["set"]])) == case["line"]
@@ -60,7 +54,7 @@ ALLOWED = {"train.max_tokens": 10**8, "log.stall_s": 604_800.0, "devices.train":
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_every_field_is_explained_and_all_limits_and_choices_kept(key: str, folder: Path) -> None:
+def test_every_field_is_explained_and_all_limits_and_choices_kept(key: str, here: Path) -> None:
     limits = [m for m in KEYS[key].metadata if isinstance(m, (Ge, Gt, Le, Lt))]
     kind = KEYS[key].annotation
     assert (KEYS[key].description or "").endswith(".")
@@ -85,7 +79,7 @@ def test_every_field_is_explained_and_all_limits_and_choices_kept(key: str, fold
         assert tomllib.loads(recipe.to_toml(config, marks)) == tomllib.loads(text)
 
 
-def test_extends_and_set_override_in_order_and_say_so(folder: Path) -> None:
+def test_extends_and_set_override_in_order_and_say_so(here: Path) -> None:
     write("base/root.toml", "tasks.options = {a = 1, b = 1}\n[train]\nlr = 0\nsteps = 7\n")
     write("base/mid.toml", 'extends = "root.toml"\ntasks.options.a = 2\nrollout.top_k = 20\n')
     leaf = write("leaf.toml", 'extends = "base/mid.toml"\n')
@@ -103,7 +97,7 @@ def test_extends_and_set_override_in_order_and_say_so(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", get_args(KEYS["train.algorithm"].annotation))
-def test_an_algorithm_sets_what_the_recipe_leaves_out_and_says_so(folder: Path, name: str) -> None:
+def test_an_algorithm_sets_what_the_recipe_leaves_out_and_says_so(here: Path, name: str) -> None:
     base = write("base.toml", f'[train]\nclip_low = 0.1\nalgorithm = "{name}"\n')
     config, origins = load(base, ["train.loss_norm=token"])
     written = {"train.clip_low": 0.1, "train.loss_norm": "token"}  # it wins
@@ -116,21 +110,21 @@ def test_an_algorithm_sets_what_the_recipe_leaves_out_and_says_so(folder: Path, 
 
 
 @pytest.mark.parametrize("key", recipe.BUILT_IN)
-def test_own_code_is_looked_for_beside_the_recipe_and_then_here(folder: Path, key: str) -> None:
+def test_own_code_is_looked_for_beside_the_recipe_and_then_here(here: Path, key: str) -> None:
     for name in ("mine/own.py", "mine/rows.jsonl", "mine/model/config.json", "here.py", "tiny/x"):
         write(name, "")
     data = 'tasks.data = "rows.jsonl"\nmodel.path = "model"\n'
     own = write("mine/r.toml", f'{key} = "own.py:it"\n{data}')
     config = load(own).config
-    assert config.model.path == str(folder / "mine/model")
+    assert config.model.path == str(here / "mine/model")
     assert load(own, ["model.path=tiny"]).config.model.path == "tiny"
-    assert c.get(config, key) == f"{folder / 'mine/own.py'}:it"
-    assert config.tasks.data == str(folder / "mine/rows.jsonl")
+    assert c.get(config, key) == f"{here / 'mine/own.py'}:it"
+    assert config.tasks.data == str(here / "mine/rows.jsonl")
     leaf = write("leaf.toml", 'extends = "mine/r.toml"\n')
     assert load(leaf).config == config, "beside the recipe that names it"
     assert load(write("saved.toml", recipe.to_toml(config))).config == config
-    here = load(own, [f"{key}=here.py:it"]).config
-    assert c.get(here, key) == f"{folder / 'here.py'}:it"
+    config = load(own, [f"{key}=here.py:it"]).config
+    assert c.get(config, key) == f"{here / 'here.py'}:it"
     for name in ("gone.py:it", "package.module:it", recipe.BUILT_IN[key][-1]):
         assert c.get(load(own, [f"{key}={name}"]).config, key) == name
     assert not refusal(recipe.check_task, {key: "here.py:it"}, key)
@@ -149,7 +143,7 @@ toml_lines = toml_lines | st.builds(str.format, st.sampled_from(["[{}]", "[[{}]]
 
 @settings(max_examples=300)
 @given(data=st.binary(max_size=200) | st.lists(toml_lines, max_size=4).map("\n".join))
-def test_random_files_give_only_recipe_errors(folder: Path, data: bytes | str) -> None:
+def test_random_files_give_only_recipe_errors(here: Path, data: bytes | str) -> None:
     Path("fuzz.toml").write_bytes(data if isinstance(data, bytes) else data.encode())
     try:
         load(Path("fuzz.toml"))
@@ -181,16 +175,16 @@ def test_devices_and_memory_are_checked() -> None:
     assert "the trajectory ring would take" in refusal(recipe.check_memory, {}, num_bytes - 1)
 
 
-def test_a_model_is_found_and_checked(folder: Path) -> None:
+def test_a_model_is_found_and_checked(here: Path) -> None:
     assert recipe.find_model(Config()) == TINY_FOLDER
-    assert recipe.find_model(recipe.build({"model.path": str(folder)})) == folder
+    assert recipe.find_model(recipe.build({"model.path": str(here)})) == here
     for path in ("/no/such/model", "a/b/c", "a?b", "x" * 5000):
         found = refusal(recipe.find_model, {"model.path": path})
         assert "no such folder, nor a hub name" in found
     for case in cases("model_sizes"):
         text, values, line = case.values()
         write("config.json", text)
-        found = refusal(recipe.check_model, values, folder)
+        found = refusal(recipe.check_model, values, here)
         assert bool(found) == bool(line) and line in found
 
 
@@ -200,10 +194,10 @@ CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}{% if not loud %}.{% e
 
 
 @pytest.fixture
-def with_model(tmp_path: Path) -> Path:
-    shutil.copytree(TINY_FOLDER, tmp_path / "model")
-    (tmp_path / "r.toml").write_text('[model]\npath = "model"\n[devices]\nkind = "cpu"\n')
-    return tmp_path
+def with_model(here: Path) -> Path:
+    shutil.copytree(TINY_FOLDER, "model")
+    write("r.toml", '[model]\npath = "model"\n[devices]\nkind = "cpu"\n')
+    return here
 
 
 def cut(path: Path) -> None:
@@ -226,7 +220,6 @@ def test_it_is_refused(
     with_model: Path, case: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harm, name, line = case.values()
-    monkeypatch.chdir(with_model)
     monkeypatch.setattr(model, "ask_hub", lambda: pytest.fail("the hub was asked"))
     if harm:
         HARMS[harm](with_model / "model" / name)

@@ -215,14 +215,13 @@ GOOD = {case["name"]: case["good"] for case in cases("figures")}
 
 
 @pytest.mark.slow
-def test_measured_figures_are_the_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_measured_figures_are_the_plans(here: Path) -> None:
     findings = measure.examine("cpu", None, ["train.max_tokens=512", "devices.train=2"])
     found = {found.name: found for found in findings}
     assert [*found] == [*GOOD][:-1], "memory is CUDA's"
     exact = ("attention error", "reload error", "canary gap", "logprob gap")
     assert all(found[name].ok for name in exact) and "expected 0 to 0.03" in findings[0].detail
-    written, own = json.loads((tmp_path / "gpu.json").read_text()), plan.gpu_for("")
+    written, own = json.loads((here / "gpu.json").read_text()), plan.gpu_for("")
     assert written["measured"].keys() == found.keys() and written["gpu"].startswith("CPU")
     assert own.memory_gib == written["measured"]["memory"]
     config = load(None, ["train.max_tokens=512", "devices.train=2"]).config
@@ -230,8 +229,7 @@ def test_measured_figures_are_the_plans(tmp_path: Path, monkeypatch: pytest.Monk
     assert 1 / costs.train_per_token == pytest.approx(2 * written["measured"]["training"])
 
 
-def test_a_measurement_may_fail_or_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_measurement_may_fail_or_hang(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "DEADLINE_S", 0.01)
     findings = measure.examine("cpu", None, [])
     assert [found.name for found in findings] == [each.__name__ for each in measure.MEASURES]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import each_case, refused
+from cases import DATA, each_case, refused
 from processes import assert_accounted
 from ranks import CONFIG, FRESH, MIXED, Data, LocalRank, are_equal, with_train
 from test_cli import minirl
@@ -176,12 +176,7 @@ def test_a_wrong_function_is_one_line(case: dict[str, str], tmp_path: Path) -> N
 
 
 def test_what_a_function_gives_has_the_form_of_what_it_takes(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
-        "from minirl.train.objective import Terms\n"
-        "def plain(tokens, train): return Terms(tokens.advantages_T * tokens.logprobs_T)\n"
-        "def summed(tokens, train): return Terms(tokens.logprobs_T.sum())\n"
-        "def flat(groups): return [group[:1] for group in groups]\n"
-    )
+    (tmp_path / "own.py").write_text((DATA / "functions.txt").read_text())
     ones_T, index_T = torch.ones(2), torch.zeros(2, dtype=torch.int64)
     tokens = Tokens(ones_T, ones_T, ones_T, ones_T, torch.tensor([True, False]), index_T, 1)
     loss, sums = loss_of(f"{tmp_path}/own.py:plain", tokens, CONFIG.train)

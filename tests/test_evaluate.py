@@ -64,15 +64,14 @@ def test_a_failed_reward_counts_nowhere_and_is_counted() -> None:
     assert summarise([result(0, None)])["accuracy"] is None
 
 
-def test_results_are_compared_by_mcnemar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_compared_by_mcnemar(here: Path) -> None:
     assert mcnemar(8, 1) == pytest.approx(2 * (1 + 9) / 512) and mcnemar(0, 0) == 1.0
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "b").mkdir()
+    (here / "b").mkdir()
 
     def shown(a: list[Result], b: list[Result]) -> str:
         for name, results in (("a.jsonl", a), ("b/results.jsonl", b)):
             lines = [json.dumps(result._asdict()) for result in results]
-            (tmp_path / name).write_text("\n".join(lines))
+            (here / name).write_text("\n".join(lines))
         return "\n".join(ran("eval", "--compare", "a.jsonl", "b"))
 
     a = [result(i, float(i < 2)) for i in range(10)]

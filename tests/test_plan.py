@@ -56,17 +56,14 @@ def test_shapes_are_the_published_ones_and_those_of_a_folder(tmp_path: Path) -> 
         shape_of(config(str(tmp_path)))
 
 
-def test_gpus_by_name_as_drivers_call_them_and_as_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_by_name_as_drivers_call_them_and_as_measured(here: Path) -> None:
     assert tool.gpu_for("h100") is GPUS["H100"]
     with pytest.raises(RecipeError, match="is not in the table"):
         tool.gpu_for("H1")
     for called, gib, name in (case.values() for case in cases("gpu_names")):
         assert tool.recognise(f"NVIDIA {called}", gib * GIB) is GPUS.get(name)
-    file, kind = tmp_path / "gpu.json", GPUS["4090"]._replace(memory_gib=20.0)
+    file, kind = here / "gpu.json", GPUS["4090"]._replace(memory_gib=20.0)
     kind = kind._replace(train_speed=0.5, decode_speed=0.25)
-    monkeypatch.chdir(tmp_path)
     file.write_text(json.dumps({"plan": kind._asdict()}))
     assert tool.gpu_for("") == kind and tool.gpu_for("H200") == GPUS["H200"]
     slow, fast = (replace(plan(config()), gpu=gpu).costs for gpu in (kind, GPUS["4090"]))
