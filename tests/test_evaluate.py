@@ -185,7 +185,7 @@ def written(run_dir: Path, accuracy: float, finished: bool = True) -> None:
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Sweep:
+def swept(tmp_path: Path) -> Sweep:
     return Sweep(RECIPE, tmp_path, VARIED, 2, ["train.steps=3"])
 
 
@@ -200,8 +200,8 @@ def test_values_are_split_at_commas_and_wrong_ones_refused_before_a_run(tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_finished_is_not_run_again(here: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
-    dirs = [here.run_dir(cell, seed) for seed in (0, 1) for cell in here.cells]
+def test_what_is_finished_is_not_run_again(swept: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    dirs = [swept.run_dir(cell, seed) for seed in (0, 1) for cell in swept.cells]
     written(dirs[0], 0.9)
     written(dirs[1], 0.5, finished=False)
     trained = []
@@ -214,11 +214,11 @@ def test_what_is_finished_is_not_run_again(here: Sweep, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(sweep, "train", train)
     with pytest.raises(MinirlError, match="it died"):
-        here.go(print)
+        swept.go(print)
     assert [run_dir for run_dir, _ in trained] == dirs[1:7], "seed by seed"
     varied = ["buffer.max_staleness=0", "train.objective=naive"]
     assert trained[0][1] == ["train.steps=3", *varied, "seed=0"]
-    head, first, *others = here.table()
+    head, first, *others = swept.table()
     assert [row[2] for row in others] == ["2", "1", "1"], "the table is of what there is"
     shown = dict(zip(head, first, strict=True))
     assert shown["buffer.max_staleness"] == "0" and shown["seeds"] == "2"
