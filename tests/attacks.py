@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from sysconfig import get_path
 from typing import NamedTuple
 
 from minirl.tasks import jail
@@ -134,8 +135,9 @@ def as_nobody(names: list[str]) -> None:
     libc, place = jail.LIBC, Path("/mnt")
     assert libc.unshare(NEW_MOUNTS) == 0 and libc.mount(b"none", b"/", None, PRIVATE, None) == 0
     assert libc.mount(b"none", b"/mnt", b"tmpfs", 0, b"mode=755") == 0
-    minirl, tests = Path(jail.__file__).parent.parent, Path(__file__).parent
-    for name, source in {"python": sys.base_prefix, "minirl": minirl, "tests": tests}.items():
+    folders = {"minirl": Path(jail.__file__).parent.parent, "tests": Path(__file__).parent}
+    folders |= {"python": Path(sys.base_prefix), "packages": Path(get_path("purelib"))}
+    for name, source in folders.items():
         (place / name).mkdir()
         assert libc.mount(os.fsencode(source), bytes(place / name), None, BIND, None) == 0
     (place / "world").mkdir()
@@ -145,7 +147,8 @@ def as_nobody(names: list[str]) -> None:
     os.setresuid(NOBODY, NOBODY, NOBODY)
     os.chdir("/")
     python = f"{place}/python/bin/python{sys.version_info.major}.{sys.version_info.minor}"
-    environment = {"PYTHONPATH": f"{place}", "LD_LIBRARY_PATH": f"{place}/python/lib"}
+    environment = {"PYTHONPATH": f"{place}:{place}/packages"}
+    environment["LD_LIBRARY_PATH"] = f"{place}/python/lib"
     os.execve(python, [python, "/mnt/tests/attacks.py", "/mnt/world", *names], environment)
 
 

@@ -44,12 +44,6 @@ def random_tokens() -> Tensor:
     return torch.randint(1, tiny_models.VOCAB, (sum(LENGTHS),))
 
 
-def run(
-    policy: torch.nn.Module, tokens_T: Tensor, needed_T: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    return policy(tokens_T, boundaries(LENGTHS), TEMPERATURE, needed_T)
-
-
 def one_by_one(model: plain_script.PreTrainedModel, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
     """Of each sequence alone, through Hugging Face's own forward. (logprobs_T, entropy_T)"""
     logprobs, entropies = [], []
@@ -71,13 +65,14 @@ def test_packed_equals_one_by_one(
     policy = load_policy(str(folder), gradient_checkpointing=tied)
     plain = plain_script.load(folder)
     tokens_T = random_tokens()
-    logprobs_T, entropy_T = run(policy, tokens_T)
+    given = (tokens_T, boundaries(LENGTHS), TEMPERATURE)
+    logprobs_T, entropy_T = policy(*given)
     expected_T, expected_entropy_T = one_by_one(plain, tokens_T)
     torch.testing.assert_close(logprobs_T, expected_T, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy_T, expected_entropy_T, atol=1e-5, rtol=1e-5)
     assert policy.training and not entropy_T.requires_grad
     needed_T = torch.rand(len(tokens_T)) < 0.5
-    for some_T, all_T in zip(run(policy, tokens_T, needed_T), (logprobs_T, entropy_T), strict=True):
+    for some_T, all_T in zip(policy(*given, needed_T), (logprobs_T, entropy_T), strict=True):
         torch.testing.assert_close(some_T, torch.where(needed_T, all_T, 0.0))
 
     weight_T = torch.randn(len(tokens_T)) / len(tokens_T)

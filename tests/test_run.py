@@ -42,7 +42,13 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
     pids = run.workers()
     environments = {name: Path(f"/proc/{pids[name]}/environ").read_text() for name in pids}
     ended = run.end(code=0)
-    check_trace(run.dir)
+    # Every worker has its track.
+    names = {worker: {name for name, *_ in spans} for worker, spans in spans_of(run.dir).items()}
+    assert sorted(names) == ["rollout-0", "rollout-1", "train-0", "train-1", "verify-0"]
+    assert {"generating", "reloading", "waiting for prompts"} <= names["rollout-0"]
+    assert {"training: forward and backward", "waiting for batch"} <= names["train-1"]
+    assert {"publishing", "saving", "training: pack step 4"} <= names["train-0"]
+    assert {"grading", "waiting for answers"} <= names["verify-0"]
     check_trajectories(run.dir)
     assert_accounted(lines := run.metrics(), max_staleness=2)
     evaluated = read_lines(run.dir / "evals.jsonl")
@@ -88,16 +94,6 @@ def spans_of(run_dir: Path) -> Spans:
         if e["ph"] == "X":
             spans[names[e["pid"]]].append((e["name"], e["ts"], e["ts"] + e["dur"]))
     return spans
-
-
-def check_trace(run_dir: Path) -> None:
-    """Every worker has its track."""
-    names = {worker: {name for name, *_ in spans} for worker, spans in spans_of(run_dir).items()}
-    assert sorted(names) == ["rollout-0", "rollout-1", "train-0", "train-1", "verify-0"]
-    assert {"generating", "reloading", "waiting for prompts"} <= names["rollout-0"]
-    assert {"training: forward and backward", "waiting for batch"} <= names["train-1"]
-    assert {"publishing", "saving", "training: pack step 4"} <= names["train-0"]
-    assert {"grading", "waiting for answers"} <= names["verify-0"]
 
 
 def check_trajectories(run_dir: Path) -> None:
