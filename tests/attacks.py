@@ -1,7 +1,7 @@
 """What code may try in the sandbox: tests/data/attacks.txt, by name. An attack prints ESCAPED if it
-got what it was after (one whose code returns: if it returns something true), or what it takes for
-the secret that the tests expect; it is held if neither comes out. @HOME@, @PORT@, @PID@, @NAME@ and
-@FOLDER@ stand for the real ones of the attacked.
+got what it was after (one whose code returns, which attack.txt runs: if it returns something true),
+or what it takes for the secret that the tests expect; it is held if neither comes out. @HOME@,
+@PORT@, @PID@, @NAME@ and @FOLDER@ stand for the real ones of the attacked.
 
 `python attacks.py FOLDER NAME…` runs attacks in a process that may make no namespace, and
 `python attacks.py --nobody NAME…` as an unprivileged user.
@@ -16,12 +16,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from sysconfig import get_path
 from typing import NamedTuple
 
 from minirl.tasks import jail
 from minirl.tasks.code import Test, passes
 from minirl.tasks.sandbox import Call, Limits, Outcome, run
 
+DATA = Path(__file__).parent / "data"
 # On a busy machine too, an attack comes to its point.
 SMALL = Limits(2, 60.0, 2**28, file_bytes=2**18, scratch_bytes=2**20, num_files=64, num_threads=8)
 SHORT = SMALL._replace(wall_s=0.5)  # for those that never end by themselves
@@ -29,25 +31,11 @@ ENDLESS = (
     *("patient fork bomb", "endless errors", "busy for ever", "asleep for ever"),
     *("deaf to signals", "deep recursion", "chatter"),
 )
-TRIED = """
-import ctypes, os, sys
-libc = ctypes.CDLL(None, use_errno=True)
-def syscall(*a):
-    return libc.syscall(*[ctypes.c_long(x) if isinstance(x, int) else x for x in a])
-def got():
-{body}
-try:
-    found = got()
-except BaseException as error:
-    print(type(error).__name__)
-else:
-    print("ESCAPED" if found else "no", str(found)[:2000])
-"""
 
 
 def read_attacks() -> Iterator[dict[str, str]]:
     """The sections of the file, each by name."""
-    text = (Path(__file__).parent / "data" / "attacks.txt").read_text()
+    text = (DATA / "attacks.txt").read_text()
     for section in re.split(r"^==== .*\n", text, flags=re.M)[1:]:
         parts = re.split(r"^== (.*)\n", section, flags=re.M)[1:]
         yield {name: _code(body) for name, body in zip(parts[::2], parts[1::2], strict=True)}
@@ -56,7 +44,8 @@ def read_attacks() -> Iterator[dict[str, str]]:
 def _code(body: str) -> str:
     if not re.search(r"^return", body, re.M):
         return body
-    return TRIED.replace("{body}", re.sub(r"^", "    ", body.rstrip(), flags=re.M))
+    tried = (DATA / "attack.txt").read_text()
+    return tried.replace("{body}", re.sub(r"^", "    ", body.rstrip(), flags=re.M))
 
 
 RESOURCES, ESCAPES, VERDICTS, FUNCTIONS = read_attacks()
@@ -146,8 +135,9 @@ def as_nobody(names: list[str]) -> None:
     libc, place = jail.LIBC, Path("/mnt")
     assert libc.unshare(NEW_MOUNTS) == 0 and libc.mount(b"none", b"/", None, PRIVATE, None) == 0
     assert libc.mount(b"none", b"/mnt", b"tmpfs", 0, b"mode=755") == 0
-    minirl, tests = Path(jail.__file__).parent.parent, Path(__file__).parent
-    for name, source in {"python": sys.base_prefix, "minirl": minirl, "tests": tests}.items():
+    folders = {"minirl": Path(jail.__file__).parent.parent, "tests": Path(__file__).parent}
+    folders |= {"python": Path(sys.base_prefix), "packages": Path(get_path("purelib"))}
+    for name, source in folders.items():
         (place / name).mkdir()
         assert libc.mount(os.fsencode(source), bytes(place / name), None, BIND, None) == 0
     (place / "world").mkdir()
@@ -157,7 +147,8 @@ def as_nobody(names: list[str]) -> None:
     os.setresuid(NOBODY, NOBODY, NOBODY)
     os.chdir("/")
     python = f"{place}/python/bin/python{sys.version_info.major}.{sys.version_info.minor}"
-    environment = {"PYTHONPATH": f"{place}", "LD_LIBRARY_PATH": f"{place}/python/lib"}
+    environment = {"PYTHONPATH": f"{place}:{place}/packages"}
+    environment["LD_LIBRARY_PATH"] = f"{place}/python/lib"
     os.execve(python, [python, "/mnt/tests/attacks.py", "/mnt/world", *names], environment)
 
 

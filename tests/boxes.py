@@ -80,13 +80,9 @@ class Boxes:
         # On a busy machine Ray's agents may start too slowly for its raylet, which then ends.
         command = ["bash", "-c", f"until {shlex.join(command)}; do sleep 1; done"]
         with (self.folder / f"box-{box}.log").open("wb") as log:
-            given = {
-                "env": {**self.env, **env},
-                "stdout": log,
-                "stderr": log,
-                "start_new_session": True,
-            }
-            self.nodes[box] = subprocess.Popen(self.inside(box, command), **given)
+            given = {"stdout": log, "stderr": log, "start_new_session": True}
+            own = {**self.env, **env}
+            self.nodes[box] = subprocess.Popen(self.inside(box, command), env=own, **given)
         return box
 
     def _make_namespace(self, box: int) -> None:

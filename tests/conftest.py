@@ -46,6 +46,13 @@ biased_folder = model_fixture("biased", tied=False, kind="LlamaConfig", **BIASED
 
 
 @pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder, in which the test runs."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def one_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A rank whose slices are whole, in this process: all of FSDP2 but the others."""
     import torch.distributed as dist

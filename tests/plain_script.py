@@ -140,7 +140,6 @@ class PlainScript:
 
 # Any version's weights ----------------------------------------------------------------------------
 
-
 EXACT = 1e-4  # nats between vLLM and a plain float32 forward; measured: 4e-6
 
 

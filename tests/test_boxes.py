@@ -70,9 +70,7 @@ def finish(run: Run, made: Boxes) -> None:
     assert not list(made.folder.glob("minirl-box-*"))
 
 
-def test_smoke_learns_to_its_goal_while_a_box_joins_and_one_dies(
-    two: Boxes, tmp_path: Path
-) -> None:
+def test_smoke_learns_to_its_goal_as_a_box_joins_and_one_dies(two: Boxes, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", small=False, boxes=two, devices__nodes=2, log__trace="true")
     run.wait_until(lambda: lane(run, "rollout-1").startswith(UP), LONG)
     two.start()

@@ -1,14 +1,15 @@
 """The command line, as a person meets it: real processes, exit codes, what is printed."""
 
-import json
 import os
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cases import each_case
 from typer.testing import CliRunner
 
 from minirl import __version__
@@ -69,15 +70,17 @@ for command in sys.argv[1:]:
         assert num_examples >= 1, command
 
 
-WRONG_INPUT = (ROOT / "tests/data/wrong_input.jsonl").read_text().splitlines()
 TOO_SHORT = '{"max_position_embeddings": 383}'
 
 
-@pytest.mark.parametrize("case", WRONG_INPUT, ids=range(len(WRONG_INPUT)))
+@each_case("wrong_input")
 def test_wrong_input_is_one_line_and_exit_code_2(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    case: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    args, line = json.loads(case).values()
+    args, line = case.values()
     for name, text in (("full/metrics.jsonl", ""), ("model/config.json", TOO_SHORT)):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(text)
@@ -110,40 +113,32 @@ def test_config_is_toml_and_says_where_from() -> None:
         assert origin in shown
 
 
-def test_resume_takes_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_resume_takes_the_newest_run(here: Path) -> None:
     for name in ("r-20250101-000000", "r-20250102-000000", "r-2gpu-20260101-000000"):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        (tmp_path / "runs" / name / "recipe.toml").touch()
+        (here / "runs" / name).mkdir(parents=True)
+        (here / "runs" / name / "recipe.toml").touch()
     assert choose_run_dir(Path("a/r.toml"), None, resume=True) == Path("runs/r-20250102-000000")
     fresh = choose_run_dir(Path("a/r.toml"), None, resume=False)
     assert fresh.match("runs/r-????????-??????") and not fresh.exists()
 
 
-@pytest.mark.parametrize(
-    ("error", "exit_code", "stderr"),
-    [
-        ("e.WorkerDied('rank 1\\ndied')", 1, b"minirl: rank 1\\ndied\n"),
-        ("e.Stalled('nothing moved')", 3, b"minirl: nothing moved\n"),
-        ("KeyboardInterrupt", 130, b""),
-        ("SystemExit(7)", 7, b""),
-    ],
-)
-def test_errors_have_exit_codes_on_a_full_disk(error: str, exit_code: int, stderr: bytes) -> None:
+@each_case("exit_codes")
+def test_errors_have_exit_codes_on_a_full_disk(case: dict[str, Any]) -> None:
     code = f"""import minirl.cli, minirl.errors as e
 from minirl.view.console import ConsoleView
 def app(**_):
     view = ConsoleView(10)
     view.note("x" * 9000)
     view.step({{"step": 1, "seconds": 1.0, "reward/mean": 0.5}})
-    raise {error}
+    raise {case["error"]}
 minirl.cli.app = app
 minirl.cli.main()
 """
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-c", code]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=ROOT)
-    assert (done.returncode, done.stderr) == (exit_code, stderr)
+        pipes: dict[str, Any] = {"stdout": full, "stderr": subprocess.PIPE, "text": True}
+        done = subprocess.run(command, **pipes, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (case["code"], case["stderr"])
 
 
 def test_doctor_names_a_remedy_for_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 import huggingface_hub.constants
 import pytest
 from annotated_types import Ge, Gt, Le, Lt
+from cases import cases, each_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,14 +21,6 @@ from minirl import config as c
 from minirl.config import ALGORITHMS, KEYS, TINY_FOLDER, Config
 from minirl.errors import RecipeError
 from minirl.recipe import check_model, kv_bytes_per_token, load
-
-BAD_RECIPES = (Path(__file__).parent / "data" / "bad_recipes.jsonl").read_text().splitlines()
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def write(name: str, text: str) -> Path:
@@ -42,12 +35,11 @@ def line_of(path: Path | None, *overrides: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("case", BAD_RECIPES, ids=range(len(BAD_RECIPES)))
-def test_bad_recipe_gives_its_line(folder: Path, case: str) -> None:
+@each_case("bad_recipes")
+def test_bad_recipe_gives_its_line(here: Path, case: dict[str, str]) -> None:
     """The whole line. The recipe is bad.toml, or there is none but one --set."""
-    given = json.loads(case)
-    path = write("bad.toml", given["recipe"]) if "recipe" in given else None
-    assert line_of(path, *([] if path else [given["set"]])) == given["line"]
+    path = write("bad.toml", case["recipe"]) if "recipe" in case else None
+    assert line_of(path, *([] if path else [case["set"]])) == case["line"]
 
 
 TEXTS = ("x", "é 💡", 'a "quoted" \\ text', "x' # ] =", "x\u2028", "true")
@@ -62,9 +54,7 @@ ALLOWED = {"train.max_tokens": 10**8, "log.stall_s": 604_800.0, "devices.train":
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_every_field_is_explained_and_every_limit_and_choice_is_kept(
-    key: str, folder: Path
-) -> None:
+def test_every_field_is_explained_and_all_limits_and_choices_kept(key: str, here: Path) -> None:
     limits = [m for m in KEYS[key].metadata if isinstance(m, (Ge, Gt, Le, Lt))]
     kind = KEYS[key].annotation
     assert (KEYS[key].description or "").endswith(".")
@@ -89,7 +79,7 @@ def test_every_field_is_explained_and_every_limit_and_choice_is_kept(
         assert tomllib.loads(recipe.to_toml(config, marks)) == tomllib.loads(text)
 
 
-def test_extends_and_set_override_in_order_and_say_so(folder: Path) -> None:
+def test_extends_and_set_override_in_order_and_say_so(here: Path) -> None:
     write("base/root.toml", "tasks.options = {a = 1, b = 1}\n[train]\nlr = 0\nsteps = 7\n")
     write("base/mid.toml", 'extends = "root.toml"\ntasks.options.a = 2\nrollout.top_k = 20\n')
     leaf = write("leaf.toml", 'extends = "base/mid.toml"\n')
@@ -107,7 +97,7 @@ def test_extends_and_set_override_in_order_and_say_so(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", get_args(KEYS["train.algorithm"].annotation))
-def test_an_algorithm_sets_what_the_recipe_leaves_out_and_says_so(folder: Path, name: str) -> None:
+def test_an_algorithm_sets_what_the_recipe_leaves_out_and_says_so(here: Path, name: str) -> None:
     base = write("base.toml", f'[train]\nclip_low = 0.1\nalgorithm = "{name}"\n')
     config, origins = load(base, ["train.loss_norm=token"])
     written = {"train.clip_low": 0.1, "train.loss_norm": "token"}  # it wins
@@ -120,21 +110,21 @@ def test_an_algorithm_sets_what_the_recipe_leaves_out_and_says_so(folder: Path, 
 
 
 @pytest.mark.parametrize("key", recipe.BUILT_IN)
-def test_own_code_is_looked_for_beside_the_recipe_and_then_here(folder: Path, key: str) -> None:
+def test_own_code_is_looked_for_beside_the_recipe_and_then_here(here: Path, key: str) -> None:
     for name in ("mine/own.py", "mine/rows.jsonl", "mine/model/config.json", "here.py", "tiny/x"):
         write(name, "")
     data = 'tasks.data = "rows.jsonl"\nmodel.path = "model"\n'
     own = write("mine/r.toml", f'{key} = "own.py:it"\n{data}')
     config = load(own).config
-    assert config.model.path == str(folder / "mine/model")
+    assert config.model.path == str(here / "mine/model")
     assert load(own, ["model.path=tiny"]).config.model.path == "tiny"
-    assert c.get(config, key) == f"{folder / 'mine/own.py'}:it"
-    assert config.tasks.data == str(folder / "mine/rows.jsonl")
+    assert c.get(config, key) == f"{here / 'mine/own.py'}:it"
+    assert config.tasks.data == str(here / "mine/rows.jsonl")
     leaf = write("leaf.toml", 'extends = "mine/r.toml"\n')
     assert load(leaf).config == config, "beside the recipe that names it"
     assert load(write("saved.toml", recipe.to_toml(config))).config == config
-    here = load(own, [f"{key}=here.py:it"]).config
-    assert c.get(here, key) == f"{folder / 'here.py'}:it"
+    config = load(own, [f"{key}=here.py:it"]).config
+    assert c.get(config, key) == f"{here / 'here.py'}:it"
     for name in ("gone.py:it", "package.module:it", recipe.BUILT_IN[key][-1]):
         assert c.get(load(own, [f"{key}={name}"]).config, key) == name
     assert not refusal(recipe.check_task, {key: "here.py:it"}, key)
@@ -153,7 +143,7 @@ toml_lines = toml_lines | st.builds(str.format, st.sampled_from(["[{}]", "[[{}]]
 
 @settings(max_examples=300)
 @given(data=st.binary(max_size=200) | st.lists(toml_lines, max_size=4).map("\n".join))
-def test_random_files_give_only_recipe_errors(folder: Path, data: bytes | str) -> None:
+def test_random_files_give_only_recipe_errors(here: Path, data: bytes | str) -> None:
     Path("fuzz.toml").write_bytes(data if isinstance(data, bytes) else data.encode())
     try:
         load(Path("fuzz.toml"))
@@ -171,14 +161,8 @@ def refusal(check: Callable[..., Any], values: dict[str, Any], *args: Any) -> st
 
 
 def test_devices_and_memory_are_checked() -> None:
-    for rollout, train, kind, available, line in (
-        (1, 1, "cuda", 2, ""),
-        (2, 2, "cpu", 1, ""),
-        (4, 4, "cuda", 2, "that is 8 GPUs, of 2 here; the two together may be 2"),
-        (1, 1, "cuda", 1, ""),  # they share it
-        (2, 1, "cuda", 1, "that is 3 GPUs, of 1 here; 1 each would share it"),
-        (4, 1, "cpu", 2, "that is 5 cores, of 2 here; the two together may be 4"),
-    ):
+    for case in cases("device_counts"):
+        rollout, train, kind, available, line = case.values()
         values = {"devices.rollout": rollout, "devices.train": train}
         found = refusal(recipe.check_devices, values, kind, available)
         assert bool(found) == bool(line) and line in found
@@ -191,39 +175,29 @@ def test_devices_and_memory_are_checked() -> None:
     assert "the trajectory ring would take" in refusal(recipe.check_memory, {}, num_bytes - 1)
 
 
-def test_a_model_is_found_and_checked(folder: Path) -> None:
+def test_a_model_is_found_and_checked(here: Path) -> None:
     assert recipe.find_model(Config()) == TINY_FOLDER
-    assert recipe.find_model(recipe.build({"model.path": str(folder)})) == folder
+    assert recipe.find_model(recipe.build({"model.path": str(here)})) == here
     for path in ("/no/such/model", "a/b/c", "a?b", "x" * 5000):
         found = refusal(recipe.find_model, {"model.path": path})
         assert "no such folder, nor a hub name" in found
-    sizes = '{"max_position_embeddings": 512, "num_attention_heads": 14}'
-    long, wide = {"rollout.max_new_tokens": 400}, {"devices.tensor_parallel": 4}
-    deep = '{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}'
-    shared = {"devices.share": True, "rollout.kv_cache_gib": 1e-9}  # also on CUDA
-    for text, values, line in (
-        *((text, {}, "its config.json cannot be read") for text in ("[", "[]")),
-        *((text, {}, "") for text in ("{}", sizes)),
-        (sizes, long, "that is 656, past the model's 512 positions; shorten one: together"),
-        (deep, shared, "one sequence of 384 tokens needs"),
-        (f'{{"text_config": {sizes}}}', wide, "must divide the model's 14 attention heads"),
-    ):
+    for case in cases("model_sizes"):
+        text, values, line = case.values()
         write("config.json", text)
-        found = refusal(recipe.check_model, values, folder)
+        found = refusal(recipe.check_model, values, here)
         assert bool(found) == bool(line) and line in found
 
 
 # `minirl train --dry-run` refuses what `minirl train` would, at once ------------------------------
 
-
 CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}{% if not loud %}.{% endif %}"
 
 
 @pytest.fixture
-def with_model(tmp_path: Path) -> Path:
-    shutil.copytree(TINY_FOLDER, tmp_path / "model")
-    (tmp_path / "r.toml").write_text('[model]\npath = "model"\n[devices]\nkind = "cpu"\n')
-    return tmp_path
+def with_model(here: Path) -> Path:
+    shutil.copytree(TINY_FOLDER, "model")
+    write("r.toml", '[model]\npath = "model"\n[devices]\nkind = "cpu"\n')
+    return here
 
 
 def cut(path: Path) -> None:
@@ -238,30 +212,17 @@ def pickled(path: Path) -> None:
     path.rename(path.with_name("pytorch_model.bin"))
 
 
-@pytest.mark.parametrize(
-    ("harm", "name", "line"),
-    [
-        (Path.unlink, "tokenizer.json", "has no tokenizer.json; copy it there"),
-        (pickled, "model.safetensors", "has no *.safetensors; pickled weights are never loaded"),
-        (cut, "model.safetensors", "its model.safetensors cannot be read ("),
-        (garble, "model.safetensors", "its model.safetensors cannot be read ("),
-        (garble, "tokenizer.json", "its tokenizer cannot be loaded"),
-        (None, "tasks.max_prompt_tokens=1", "none of 64 prompts is as short as that; raise it to"),
-        (None, "rollout.stop_tokens=[5,428]", "the model has only the tokens below 428"),
-        (None, "rollout.kv_cache_gib=3e-4", "one sequence of 384 tokens needs 0.000366; raise it"),
-        (None, "tasks.template.loud=true", "the model has no chat template; leave it out"),
-        (None, "model.path=./gone", "no such folder, nor a hub name"),
-        (None, "model.path=~/gone/x", "no such folder, nor a hub name"),
-        (None, "tasks.kind=gsm8k --set tasks.data=/gone", "FileNotFoundError: there is no such"),
-    ],
-)
+HARMS = {"unlink": Path.unlink, "pickled": pickled, "cut": cut, "garble": garble}
+
+
+@each_case("refused_runs")
 def test_it_is_refused(
-    with_model: Path, harm: object, name: str, line: str, monkeypatch: pytest.MonkeyPatch
+    with_model: Path, case: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(with_model)
+    harm, name, line = case.values()
     monkeypatch.setattr(model, "ask_hub", lambda: pytest.fail("the hub was asked"))
-    if callable(harm):
-        harm(with_model / "model" / name)
+    if harm:
+        HARMS[harm](with_model / "model" / name)
     overrides = [] if harm else name.split(" --set ")
     with pytest.raises(RecipeError) as caught:
         cli.train(Path("r.toml"), overrides, dry_run=True)

@@ -1,5 +1,6 @@
 """The dashboard's picture as a function of a Status, status.json, and `minirl watch`."""
 
+import json
 import math
 import signal
 import sys
@@ -24,32 +25,23 @@ from minirl.view import dashboard
 from minirl.view.console import ConsoleView, Reporter, lane_state
 from minirl.view.dashboard import TRENDS, Lane, Sample, Status, look
 from tests.bench.terminal import Terminal
+from tests.cases import DATA, each_case
 from tests.run_dirs import log_of, make_config
 from tests.test_cli import ran
 
-PICTURE = Path(__file__).parent / "data" / "dashboard.txt"
-NOW = 1_700_000_000.0
+PICTURE = DATA / "dashboard.txt"
+GIVEN = json.loads((DATA / "status.json").read_text())
+NOW = GIVEN["time"]
 
 
 def example(**changes: Any) -> Status:
     engine = Lane("rollout-0", "generating 31 at v40", [(0.0, 0.0)] * 6 + [(0.97, 0.03)] * 54)
     rewards = [(float(step), 1 - math.exp(-step / 15)) for step in range(1, 41)]
     values: dict[str, Any] = {
-        "name": "smoke-20260101-120000",
-        "time": NOW,
-        "step": 40,
-        "steps": 100,
-        "seconds": 321.0,
-        "verdict": "generation-bound: trainers idle 41%, one GPU more for rollout would give +20%",
+        **GIVEN,
         "lanes": [engine, Lane("train-0", "waiting for batch", [(0.2, 0.8)])],
-        "slots": {"sampling": 48, "grading": 2, "ready": 12, "training": 32, "free": 2},
-        "staleness": [71000, 24000, 5000],
         "curves": {"reward/mean": rewards, **dict.fromkeys(TRENDS, rewards)},
-        "evaluations": [(0, 0.21, 0.16, 0.26), (30, 0.81, 0.76, 0.86)],
-        "drops": {"reward_error": 3, "equal_rewards": 1200},
-        "last": {"step": 40, "seconds": 320.0, "train/tokens_per_s": 12033.0},
         "samples": [Sample(f"of step {step}", "How many?", "7 + 12\n= 19") for step in range(6)],
-        "notes": [(0.1, "waiting for workers"), (99.0, "rollout-1 was killed by SIGKILL")],
         **changes,
     }
     return Status(**values)
@@ -178,7 +170,6 @@ if __name__ == "__main__":
 
 # In a terminal: before a run, after it, and the dashboard around a loop whose workers only sleep --
 
-
 ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"  # the alternate screen
 
 
@@ -226,23 +217,15 @@ def test_two_signals_give_the_terminal_back(tmp_path: Path) -> None:
 
 
 SUMMARY: dict[str, Any] = {"steps": 30, "seconds": 61.2, "version": 30, "accuracies": []}
-BOTH, SINCE = "16.0% at version 0, 89.5% at version 30", "; not evaluated since"
-ROWS = [
-    ({"accuracies": [(0, 0.16), (30, 0.895)]}, f"held-out accuracy {BOTH}"),
-    ({"accuracies": [(0, 0.258)], "version": 7}, f"held-out accuracy 25.8% at version 0{SINCE}"),
-    ({"accuracies": [(0, 0.0)], "version": 0}, "held-out accuracy 0.0% at version 0"),
-    ({"drops": {"b_error": 3, "equal": 1200}}, "groups dropped 1,200 equal, 3 b error"),
-    ({"versions_measured": "28 of 30"}, "versions with a measured gap 28 of 30"),
-]
 
 
-@pytest.mark.parametrize(("changes", "row"), ROWS)
+@each_case("summaries")
 def test_the_summary_says_what_was_measured_and_dropped(
-    changes: dict[str, Any], row: str, capsys: pytest.CaptureFixture[str]
+    case: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ConsoleView(30).finished(SUMMARY | changes | {"try_next": "minirl runs"})
+    ConsoleView(30).finished(SUMMARY | case["changes"] | {"try_next": "minirl runs"})
     rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert row in rows and len(rows) == 3, "what is not known has no row"
+    assert case["row"] in rows and len(rows) == 3, "what is not known has no row"
 
 
 def test_loading_is_one_line_or_a_spinner_that_goes(capsys: pytest.CaptureFixture[str]) -> None:

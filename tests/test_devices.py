@@ -14,6 +14,7 @@ import psutil
 import pynvml
 import pytest
 import torch
+from cases import cases
 
 from minirl import devices, recipe
 from minirl.config import BufferConfig, Config, DevicesConfig, RolloutConfig
@@ -85,7 +86,6 @@ def test_on_cuda_every_process_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch
 
 
 # Engine and trainer on the same GPU or cores -----------------------------------------------------
-
 
 SHARED = DevicesConfig(share=True)
 IN_TURNS = Config(devices=SHARED, buffer=BufferConfig(max_staleness=0))
@@ -209,29 +209,19 @@ def test_a_broken_torchvision_does_not_stop_us(tmp_path: Path) -> None:
 
 # `minirl doctor --gpu`: what is measured, and what the plan makes of it ---------------------------
 
-
 H100 = Gpu("NVIDIA H100 80GB HBM3", int(79.6 * 2**30), (9, 0))
 RECIPE = Path(__file__).parents[1] / "recipes/gsm8k.toml"
-FIGURES = {  # a good one and a bad one
-    **{"attention error": (0.006, 0.05), "memory": (79.1, 39.0), "matmul": (650.0, 300.0)},
-    **{"device copy": (2900.0, 900.0), "pageable copy": (7.0, 0.5), "page-locked": (1.0, 0.0)},
-    **{"host copy": (50.0, 6.0), "all-reduce": (300.0, 20.0)},
-    **{"reload": (0.2, 9.0), "reload error": (0.0, 1e-7), "canary gap": (0.04, 0.3)},
-    **{"logprob gap": (0.03, 0.2), "decoding": (30_000.0, 900.0)},
-    **{"training": (20_000.0, 3_000.0), "training memory": (66.5, 72.0)},
-}
-GOOD = {name: good for name, (good, _) in FIGURES.items()}
+GOOD = {case["name"]: case["good"] for case in cases("figures")}
 
 
 @pytest.mark.slow
-def test_measured_figures_are_the_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_measured_figures_are_the_plans(here: Path) -> None:
     findings = measure.examine("cpu", None, ["train.max_tokens=512", "devices.train=2"])
     found = {found.name: found for found in findings}
     assert [*found] == [*GOOD][:-1], "memory is CUDA's"
     exact = ("attention error", "reload error", "canary gap", "logprob gap")
     assert all(found[name].ok for name in exact) and "expected 0 to 0.03" in findings[0].detail
-    written, own = json.loads((tmp_path / "gpu.json").read_text()), plan.gpu_for("")
+    written, own = json.loads((here / "gpu.json").read_text()), plan.gpu_for("")
     assert written["measured"].keys() == found.keys() and written["gpu"].startswith("CPU")
     assert own.memory_gib == written["measured"]["memory"]
     config = load(None, ["train.max_tokens=512", "devices.train=2"]).config
@@ -239,8 +229,7 @@ def test_measured_figures_are_the_plans(tmp_path: Path, monkeypatch: pytest.Monk
     assert 1 / costs.train_per_token == pytest.approx(2 * written["measured"]["training"])
 
 
-def test_a_measurement_may_fail_or_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_measurement_may_fail_or_hang(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "DEADLINE_S", 0.01)
     findings = measure.examine("cpu", None, [])
     assert [found.name for found in findings] == [each.__name__ for each in measure.MEASURES]
@@ -255,7 +244,7 @@ def test_each_figure_is_held_to_the_plan() -> None:
     findings, own = measure.judge(config, H100, GOOD)
     assert all(found.ok for found in findings) and len(findings) == len(GOOD)
     assert (own.host_gb_s, own.bf16_tflops) == (50.0, plan.GPUS["H100"].bf16_tflops)
-    for name, (_, bad) in FIGURES.items():
+    for name, _, bad in (case.values() for case in cases("figures")):
         findings, _ = measure.judge(config, H100, {**GOOD, name: bad})
         assert [found.name for found in findings if not found.ok] == [name]
     # Not in the table: its link, too, is as it was measured.
@@ -267,13 +256,9 @@ def test_each_figure_is_held_to_the_plan() -> None:
 def test_drivers_and_compute_capabilities_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = fake_nvml(2)
     monkeypatch.setattr(devices, "pynvml", nvml)
-    for version, capability, cuda, remedy in (
-        ("580.65.06", (9, 0), "13.0", ""),
-        ("570.86.15", (9, 0), "13.0", "update the NVIDIA driver"),
-        ("570.86.15", (8, 0), "12.9", ""),
-        ("580.65.06", (7, 5), "13.0", "take an A100, a 3090 or newer"),
-    ):
-        nvml.nvmlDeviceGetCudaComputeCapability = {"0": (9, 0), "1": capability}.get
+    for case in cases("drivers"):
+        version, capability, cuda, remedy = case.values()
+        nvml.nvmlDeviceGetCudaComputeCapability = {"0": (9, 0), "1": tuple(capability)}.get
         nvml.nvmlSystemGetDriverVersion = lambda version=version: version
         for module in (devices, doctor):
             monkeypatch.setattr(module, "torch_cuda", lambda cuda=cuda: cuda)

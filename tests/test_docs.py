@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import DATA, each_case, refused
 from processes import assert_accounted
 from ranks import CONFIG, FRESH, MIXED, Data, LocalRank, are_equal, with_train
 from test_cli import minirl
@@ -141,7 +142,6 @@ def test_it_trains_and_resumes_anywhere(folder: Path, tied_folder: Path, tmp_pat
 
 # A user's objective and estimator: the code of docs/algorithms.md ---------------------------------
 
-
 FUNCTION_KEYS = {"objective": "my_loss.py:my_loss", "estimator": "my_adv.py:my_advantage"}
 
 
@@ -164,32 +164,19 @@ def test_the_tutorials_code_trains(data: Data, tied_folder: Path, tmp_path: Path
     assert are_equal(*found)
 
 
-@pytest.mark.parametrize(
-    ("key", "code", "why"),
-    [
-        ("objective", "def f(tokens): ...", "TypeError: too many positional arguments"),
-        ("estimator", "def f(rewards, kl): ...", "TypeError: missing a required argument"),
-        ("estimator", "f = 3", "TypeError: 3 is not a callable"),
-    ],
-)
-def test_a_wrong_function_is_one_line(key: str, code: str, why: str, tmp_path: Path) -> None:
+@each_case("wrong_functions")
+def test_a_wrong_function_is_one_line(case: dict[str, str], tmp_path: Path) -> None:
+    key, code, why = case.values()
     (tmp_path / "own.py").write_text(code)
     value = f"{tmp_path}/own.py:f"
-    with pytest.raises(RecipeError) as caught:
-        check_functions(with_train(**{key: value}))
-    line = str(caught.value)
     said = f"must be a function that takes ({', '.join(FUNCTIONS[f'train.{key}'])}) ({why}"
-    assert line.startswith(f'train.{key} = "{value}": {said}') and "\n" not in line
+    with refused(f"train.{key}", f'train.{key} = "{value}": {said}') as caught:
+        check_functions(with_train(**{key: value}))
     assert caught.value.exit_code == 2
 
 
 def test_what_a_function_gives_has_the_form_of_what_it_takes(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
-        "from minirl.train.objective import Terms\n"
-        "def plain(tokens, train): return Terms(tokens.advantages_T * tokens.logprobs_T)\n"
-        "def summed(tokens, train): return Terms(tokens.logprobs_T.sum())\n"
-        "def flat(groups): return [group[:1] for group in groups]\n"
-    )
+    (tmp_path / "own.py").write_text((DATA / "functions.txt").read_text())
     ones_T, index_T = torch.ones(2), torch.zeros(2, dtype=torch.int64)
     tokens = Tokens(ones_T, ones_T, ones_T, ones_T, torch.tensor([True, False]), index_T, 1)
     loss, sums = loss_of(f"{tmp_path}/own.py:plain", tokens, CONFIG.train)

@@ -15,6 +15,7 @@ import plain_script
 import pytest
 import torch
 import varlen_cpu  # noqa: F401  registers the kernel of packed attention
+from cases import each_case
 from plain_script import EXACT, Versions
 from processes import CUDA_ENGINE_PLACE, ENGINE_PLACE, Inbox, crew
 
@@ -207,7 +208,6 @@ HALF = replace(CONFIG, model=ModelConfig(dtype="bfloat16"))
 SHARDED = replace(HALF, devices=DevicesConfig(kind="cpu", rollout=2, tensor_parallel=2))
 IN_HALF = ("half", "sharded") * ("TRITON_INTERPRET" not in os.environ)  # `make v2`: minutes each
 UPDATE = 2e-3  # about an update's: less than bfloat16's noise in the canary
-
 
 Settings = dict[str, tuple[Config, Path]]
 
@@ -403,7 +403,6 @@ def test_a_wrong_canary_is_noticed(tied: Remote) -> None:
 
 # Sampling -------------------------------------------------------------------------------------
 
-
 CASES = [{"temperature": 1.3}, {"top_k": 10}, {"temperature": 0.7, "top_p": 0.8}]
 
 
@@ -521,22 +520,14 @@ def test_on_cuda_the_store_is_pinned_and_no_copy_waits(monkeypatch: pytest.Monke
     assert seen == [store.memory.nbytes, True]
 
 
-@pytest.mark.parametrize(
-    ("room", "full", "num_ranks", "rows"),
-    [
-        (6, 6, 2, [(0, 6), (0, 6)]),  # the same on all
-        (3, 6, 2, [(0, 3), (3, 6)]),
-        (2, 4, 4, [(0, 2), (0, 2), (2, 4), (2, 4)]),  # two key-value heads on four ranks
-        (8, 13, 2, [(0, 8), (8, 13)]),  # a padded vocabulary
-        (16, 13, 1, [(0, 13)]),
-    ],
-)
-def test_rank_slices(room: int, full: int, num_ranks: int, rows: list[tuple[int, int]]) -> None:
+@each_case("rank_slices")
+def test_rank_slices(case: dict[str, Any]) -> None:
+    room, full, num_ranks, rows, why = case.values()
     tensor = torch.arange(3.0 * full).view(full, 3)
     for rank, (start, stop) in enumerate(rows):
         for of, held in ((tensor, torch.zeros(room, 3)), (tensor.T, torch.zeros(3, room))):
             piece, own = find_piece(held, of.shape, rank, num_ranks), tensor[start:stop]
-            assert piece is not None and piece.held.shape == of[piece.of].shape
+            assert piece is not None and piece.held.shape == of[piece.of].shape, why
             assert torch.equal(of[piece.of], own.T if len(of) == 3 else own)
 
 

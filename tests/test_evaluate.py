@@ -64,15 +64,14 @@ def test_a_failed_reward_counts_nowhere_and_is_counted() -> None:
     assert summarise([result(0, None)])["accuracy"] is None
 
 
-def test_results_are_compared_by_mcnemar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_compared_by_mcnemar(here: Path) -> None:
     assert mcnemar(8, 1) == pytest.approx(2 * (1 + 9) / 512) and mcnemar(0, 0) == 1.0
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "b").mkdir()
+    (here / "b").mkdir()
 
     def shown(a: list[Result], b: list[Result]) -> str:
         for name, results in (("a.jsonl", a), ("b/results.jsonl", b)):
             lines = [json.dumps(result._asdict()) for result in results]
-            (tmp_path / name).write_text("\n".join(lines))
+            (here / name).write_text("\n".join(lines))
         return "\n".join(ran("eval", "--compare", "a.jsonl", "b"))
 
     a = [result(i, float(i < 2)) for i in range(10)]
@@ -109,9 +108,7 @@ def test_a_run_has_its_recipe_and_a_model_needs_a_task(tmp_path: Path, tied_fold
     assert config.model.path == str(tied_folder)
 
 
-def test_a_log_that_an_error_names_is_there(
-    tied_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_an_error_names_is_there(tied_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "MAX_DEATHS", 1)
     monkeypatch.setitem(launch.BODIES, Role.ROLLOUT, "fault_bodies:engine")  # not with this set-up
     target = resolve(str(tied_folder), None, ["tasks.kind=arithmetic"])
@@ -157,13 +154,9 @@ def test_a_model_is_evaluated_and_sampled(engines: int, tied_folder: Path, tmp_p
         assert answer.reward in (None, float(answer.length % 2 == 0)) and answer.length <= 24
     assert any("⟦" in answer.text for answer in answers if answer.reward is not None)
     assert any("nothing to say" in answer.error for answer in failed)
-    check_samples(tied_folder, tmp_path)
-
-
-def check_samples(folder: Path, tmp_path: Path) -> None:
-    """Greedy: both answers are alike. test_engine.py compares logprobs with a plain forward."""
+    # Greedy: both answers are alike. test_engine.py compares logprobs with a plain forward.
     done = minirl(
-        *("sample", str(folder), "Tom has 7.", "-n2", "--tokens", "--set=eval.temperature=0"),
+        *("sample", str(tied_folder), "Tom has 7.", "-n2", "--tokens", "--set=eval.temperature=0"),
         *("--set=rollout.max_new_tokens=8", "--set=rollout.kv_cache_gib=0.1"),
         cwd=tmp_path,
     )
@@ -176,7 +169,6 @@ def check_samples(folder: Path, tmp_path: Path) -> None:
 
 
 # A sweep: what is run, what is not run again, and the table that comes of it ----------------------
-
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "smoke.toml"
 VARIED = parse_vary(["buffer.max_staleness=0,4", "train.objective=decoupled,naive"])
@@ -193,7 +185,7 @@ def written(run_dir: Path, accuracy: float, finished: bool = True) -> None:
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Sweep:
+def swept(tmp_path: Path) -> Sweep:
     return Sweep(RECIPE, tmp_path, VARIED, 2, ["train.steps=3"])
 
 
@@ -208,8 +200,8 @@ def test_values_are_split_at_commas_and_wrong_ones_refused_before_a_run(tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_finished_is_not_run_again(here: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
-    dirs = [here.run_dir(cell, seed) for seed in (0, 1) for cell in here.cells]
+def test_what_is_finished_is_not_run_again(swept: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    dirs = [swept.run_dir(cell, seed) for seed in (0, 1) for cell in swept.cells]
     written(dirs[0], 0.9)
     written(dirs[1], 0.5, finished=False)
     trained = []
@@ -222,11 +214,11 @@ def test_what_is_finished_is_not_run_again(here: Sweep, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(sweep, "train", train)
     with pytest.raises(MinirlError, match="it died"):
-        here.go(print)
+        swept.go(print)
     assert [run_dir for run_dir, _ in trained] == dirs[1:7], "seed by seed"
     varied = ["buffer.max_staleness=0", "train.objective=naive"]
     assert trained[0][1] == ["train.steps=3", *varied, "seed=0"]
-    head, first, *others = here.table()
+    head, first, *others = swept.table()
     assert [row[2] for row in others] == ["2", "1", "1"], "the table is of what there is"
     shown = dict(zip(head, first, strict=True))
     assert shown["buffer.max_staleness"] == "0" and shown["seeds"] == "2"

@@ -6,6 +6,7 @@ import re
 from fractions import Fraction
 
 import pytest
+from cases import cases
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,16 +65,8 @@ def test_clean_demonstrations_score_1_and_damaged_ones_0(num_steps: int) -> None
         assert total == problem.result and len(set(verbs)) == len(verbs), "no verb comes twice"
 
 
-REPLIES = [
-    *((" so <<12*3>>", " = 36"), ("<< (7+5) / 8 >>", " = 1.5"), ("<<1/3>>", " = 0.333333")),
-    *(("<<3-10>>", " = -7"), ("1+2>>", " = 3"), ("#### 36", None), ("<<1+2", None)),
-    ("<<2/1>>.", " = 2"),  # a token may hold more than the stop text
-    *((f"<<{wrong}>>", " = error") for wrong in ("", "1/0", "__import__('os')", "2**9999999")),
-]
-
-
 def test_a_call_is_computed_never_run_and_worked_answers_agree() -> None:
-    for text, reply in REPLIES:
+    for text, reply in (case.values() for case in cases("calculator_cases")):
         assert TOOL.reply(TOOL.train(0), (text,)) == reply, text
         assert TOOL.reply(TOOL.train(0), ("<<1+1>>", " = 2", text)) == reply
     assert has_turns(TOOL)
@@ -88,26 +81,13 @@ def test_a_call_is_computed_never_run_and_worked_answers_agree() -> None:
 
 
 EXAMPLE = Example("", json.dumps({"numbers": [3, 5, 7], "target": 56}))
-RIGHT = [
-    "<answer>(3+5)*7</answer>",
-    "<answer> 7 × ( 5 + 3 ) </answer>",
-    "<answer>(3+5)*7 = 56</answer>",
-    "<think><answer>3</answer></think><answer>3</answer> no: <answer> in <answer>(3+5)*7</answer>",
-]
-BAD = [
-    *("", "(3+5)*7+0", "7*8", "7+7+7+7+7+7+7+7", "35+3*7", "3 5+21", "-(3+5)*-7", "2**3*7"),
-    *("(3+5)*7; import os", "__import__('os').getpid()", "(3+5)*7.0", "3/0", "3(5)7"),
-    *("(" * 90 + "3" + ")" * 90, "9" * 5000),
-]
-WRONG = ["", "56", "(3+5)*7", "<answer>(3+5)*7", "<answer>(3+5)*7</answer> or <answer>3</answer>"]
-WRONG += [f"<answer>{text}</answer>" for text in BAD]
 
 
 def test_only_a_solution_is_right() -> None:
     task = Countdown(TasksConfig(), seed=3)
-    for text in RIGHT + WRONG:
-        assert score(task, EXAMPLE, text) == (text in RIGHT), text
-    assert score(task, EXAMPLE, RIGHT[0], is_cut=True) == 0.0, "it was truncated"
+    for text, is_right in (case.values() for case in cases("countdown_cases")):
+        assert score(task, EXAMPLE, text) == is_right, text
+    assert score(task, EXAMPLE, "<answer>(3+5)*7</answer>", is_cut=True) == 0.0, "it was truncated"
     for known in (json.loads(task.train(index).reference) for index in range(200)):
         assert 1 <= known["target"] <= 100 and all(1 <= n <= 50 for n in known["numbers"])
 

@@ -7,8 +7,10 @@ may touch it, the ledger adds up, and the staleness bound holds.
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
+from cases import each_case
 
 from minirl import messages
 from minirl.buffer import Buffer, OnStale, republished_as
@@ -73,28 +75,18 @@ class Desk:
         return request
 
 
-@pytest.mark.parametrize(
-    ("turn", "reply", "continues"),
-    [
-        (TURN, (), None),
-        (TURN, (7,) * 15, True),  # one written token fits after it
-        (TURN, (7,) * 16, False),
-        (TURN._replace(num_replied=11), (7,) * 4, True),
-        (TURN._replace(num_replied=11), (7,) * 5, False),
-        (TURN._replace(num_turns=2), (7,), True),
-        (TURN._replace(num_turns=3), (7,), False),
-        (TURN._replace(num_turns=3), (), None),  # it ends by itself
-    ],
-)
-def test_reply_continues(turn: Trajectory, reply: tuple[int, ...], continues: bool | None) -> None:
+@each_case("replies")
+def test_reply_continues(case: dict[str, Any]) -> None:
     """The answer goes on unless there is no room for more."""
+    changes, num_tokens, continues, why = case.values()
+    turn, reply = TURN._replace(**changes), (7,) * num_tokens
     desk = Desk()
     ((name, ask),) = desk.turn(1, 0, turn)
     assert name == "verify-0" and isinstance(ask, messages.Ask) and ask.trajectory == turn
     sends = desk.reply(1, 0, *reply)
     assert sends == [("rollout-1", messages.Continue(((1, 0, reply if continues else ()),)))]
     ended = {True: {}, False: {0: turn._replace(stop=StopReason.LENGTH)}, None: {0: turn}}
-    assert desk.groups.states[1].done == ended[continues]
+    assert desk.groups.states[1].done == ended[continues], why
 
 
 def test_turns_are_graded_before_groups_and_those_of_a_lost_engine_not_at_all() -> None:
@@ -389,9 +381,8 @@ class House:
             first = self.buffer.num_slots * self.config.rollout.group_size
             cells = range(first, first + len(prompts))
             self.evaluation = Evaluation(prompts, cells, self.step, self.buffer.version)
-            able = [
-                i for i, e in enumerate(self.engines) if not e.is_far or e.version == self.latest
-            ]
+            engines = enumerate(self.engines)
+            able = [i for i, e in engines if not e.is_far or e.version == self.latest]
             self.deliver(self.groups.evaluate(self.evaluation, able or None))
 
     def kill_engine(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import cases
 from transformers import PretrainedConfig, Qwen2Config, Qwen3Config
 
 from minirl import devices
@@ -55,22 +56,14 @@ def test_shapes_are_the_published_ones_and_those_of_a_folder(tmp_path: Path) -> 
         shape_of(config(str(tmp_path)))
 
 
-def test_gpus_by_name_as_drivers_call_them_and_as_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_by_name_as_drivers_call_them_and_as_measured(here: Path) -> None:
     assert tool.gpu_for("h100") is GPUS["H100"]
     with pytest.raises(RecipeError, match="is not in the table"):
         tool.gpu_for("H1")
-    named = {("A100-SXM4-40GB", 39.5): "A100-40", ("L4", 22.5): "L4", ("L40S", 45): "L40S"}
-    named |= {("RTX PRO 6000 Blackwell Server Edition", 95.6): "RTX-PRO-6000"}
-    named |= {("H100 PCIe", 79.6): "H100-PCIE", ("H100 80GB HBM3", 79.6): "H100"}
-    named |= {("A100 80GB PCIe", 80): "A100-80-PCIE", ("A100-PCIE-40GB", 39.5): "A100-40-PCIE"}
-    named |= {("L40", 45): "", ("RTX 6000 Ada Generation", 48): ""}
-    for (called, gib), name in named.items():
+    for called, gib, name in (case.values() for case in cases("gpu_names")):
         assert tool.recognise(f"NVIDIA {called}", gib * GIB) is GPUS.get(name)
-    file, kind = tmp_path / "gpu.json", GPUS["4090"]._replace(memory_gib=20.0)
+    file, kind = here / "gpu.json", GPUS["4090"]._replace(memory_gib=20.0)
     kind = kind._replace(train_speed=0.5, decode_speed=0.25)
-    monkeypatch.chdir(tmp_path)
     file.write_text(json.dumps({"plan": kind._asdict()}))
     assert tool.gpu_for("") == kind and tool.gpu_for("H200") == GPUS["H200"]
     slow, fast = (replace(plan(config()), gpu=gpu).costs for gpu in (kind, GPUS["4090"]))
@@ -174,9 +167,7 @@ def test_one_set_of_changes_fits_with_no_more_of_them_than_it_takes() -> None:
     assert changes("4090", **full | {"model": "Qwen2.5-14B"}) == ["nothing fits"]
 
 
-def test_one_gpu_pays_both_bills_or_the_larger_in_turns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_gpu_pays_both_bills_or_the_larger_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     both = plan(load(RECIPES / "gsm8k-1gpu.toml").config, "4090")
     memory, (engine, rank) = both.gpu.memory_gib * GIB, both.bills
     assert rank.available == pytest.approx(memory - sum(engine.items.values()))

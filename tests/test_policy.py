@@ -13,6 +13,7 @@ import tiny_models
 import torch
 import torch._dynamo as dynamo
 import varlen_cpu  # noqa: F401  registers the kernel of packed attention
+from cases import each_case
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import FIRST_VERSION, LORA, LocalRank, are_equal, of_algorithm, with_train
@@ -43,12 +44,6 @@ def random_tokens() -> Tensor:
     return torch.randint(1, tiny_models.VOCAB, (sum(LENGTHS),))
 
 
-def run(
-    policy: torch.nn.Module, tokens_T: Tensor, needed_T: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    return policy(tokens_T, boundaries(LENGTHS), TEMPERATURE, needed_T)
-
-
 def one_by_one(model: plain_script.PreTrainedModel, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
     """Of each sequence alone, through Hugging Face's own forward. (logprobs_T, entropy_T)"""
     logprobs, entropies = [], []
@@ -70,13 +65,14 @@ def test_packed_equals_one_by_one(
     policy = load_policy(str(folder), gradient_checkpointing=tied)
     plain = plain_script.load(folder)
     tokens_T = random_tokens()
-    logprobs_T, entropy_T = run(policy, tokens_T)
+    given = (tokens_T, boundaries(LENGTHS), TEMPERATURE)
+    logprobs_T, entropy_T = policy(*given)
     expected_T, expected_entropy_T = one_by_one(plain, tokens_T)
     torch.testing.assert_close(logprobs_T, expected_T, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy_T, expected_entropy_T, atol=1e-5, rtol=1e-5)
     assert policy.training and not entropy_T.requires_grad
     needed_T = torch.rand(len(tokens_T)) < 0.5
-    for some_T, all_T in zip(run(policy, tokens_T, needed_T), (logprobs_T, entropy_T), strict=True):
+    for some_T, all_T in zip(policy(*given, needed_T), (logprobs_T, entropy_T), strict=True):
         torch.testing.assert_close(some_T, torch.where(needed_T, all_T, 0.0))
 
     weight_T = torch.randn(len(tokens_T)) / len(tokens_T)
@@ -125,30 +121,13 @@ def test_packed_attention_refuses_what_it_cannot_do_only_where_it_matters() -> N
 
 SMALL: dict[str, Any] = dict(vocab_size=300, hidden_size=64, intermediate_size=128)
 SMALL |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-LINEAR = dict(linear_num_value_heads=4, linear_num_key_heads=2)
-FAMILIES = {  # the layers that look across packed sequences, and the config's own values
-    "Qwen3Config": ("", {"head_dim": 16}),
-    "LlamaConfig": ("", {}),
-    "Qwen3MoeConfig": ("", dict(head_dim=16, **EXPERTS)),
-    "CohereConfig": ("scaled", dict(logit_scale=0.5)),
-    "Lfm2Config": ("conv", {"layer_types": ["conv", "full_attention"]}),
-    "GraniteMoeHybridConfig": (
-        "linear_attention",
-        dict(num_local_experts=0, mamba_expand=1, layer_types=["mamba", "attention"], **MAMBA),
-    ),
-    "FalconH1Config": ("hybrid", dict(mamba_d_ssm=64, mamba_chunk_size=16, **MAMBA)),
-    "Qwen3_5TextConfig": (  # it has its own use of the boundaries: a TypeError
-        "linear_attention",
-        dict(head_dim=16, layer_types=["linear_attention", "full_attention"], **LINEAR),
-    ),
-}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_model_that_packing_would_change_is_refused(name: str) -> None:
-    layers, values = FAMILIES[name]
+@each_case("families")
+def test_a_model_that_packing_would_change_is_refused(case: dict[str, Any]) -> None:
+    """`layers` look across packed sequences; those of Qwen3.5 by boundaries of their own."""
+    name, layers, values = case.values()
     torch.manual_seed(0)
     config = getattr(transformers, name)(**SMALL, **values)
     kind = transformers.AutoModelForCausalLM
@@ -204,7 +183,6 @@ def test_a_compiled_head_gives_the_same(tied_folder: Path, monkeypatch: pytest.M
 
 # Each prompt is trained once, for whatever is trained and however it is split ---------------------
 
-
 UNITS = [Unit([0, 1, 2, 3], 9, [4, 1, 30, 4]), Unit([4], 0, [6]), Unit([5, 6, 7], 20, [7, 0, 12])]
 UNIT_LENGTHS = [unit.prompt + answer for unit in UNITS for answer in unit.answers]
 VOCAB, LONGEST, VERSION = tiny_models.VOCAB, 64, FIRST_VERSION + 3
@@ -250,27 +228,6 @@ def test_a_backbone_computes_the_same_in_float64(kind: str, tmp_path: Path) -> N
     assert gap(*(gradients(backbone, out_TE) for out_TE in hidden_TE)) < 1e-10
 
 
-SMOLLM2: dict[str, Any] = dict(vocab_size=49152, hidden_size=576, intermediate_size=1536)
-SMOLLM2 |= dict(num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, head_dim=64)
-
-
-@pytest.mark.slow
-def test_with_135m_weights_sharing_is_as_exact_as_packing(tmp_path: Path) -> None:
-    """Gradients in float32 are 2.2e-6 off those in float64, both ways. They are 1.7e-6 apart, where
-    packed and one sequence at a time are 2.3e-7 apart, which is the same order of sums."""
-    folder = tiny_models.write(tmp_path, kind="LlamaConfig", **SMOLLM2, initializer_range=0.02)
-    backbone, once = backbone_of(folder), share([Unit([0, 1, 2, 3], 40, [12] * 4)], "cpu")
-    tokens_T, found = torch.randint(2, 49152, (4, 52)), []
-    tokens_T[:, :40] = tokens_T[0, :40]
-    for dtype in (torch.float32, torch.float64):
-        given = (backbone.to(dtype), dtype, tokens_T.flatten(), boundaries([52] * 4))
-        found.append(gradients(backbone, hidden_states(*given, once)[0][once.unique_T]))
-        found.append(gradients(backbone, hidden_states(*given, None)[0]))
-    shared, packed, exactly_shared, exact = found
-    assert gap(exactly_shared, exact) < 1e-10
-    assert gap(shared, exact) < 1.2 * gap(packed, exact) < 1e-5
-
-
 @pytest.fixture(scope="module")
 def batch() -> tuple[TrajectoryRing, Batch]:
     """With two turns, answers of one token, several versions, stale tokens, masked members."""
@@ -292,7 +249,6 @@ def batch() -> tuple[TrajectoryRing, Batch]:
 
 NAMES = ("loss", "grad_norm", "value_loss", "kl", "entropy", "clip_frac", "behav_ratio_mean")
 COMPARED = {f"train/{name}" for name in NAMES}
-
 
 CONFIGS = {name: of_algorithm(name, kl_coef=0.05, critic_lr=1e-3) for name in ALGORITHMS}
 CONFIGS["lora"] = of_algorithm("grpo", kl_coef=0.05, **LORA)
@@ -346,9 +302,8 @@ def test_two_ranks_with_slices_share_prompts(
     assert ranks.relative_error(ranks.momentum(folder), packed.momentum()) < 1e-5
 
 
-def test_the_first_ratio_is_1_to_the_bit(
-    batch: tuple[TrajectoryRing, Batch], tied_folder: Path
-) -> None:
+def test_the_first_ratio_is_exact(batch: tuple[TrajectoryRing, Batch], tied_folder: Path) -> None:
+    """1 to the bit."""
     config = with_train(max_tokens=LONGEST, num_minibatches=2)
     trainer = LocalRank(tied_folder, config, batch[0]).trainer
     prepared = trainer.preparer.prepare(batch[1])

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cases import DATA
 from hypothesis import given
 from hypothesis import strategies as st
 from test_cli import minirl
@@ -94,12 +95,7 @@ def test_a_broken_run_consumes_each_index_once(num_train: int, count: int, rando
 
 # Turns: only a reply's own text is tokenised, and it comes back whole -----------------------------
 
-
-TURNS_TEMPLATE = (
-    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}"
-    "{% if m['role'] == 'assistant' %}<eos>{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
+TURNS_TEMPLATE = (DATA / "turns.jinja").read_text()
 CHAT, TEXT = Example(({"role": "user", "content": "Hi"},), "!"), Example("Hi", "!")
 
 
@@ -169,7 +165,6 @@ def test_turns_come_back_from_the_flat_record_as_they_were_said(is_ended: bool) 
 
 
 # `minirl data`: what it shows is what a run would see ---------------------------------------------
-
 
 ROWS = {  # the third is the first again, but for case and space
     "train": ["What is 1 + 1?", "What is 2 + 2?", "what is  1 + 1?", "What is 3?" + " Think!" * 40],

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cases import cases
 from run_dirs import make_config, write_run
 from test_cli import ran
 
@@ -88,13 +89,8 @@ def test_damaged_runs_are_shown_as_far_as_they_go(
     empty = half_written(tmp_path / "empty")
     text = report.write([RunDir(empty)], empty)[0].read_text()
     assert "No step was trained yet." in text and f"minirl train {empty}/recipe.toml" in text
-    for name, line in {
-        "metrics": '{"step": 1, "reward/mean": 0.5, "seconds": "?", "buffer/dropped_stale": 7}',
-        "evals": '{"step": 1, "version": 1, "answers": []}',
-        "batches": '{"step": 1}\n{"step": 2, "groups": [{"id": 3}]}',
-        "samples": '{"step": 1, "tokens": ["a"]}',
-    }.items():
-        (empty / f"{name}.jsonl").write_text(line)
+    for name, lines in (case.values() for case in cases("half_lines")):
+        (empty / name).write_text(lines)
     assert ran("report", empty)[0] == str(empty / "report" / "report.html")
     assert "7 stale" in (empty / "report" / "report.html").read_text()  # of a run that failed
 
@@ -128,7 +124,6 @@ def test_inspect_prints_all_of_a_step(runs: dict[str, RunDir], tmp_path: Path) -
 
 
 # Loggers follow a run in threads of their own; one that fails costs a note ------------------------
-
 
 ANSWER = {"prompt": "2 + 2?", "reference": "4", "answer": "four", "reward": 1.0}
 

@@ -42,7 +42,13 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
     pids = run.workers()
     environments = {name: Path(f"/proc/{pids[name]}/environ").read_text() for name in pids}
     ended = run.end(code=0)
-    check_trace(run.dir)
+    # Every worker has its track.
+    names = {worker: {name for name, *_ in spans} for worker, spans in spans_of(run.dir).items()}
+    assert sorted(names) == ["rollout-0", "rollout-1", "train-0", "train-1", "verify-0"]
+    assert {"generating", "reloading", "waiting for prompts"} <= names["rollout-0"]
+    assert {"training: forward and backward", "waiting for batch"} <= names["train-1"]
+    assert {"publishing", "saving", "training: pack step 4"} <= names["train-0"]
+    assert {"grading", "waiting for answers"} <= names["verify-0"]
     check_trajectories(run.dir)
     assert_accounted(lines := run.metrics(), max_staleness=2)
     evaluated = read_lines(run.dir / "evals.jsonl")
@@ -59,16 +65,12 @@ def test_two_engines_and_two_ranks_train_and_leave_a_run_directory(
     assert min(lines[-1][f"buffer/dropped_{what}_error"] for what in ("reward", "reply")) > 0
     assert all(1 < line["rollout/turns_mean"] <= 3 for line in lines)
     assert (run.dir / "samples.jsonl").read_text().count("again?") >= 4
-    check_replay(run)
-
-
-def check_replay(run: Run) -> None:
-    """One rank computes what two have trained; the first step needs no state of the optimizer."""
+    # One rank computes what two have trained; the first step needs no state of the optimizer.
     assert len([*(run.dir / "record").iterdir()]) == 4
-    found, line = bad_batch.replay(run.dir / "record" / "step-000001"), run.metrics()[0]
+    found = bad_batch.replay(run.dir / "record" / "step-000001")
     assert not found.bad
     for name in bad_batch.SHOWN:
-        assert found.values[name] == pytest.approx(line[name], rel=1e-3, abs=1e-7)
+        assert found.values[name] == pytest.approx(lines[0][name], rel=1e-3, abs=1e-7)
 
 
 def check_secrets(run: Run, ended: Ended, environments: dict[str, str]) -> None:
@@ -94,16 +96,6 @@ def spans_of(run_dir: Path) -> Spans:
     return spans
 
 
-def check_trace(run_dir: Path) -> None:
-    """Every worker has its track."""
-    names = {worker: {name for name, *_ in spans} for worker, spans in spans_of(run_dir).items()}
-    assert sorted(names) == ["rollout-0", "rollout-1", "train-0", "train-1", "verify-0"]
-    assert {"generating", "reloading", "waiting for prompts"} <= names["rollout-0"]
-    assert {"training: forward and backward", "waiting for batch"} <= names["train-1"]
-    assert {"publishing", "saving", "training: pack step 4"} <= names["train-0"]
-    assert {"grading", "waiting for answers"} <= names["verify-0"]
-
-
 def check_trajectories(run_dir: Path) -> None:
     """All that was trained; tokens of two answers, with the gap between both sides' logprobs."""
     run = open_run(run_dir)
@@ -127,15 +119,6 @@ def check_trajectories(run_dir: Path) -> None:
     assert len(write([run], run_dir / "report")) > 10
 
 
-@pytest.mark.slow
-def test_a_tensor_parallel_engine_trains(tmp_path: Path, tied_folder: Path) -> None:
-    parallel = {"devices__rollout": 2, "devices__tensor_parallel": 2, "train__steps": 2}
-    run = Run(tmp_path / "run", model__path=tied_folder, **parallel)
-    run.end(code=0)
-    assert run.summary()["logprob_gap_max"] < 1e-3
-    assert_accounted(run.metrics(), max_staleness=2)
-
-
 @pytest.mark.parametrize("eta", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_shares_its_cores_and_trains_only_while_the_engine_sleeps(
     eta: int, tmp_path: Path, tied_folder: Path
@@ -154,15 +137,18 @@ def test_a_run_shares_its_cores_and_trains_only_while_the_engine_sleeps(
 
 
 @pytest.mark.slow
-def test_ranks_that_keep_slices_train_and_resume(tmp_path: Path, tied_folder: Path) -> None:
-    sliced = {"devices__train": 2, "train__shard": '"full"', "eval__every": 2}
-    sliced |= {"model__path": tied_folder, "checkpoint__every": 2}
-    Run(tmp_path / "run", train__steps=2, **sliced).end(code=0)
-    run = Run(tmp_path / "run", options=("--resume",), train__steps=4, **sliced)
-    run.end(code=0)
-    assert run.summary()["logprob_gap_max"] < 1e-3
-    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4]
-    assert_accounted(run.metrics(), max_staleness=2)
+def test_a_tensor_parallel_engine_and_ranks_that_keep_slices_train_and_resume(
+    tmp_path: Path, tied_folder: Path
+) -> None:
+    split = {"devices__rollout": 2, "devices__tensor_parallel": 2, "devices__train": 2}
+    split |= {"train__shard": '"full"', "eval__every": 2, "checkpoint__every": 2}
+    for steps, options in ((2, ()), (4, ("--resume",))):
+        changes = {"model__path": tied_folder, "train__steps": steps, **split}
+        run = Run(tmp_path / "run", options=options, **changes)
+        run.end(code=0)
+        assert run.summary()["logprob_gap_max"] < 1e-3
+        assert [line["step"] for line in run.metrics()] == [*range(1, steps + 1)]
+        assert_accounted(run.metrics(), max_staleness=2)
     assert (run.dir / "checkpoints/step-000004/trainer/optimizer-1-of-2.safetensors").exists()
 
 

@@ -239,7 +239,6 @@ def test_the_last_and_the_best_stay(
 
 # Metrics and their limits. Faults in a row stop a run; filters that keep hardly anything warn -----
 
-
 GOOD = {"train/logprob_gap": 0.01, "train/entropy": 1.0, "train/skipped_updates": 0.0}
 BAD = {**GOOD, "train/logprob_gap": float("nan"), "train/entropy": 1e-4}
 SKIPPED = {"train/skipped_updates": 1.0}

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 from attacks import ESCAPES, FUNCTIONS, NOBODY, PROGRAMS, SHORT, World, world
+from cases import cases, refused
 from processes import wait_until
 from test_cli import python
 
 from minirl.config import Config, TasksConfig
-from minirl.errors import RecipeError
 from minirl.records import Answer, StopReason
 from minirl.tasks import code, sandbox
 from minirl.tasks.code import Code, equal
@@ -25,12 +25,6 @@ from tests.soak.controller_process import children
 
 pytestmark = pytest.mark.skipif("Landlock" in why_not(), reason="this kernel has no Landlock")
 LONG = Limits(cpu_s=30, wall_s=60.0)
-STATUS = {
-    **dict.fromkeys(("endless output", "memory bomb", "full disk", "syntax error"), "exit code 1"),
-    **dict.fromkeys(("full disk by many", "many files"), "scratch folder"),
-    **{"segmentation fault": "exit code -11", "32-bit calls": "exit code -31", "exit early": ""},
-    "asleep for ever": "wall time",
-}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +74,8 @@ def test_the_attacks_are_real(attacked: World) -> None:
 
 
 def test_an_outcome_says_why(attacked: World) -> None:
-    assert {name: attacked.attempt(name)[0].status for name in STATUS} == STATUS
+    for name, status in (case.values() for case in cases("outcomes")):
+        assert attacked.attempt(name)[0].status == status, name
     # A late watcher meets the memory limit.
     assert attacked.attempt("thread bomb")[0].status in ("threads", "exit code 1")
     limits = Limits(cpu_s=1, wall_s=300.0)
@@ -115,9 +110,8 @@ def test_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_ordinary_programs_run() -> None:
-    for line in (Path(__file__).parent / "data/ordinary_programs.jsonl").read_text().splitlines():
-        code, stdin, output = json.loads(line).values()
-        assert run(code, stdin, limits=LONG).output.decode() == output
+    for program, stdin, output in (case.values() for case in cases("ordinary_programs")):
+        assert run(program, stdin, limits=LONG).output.decode() == output
     assert run("print(len(input()))", "x" * 3_000_000, limits=LONG).output == b"3000000\n"
     hashes = "print(list({'a', 'b', 'c', 'd', 'e'}))"
     assert run(hashes).output == run(hashes).output
@@ -125,17 +119,7 @@ def test_ordinary_programs_run() -> None:
 
 # The code task: which answers pass, and that the tests stay out of the sandbox --------------------
 
-
-ADD = {
-    "prompt": "Print the sum.",
-    "tests": [{"stdin": f"{a} {b}\n", "stdout": f"{a + b}\n"} for a, b in ((1, 2), (3, 4), (0, 0))],
-    "solution": "print(sum(map(int, input().split())))",
-}
-PAIR = {
-    "prompt": "pair(x) gives x twice.",
-    "tests": [{"call": "pair", "args": [x], "returns": [x, x]} for x in (1, "a", None, 0.1)],
-    "solution": "def pair(x):\n    return x, x",
-}
+ADD, PAIR = cases("code_problems")
 
 
 def task_of(problems: Path, timeout_s: float = 60.0) -> Code:
@@ -157,9 +141,8 @@ def test_programs_and_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(ADD)}\n{json.dumps(PAIR)}\n")
     task = task_of(tmp_path)
-    for line in (Path(__file__).parent / "data" / "code_cases.jsonl").read_text().splitlines():
-        case = json.loads(line)
-        assert score(task, case["problem"], case["program"]) == case["reward"], line
+    for case in cases("code_cases"):
+        assert score(task, case["problem"], case["program"]) == case["reward"], case
     assert score(task, 0, ADD["solution"], StopReason.LENGTH) == 0.0
     for text in ("no code", f"```\n{ADD['solution']}\n```", f"```python\n{ADD['solution']}"):
         assert task.reward(task.train(0), Answer(text, StopReason.STOP, 10)) == 0.0, text
@@ -174,26 +157,17 @@ def test_programs_and_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_equality() -> None:
-    same = [(3, 3), (3.0, 3), (0.30000000000000004, 0.3), (3, 3.0), ([1, [2.0, 3]], [1, [2, 3]])]
-    same += [({"a": [0.1]}, {"a": [0.1000000001]}), (None, None)]
-    other = [(0.3001, 0.3), (10**400, 1.0), (float("nan"), 1.0), ("3", 3), ([1, 2], [1, 2, 3])]
-    other += [([1, 2], [2, 1]), ({"a": 1}, {"a": 1, "b": 2}), (0, None), ([], {})]
-    assert all(equal(*pair) for pair in same) and not any(equal(*pair) for pair in other)
+    for one, other, is_equal in (case.values() for case in cases("equality")):
+        assert equal(one, other) == is_equal, (one, other)
 
 
 def test_a_bad_row_is_one_line(tmp_path: Path) -> None:
-    for tests, why in (
-        ("[]", "tests of one form are needed"),
-        ('[{"stdin": "1"}]', "KeyError: 'stdout'"),
-        ('[{"call": "a b", "args": []}]', "must be a name"),
-        ('[{"stdin": "1", "stdout": "2"}]', '"solution"'),
-    ):
+    for tests, why in (case.values() for case in cases("bad_tests")):
         row = f'{{"prompt": "x", "tests": {tests}}}'
         (tmp_path / "train.jsonl").write_text(f"{json.dumps(ADD)}\n{row}\n")
-        with pytest.raises(RecipeError) as caught:
+        with refused("tasks.data", why) as caught:
             task_of(tmp_path)
-        assert caught.value.key == "tasks.data" and why in str(caught.value)
-        assert "train.jsonl, row 2" in str(caught.value) and "\n" not in str(caught.value)
+        assert "train.jsonl, row 2" in str(caught.value)
 
 
 def test_where_there_is_no_landlock_code_is_refused(tmp_path: Path) -> None:

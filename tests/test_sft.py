@@ -166,7 +166,6 @@ def test_ctrl_c_saves_and_leaves_no_process(sets: list[str], tmp_path: Path) -> 
 
 # recipes/minimal.py is minirl at η = 0; the tiny model is made as tests/warm_up.py makes it -----
 
-
 NUM_GROUPS = 4
 
 

@@ -263,7 +263,6 @@ def test_idle_time_counts_while_a_worker_waits(state: State, clock: SimpleNamesp
 
 # The ring: a trajectory is read whole, by the ticket it was sealed with, or not at all ------------
 
-
 NUM_KILLS, MOST_KILLS = 24, 1000
 
 

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from cases import each_case
 from fault_bodies import Script
 from processes import LIMIT_S, RECIPES, TRAINER_PLACE, wait_until
 from run_dirs import NO_SAVER, Notes
@@ -130,26 +131,15 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "FIRST_DELAY_S", 0.02)
 
 
-@pytest.mark.parametrize(
-    ("eta", "bad", "redone"),
-    [
-        (0, {"die_at_step": 6}, 2),  # from 5 back to 3
-        (2, {"die_at_step": 6}, 2),
-        (0, {"die_after_publishing": 5}, 1),  # version 5 was out before the controller knew
-        (2, {"die_after_publishing": 5}, 1),
-        (2, {"die_in_save": 6}, 3),
-        (2, {"die_at_step": 6, "die_in_load": 1}, 2),  # the next too, before it has published
-        (2, {"die_at_step": 8, "breaks": 6}, 4),  # the newest checkpoint: from 7 back to 3
-        (2, {"die_at_step": 2}, 1),  # there is no checkpoint yet: from the beginning
-    ],
-)
-def test_a_dead_rank_rolls_back(eta: int, bad: dict[str, int], redone: int, tmp_path: Path) -> None:
+@each_case("rollbacks")
+def test_a_dead_rank_rolls_back(case: dict[str, Any], tmp_path: Path) -> None:
+    eta, bad, redone, why = case.values()
     with stage(tmp_path, stage_config(eta), train={"bad": bad}) as run:
         if "breaks" in bad:
             newest = tmp_path / "checkpoints" / "step-000006" / "model.safetensors"
             run.at_step[7] = lambda: newest.write_bytes(b"")
         lines = run.run_and_check()
-        assert lines[-1]["faults/steps_redone"] == redone
+        assert lines[-1]["faults/steps_redone"] == redone, why
         assert lines[-1]["faults/workers_replaced"] == 1 + ("die_in_load" in bad)
         least = BATCH * redone + (0 if "die_in_save" in bad else BATCH)
         assert run.buffer.drops[Drop.WORKER_DIED] >= least
@@ -157,19 +147,12 @@ def test_a_dead_rank_rolls_back(eta: int, bad: dict[str, int], redone: int, tmp_
         assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
-@pytest.mark.parametrize(
-    ("role", "bad", "said", "num_steps"),
-    [
-        ("train", {"die_at_step": 5, "always": 1}, r"train-0 was killed by .* \(start 4\)", 4),
-        ("train", {"dies": 1}, r"train-0 RuntimeError: no luck \(start 4\)", 0),
-        # What does not fit says what to change, and is not tried again.
-        ("train", {"dies": 2}, r"\(start 1\).*change train\.max_tokens from 16384", 0),
-        ("rollout", {"stale": 1}, r"rollout-0: version 1 did not reach the engine", None),
-    ],
-)
+@each_case("always_dies")
 def test_a_worker_that_always_dies_ends_the_run_with_a_reason(
-    role: str, bad: dict[str, int], said: str, num_steps: int | None, tmp_path: Path
+    case: dict[str, Any], tmp_path: Path
 ) -> None:
+    """What does not fit says what to change, and is not tried again."""
+    role, bad, said, num_steps = case.values()
     (tmp_path / f"{role}-0.log").write_text("of an earlier run: CUDA out of memory\n")
     with stage(tmp_path, **{role: {"bad": bad}}) as run:
         delays, replace_now = list[float](), run.workers.replace
@@ -375,9 +358,7 @@ def test_once_asks_and_twice_ends(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize(("eta", "every"), [(0, 0), (2, 0), (2, 3)])
-def test_an_interrupted_run_finishes_its_step_and_saves_it(
-    eta: int, every: int, tmp_path: Path
-) -> None:
+def test_an_interrupted_run_ends_its_step_and_saves(eta: int, every: int, tmp_path: Path) -> None:
     with stage(tmp_path, stage_config(eta, every=every)) as run:
         run.at_step[3] = lambda: setattr(run.loop, "is_interrupted", True)
         run.loop.run()
@@ -407,30 +388,10 @@ def test_ctrl_c_ends_the_last_evaluation_and_a_resume_repeats_it(tmp_path: Path)
 
 # The OOM hint -------------------------------------------------------------------------------------
 
-CUDA_OOM = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …"
-CPU_OOM = "RuntimeError: DefaultCPUAllocator: can't allocate memory"
-NO_BLOCKS = "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_…"
-TOO_SMALL = "ValueError: To serve at least one request (1.75 GiB KV cache is needed, which …"
-NO_ROOM = "Free memory on device cuda:0 (31.02/79.10 GiB) on startup is less than desired GPU …"
 
-
-@pytest.mark.parametrize(
-    ("role", "words", "kind", "change"),
-    [
-        ("train", CUDA_OOM, "cuda", "train.max_tokens from 16384 to 8192"),
-        ("train", CPU_OOM, "cpu", "train.max_tokens from 16384 to 8192"),
-        ("train", CPU_OOM, "cuda", "train.batch_size from 32 to 16"),
-        ("rollout", NO_BLOCKS, "cuda", "rollout.memory_fraction from 0.85 to 0.9"),
-        ("rollout", TOO_SMALL, "cpu", "rollout.kv_cache_gib from 0.5 to 1.0"),
-        ("rollout", NO_ROOM, "cuda", "rollout.memory_fraction from 0.85 to 0.75"),
-        ("rollout", CUDA_OOM, "cuda", "rollout.memory_fraction from 0.85 to 0.75"),
-        ("rollout", CPU_OOM, "cpu", "rollout.kv_cache_gib from 0.5 to 0.25"),
-        ("rollout", CUDA_OOM, "shared", "rollout.kv_cache_gib from 0.5 to 0.25"),
-        ("rollout", TOO_SMALL, "shared", "rollout.kv_cache_gib from 0.5 to 1.0"),
-        ("verify", "SIGKILL\nended by the kernel's OOM killer", "cpu", "tasks.memory_gib from 4.0"),
-    ],
-)
-def test_each_shortage_names_a_key_to_change(role: str, words: str, kind: str, change: str) -> None:
+@each_case("shortages")
+def test_each_shortage_names_a_key_to_change(case: dict[str, str]) -> None:
+    role, words, kind, change = case.values()
     config, kind = build({"devices.share": kind == "shared"}), kind.replace("shared", "cuda")
     said = memory_hint(role, words, config, kind)
     assert f"change {change}" in said

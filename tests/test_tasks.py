@@ -3,7 +3,6 @@ and math against answers that were labelled by hand for this project. User code 
 itself, cannot be loaded, hangs, exits, crashes or eats memory, and a bad row: one line each."""
 
 import json
-import re
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
+from cases import DATA, cases, each_case, refused
 
 from minirl import recipe
 from minirl.config import TINY_FOLDER, Config, TasksConfig
@@ -27,40 +27,7 @@ from minirl.tasks.gsm8k import Gsm8k
 from minirl.tasks.math import Mathematics, is_equal
 from minirl.tasks.registry import make_task, self_check
 
-TASK = """
-import ctypes, os, sys, threading
-from minirl.tasks import Task
-pass  # import
-
-class Mine(Task):
-    def load(self, split):
-        pass  # load
-        for i in range(40):
-            yield {"prompt": f"{i}?", "reference": f"{i}"}
-
-    def example(self, row):
-        pass  # example
-        return super().example(row)
-
-    def reward(self, example, answer):
-        pass  # reward
-        return answer.text == example.reference
-
-    def reply(self, example, turns):
-        pass  # reply
-
-    def solution(self, example):
-        pass  # solution
-        return helped(example)
-
-def helped(example):
-    return example.reference  # helper
-"""
-HANG, SPIN = "threading.Event().wait()", "while True: pass"
-CRASH, EXIT = "ctypes.string_at(0)", "os._exit(3)"
-SLOW = "its code took longer than tasks.timeout_s = 3"
-ENDED = "its code ended its process (ended with exit code 3)"
-KILLED = "its code ended its process (was killed by SIGSEGV)"
+TASK = (DATA / "task.txt").read_text()
 
 
 def config_of(kind: str, **options: object) -> Config:
@@ -84,47 +51,18 @@ def test_a_task_is_found_by_its_name_and_proves_itself(kind: str) -> None:
     assert self_check(task, kind) == "32 references score 1, 30 shuffled ones less"
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("import no_such_package", "No module named 'no_such_package'"),
-        ("class Mine(:", "SyntaxError"),
-        ("class Other: pass", "there is no Mine in it, but Other)"),
-        ("class Mine:\n    def __init__(*_): ...", "(TypeError: it is no Task)"),
-        ("def Mine(*_): raise OSError('no disk')", "(OSError: no disk (mine.py, line 1, in Mine))"),
-        *((kind, "cannot be loaded") for kind in ("no.py:Task", "no_module:Task", "nonsense", ":")),
-    ],
-)
-def test_a_task_that_cannot_be_loaded_is_one_line(tmp_path: Path, text: str, why: str) -> None:
-    own = written(tmp_path, text)
-    with pytest.raises(RecipeError) as caught:
-        make_task(config_of(text if why == "cannot be loaded" else own))
-    assert caught.value.key == "tasks.kind"
-    assert why in str(caught.value) and "\n" not in str(caught.value)
+@each_case("wrong_tasks")
+def test_a_task_that_cannot_be_loaded_is_one_line(tmp_path: Path, case: dict[str, str]) -> None:
+    own = written(tmp_path, case.get("code", ""))
+    with refused("tasks.kind", case["why"]):
+        make_task(config_of(case.get("kind", own)))
 
 
-SAME = "answer.text == example.reference"
-SPELLED = "f'{i // 2}' + '.0' * (i % 2)"  # 7 and 7.0 are two references and one answer
-WRONG, OTHER = "a wrong answer scores 1", "its own reference scores 0, not 1"
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"range(40)": "range(1)"}, ""),
-        ({SAME: "float(answer.text) == float(example.reference)", 'f"{i}"': SPELLED}, ""),
-        ({SAME: f"1.0 if {SAME} else 0.3"}, ""),
-        ({SAME: "int(answer.text) - int(example.reference) in (0, 1)"}, WRONG),
-        ({SAME: "{}[answer.text]"}, r"its self-check failed \(KeyError: '\d+'"),
-        ({SAME: f"{SAME} != '31'"}, OTHER),
-        ({SAME: f"{SAME} != 'b'", 'f"{i}"': 'f"{i}" if split == "train" else "b"'}, OTHER),
-        ({SAME: "float('nan')"}, "ValueError: the reward is nan, not a finite"),
-        ({"def reward": "def other"}, "Mine has no reward"),
-    ],
-)
-def test_a_task_that_contradicts_itself(tmp_path: Path, changes: dict[str, str], why: str) -> None:
-    text = TASK
-    for old, new in changes.items():
+@each_case("contradictions")
+def test_a_task_that_contradicts_itself(tmp_path: Path, case: dict[str, Any]) -> None:
+    text, why = TASK, case["why"]
+    for old, new in case["changes"].items():
+        assert old in text
         text = text.replace(old, new)
     task, kind = make_task(config_of(written(tmp_path, text))), "mine.py:Mine"
     expected = pytest.raises(RecipeError, match=f'tasks.kind = "{kind}": .*{why}')
@@ -132,24 +70,12 @@ def test_a_task_that_contradicts_itself(tmp_path: Path, changes: dict[str, str],
         self_check(task, kind)
 
 
-@pytest.mark.parametrize(
-    ("mark", "harm", "what"),
-    [
-        *(("import", SPIN, SLOW), ("import", EXIT, ENDED), ("load", CRASH, KILLED)),
-        *(("example", HANG, SLOW), ("solution", EXIT, ENDED)),
-        ("reply", "return 3", "its reply is 3"),
-        ("example", "x = [0] * (20 * 2**30 // 8)", "(MemoryError: "),
-        ("reward", "sys.exit(3)", "its self-check failed (SystemExit: 3"),
-        ("reward", "return", "(ValueError: the reward is None, not a finite number"),
-        ("reward", "return 10**400", "(ValueError: the reward is 1000"),
-        ("solution", "raise KeyError(7)", "its self-check failed (KeyError: 7"),
-    ],
-)
-def test_it_is_one_line(tmp_path: Path, mark: str, harm: str, what: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        checked(tmp_path, TASK.replace(f"pass  # {mark}", harm), 3.0 if SLOW in what else 60.0)
+@each_case("harmful_tasks")
+def test_it_is_one_line(tmp_path: Path, case: dict[str, str]) -> None:
+    mark, harm, what = case.values()
+    with refused("tasks.kind", what) as caught:
+        checked(tmp_path, TASK.replace(f"pass  # {mark}", harm), 3.0 if "longer" in what else 60.0)
     line = str(caught.value)
-    assert what in line and "\n" not in line and caught.value.key == "tasks.kind"
     number = next(n for n, text in enumerate(TASK.splitlines(), 1) if f"# {mark}" in text)
     if "return" not in harm:
         assert f"(mine.py, line {number}, in " in line, line
@@ -159,7 +85,7 @@ def test_what_is_right_passes_and_a_helper_is_named_with_its_method(tmp_path: Pa
     right = checked(tmp_path, TASK)
     assert right.shown == "32 references score 1, 32 shuffled ones less"
     assert right.warning == "40 of 40 held-out prompts are trained on"
-    with pytest.raises(RecipeError, match=r"line 28, in helped, from solution\)"):
+    with pytest.raises(RecipeError, match=r"line 27, in helped, from solution\)"):
         checked(tmp_path, TASK.replace("  # helper", " + None"))
 
 
@@ -218,32 +144,14 @@ def test_a_folder_has_one_file_per_split_and_parts_are_joined(tmp_path: Path) ->
     assert task.train(0) == Example(tuple(chat), "2") and task.train(1).reference == '[1, "x"]'
 
 
-FOLDER = "FileNotFoundError: a folder needs train.jsonl, train.csv or train.parquet"
-BAD_ROWS = [
-    ("train.jsonl", b'{"q": 1', "cannot be read at row 1 (Expecting"),
-    ("train.jsonl", b'{"q": "a", "a": "b"}\n[1]', "cannot be read at row 2 (it is no JSON object"),
-    ("train.jsonl", b'{"q": "a", "b": "c"}', 'row 1": nothing in the column "a", it has q, b'),
-    ("train.jsonl", b'\n{"q": " ", "a": "b"}', 'row 1": no prompt in its column "q"'),
-    ("train.jsonl", b'{"q": [{"role": "user"}], "a": "b"}', 'no prompt in its column "q": ['),
-    ("train.jsonl", b"", "has no rows to train on"),
-    ("train.csv", b"q,a\n1,2,3\n", "row 1 (it is no JSON object, or has more cells"),
-    ("train.parquet", b"no", "cannot be read at row 1 ("),
-    ("x.txt", b"no", "of another kind than .jsonl, .csv and .parquet"),
-    ("dev.jsonl", b"{}", FOLDER),
-    ("", None, FOLDER),
-    *((name, None, "no such path") for name in ("./gone", "gone.jsonl", "tests/gone", "~/x/y")),
-]
-
-
-@pytest.mark.parametrize(("name", "text", "line"), BAD_ROWS)
-def test_bad_data_is_one_line(tmp_path: Path, name: str, text: bytes | None, line: str) -> None:
+@each_case("bad_rows")
+def test_bad_data_is_one_line(tmp_path: Path, case: dict[str, str | None]) -> None:
+    name, text, line = case.values()
     if text is not None:
-        (tmp_path / name).write_bytes(text)
+        (tmp_path / name).write_text(text)
     data = name if text is None else tmp_path / name if name == "x.txt" else tmp_path
-    with pytest.raises(RecipeError) as caught:
+    with refused("tasks.data", line):
         Plain(data_config(data)).train(0)
-    assert caught.value.key == "tasks.data"
-    assert line in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_built_in_tasks_take_ones_own_rows_and_columns(tmp_path: Path) -> None:
@@ -264,19 +172,11 @@ def test_built_in_tasks_take_ones_own_rows_and_columns(tmp_path: Path) -> None:
     assert unread.reward(Example("", "12"), Answer("#### 12", StopReason.STOP, 1)) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "line"),
-    [
-        ("gsm8k", {"instrution": ""}, "is no option of this task; the defaults are {'instruction'"),
-        ("arithmetic", {"step_weights": [0, 0]}, "must be the weights of 1, 2, … up to 7 steps"),
-        ("arithmetic", {"step_weights": 3}, "must be of type list"),
-        ("code", {"test_s": 0}, "must be above 0"),
-    ],
-)
-def test_a_wrong_option_is_one_line(kind: str, options: dict[str, Any], line: str) -> None:
-    with pytest.raises(RecipeError, match=re.escape(line)) as caught:
+@each_case("bad_options")
+def test_a_wrong_option_is_one_line(case: dict[str, Any]) -> None:
+    kind, options, line = case.values()
+    with refused(f"tasks.options.{next(iter(options))}", line):
         make_task(Config(tasks=TasksConfig(kind=kind, options=options)))
-    assert caught.value.key == f"tasks.options.{next(iter(options))}"
     with pytest.raises(RecipeError, match="draws its own problems"):
         make_task(Config(tasks=TasksConfig(kind="arithmetic", data="train.jsonl")))
 
@@ -314,8 +214,7 @@ def verdict(task: Task, case: dict[str, object], stop: StopReason = StopReason.S
 
 @pytest.mark.parametrize(("name", "kind"), [("gsm8k", Gsm8k), ("math", Mathematics)])
 def test_every_label_is_met(name: str, kind: type[Task]) -> None:
-    lines = (Path(__file__).parent / "data" / f"{name}_cases.jsonl").read_text().splitlines()
-    labelled, task = [json.loads(line) for line in lines], kind(TasksConfig())
+    labelled, task = cases(f"{name}_cases"), kind(TasksConfig())
     wrong = [case for case in labelled if verdict(task, case) != case["right"]]
     assert wrong == []
     assert len(labelled) >= 150

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import DATA
 from processes import Inbox, crew
 from tiny_models import tokenizer
 
@@ -19,39 +20,13 @@ from minirl.tasks.verifier import VerifierSetup
 
 TOKENIZER = tokenizer(512)
 EXAMPLE = Example("q", "right")
-TASK = """
-import os
-
-from minirl.tasks import Task
-
-class Moody(Task):
-    replies = {"wrong": "text right", "nan": "", "inf": 3}
-
-    def reward(self, example, answer):
-        match answer.text.split()[0]:
-            case "huge":
-                return len(bytearray(2**30))
-            case "raise":
-                raise ValueError("no idea")
-            case "nan" | "inf" as number:
-                return float(number)
-            case "text":
-                return "not a number"
-        return answer.text == example.reference
-
-    def reply(self, example, turns):
-        assert turns[1::2] == ("text right",) * (len(turns) // 2), turns
-        if turns[-1] == "exit":
-            os._exit(5)
-        return self.replies.get(turns[-1]) if turns[-1] != "raise" else {}["no idea"]
-"""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("verifier")
     TOKENIZER.save_pretrained(folder)
-    (folder / "moody.py").write_text(TASK)
+    (folder / "moody.py").write_text((DATA / "moody_task.txt").read_text())
     return folder
 
 
@@ -101,7 +76,7 @@ def test_rewards_and_texts_come_in_order_and_a_failure_is_never_a_0(bench: Bench
     assert bench.ask(request) == Graded(4, (1.0, 0.0, 1.0, 0.0), texts)
     numbers = {"nan": "nan", "inf": "inf", "text": "'not a number'"}
     failures = {word: f"the reward is {n}, not a finite number" for word, n in numbers.items()}
-    failures["raise"] = "no idea (moody.py, line 14, in reward)"
+    failures["raise"] = "no idea (moody.py, line 13, in reward)"
     for i, (text, error) in enumerate(failures.items()):
         assert bench.ask(bench.grade(i, "right", text)) == Graded(i, error=f"ValueError: {error}")
 
