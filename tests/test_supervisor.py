@@ -259,7 +259,9 @@ def test_an_evaluation_that_loses_its_engine_is_retried(tmp_path: Path) -> None:
 
 
 def test_groups_are_begun_while_a_checkpoint_is_saved(tmp_path: Path) -> None:
-    with stage(tmp_path, train={"bad": {"held_save": 3}}) as run:
+    config = stage_config()
+    config = replace(config, buffer=replace(config.buffer, target_staleness=2.0))  # in every slot
+    with stage(tmp_path, config, train={"bad": {"held_save": 3}}) as run:
         feed = run.loop.feed
 
         def watched() -> None:
