@@ -132,25 +132,28 @@ def self_check(task: Task, kind: str) -> str:
     """At start (rule 7): references score 1, other examples' references less; says how many. Two
     references may be one answer in two spellings (0.5 and 1/2): then each is right for the other,
     which is fine unless it is the rule."""
+
+    def wrong(rule: str, remedy: str) -> RecipeError:
+        return RecipeError("tasks.kind", kind, rule, remedy)
+
     remedy = "look at its load, example and reward"
     with _as_recipe_error("tasks.kind", kind, "its self-check failed", remedy):
         examples = [task.train(i) for i in range(min(32, task.num_train))]
         for example in [*examples, *task.heldout(8)]:
             if (right := _score(task, example, example)) != 1.0:
                 rule = f"its own reference scores {right:g}, not 1"
-                raise RecipeError("tasks.kind", kind, rule, f"look at {str(example)[:160]!r}")
+                raise wrong(rule, f"look at {str(example)[:160]!r}")
         pairs = pairwise([*examples, *examples[:1]])
         others = [(a, b) for a, b in pairs if a.reference != b.reference]
         alike = [(a, b) for a, b in others if _score(task, a, b) >= 1.0]
         for here, there in alike:
             if 2 * len(alike) > len(others) or _score(task, there, here) < 1.0:
-                rule, remedy = "a wrong answer scores 1", f"look at {str(here)[:160]!r}"
-                raise RecipeError("tasks.kind", kind, rule, remedy)
+                raise wrong("a wrong answer scores 1", f"look at {str(here)[:160]!r}")
         for example in examples[:8] if has_turns(task) else ():
             reply = task.reply(example, (task.solution(example),))
             if reply is not None and (not isinstance(reply, str) or not reply):
                 rule = f"its reply is {one_line(repr(reply), 80)}"
-                raise RecipeError("tasks.kind", kind, rule, "text, or None at the end")
+                raise wrong(rule, "text, or None at the end")
         num_wrong = len(others) - len(alike)
         return f"{len(examples)} references score 1, {num_wrong} shuffled ones less"
 

@@ -65,8 +65,7 @@ class Verifier(NamedTuple):
     def grade(self, request: Grade) -> Graded:
         rewards, texts = list[float](), list[str]()
         for place, trajectory in enumerate(request.trajectories):
-            # Anew: tasks.timeout_s counts for each reward.
-            self.board.enter(State.GRADING, anew=True, group=request.group_id, place=place)
+            self._show(request.group_id, place=place)
             view = self.setup.ring.read(trajectory.cell, request.group_id)
             turns = texts_of(view, self.tokenizer, self.setup.dialogue)
             answer = Answer(turns[-1], trajectory.stop, int(view.mask.sum()), turns)
@@ -81,8 +80,7 @@ class Verifier(NamedTuple):
 
     def reply(self, request: Ask) -> Replied:
         example, tokens, error = request.example, list[int](), ""
-        facts = {"group": request.group_id, "place": request.place, "reply": True}
-        self.board.enter(State.GRADING, anew=True, **facts)
+        self._show(request.group_id, place=request.place, reply=True)
         try:
             view = self.setup.ring.read(request.trajectory.cell, request.group_id)
             dialogue, last = self.setup.dialogue or Dialogue(), int(view.tokens[-1])
@@ -98,3 +96,7 @@ class Verifier(NamedTuple):
         # As many as max_new_tokens never fit, and more need not be sent.
         sent = tuple(tokens[: self.setup.config.rollout.max_new_tokens])
         return Replied(request.group_id, request.place, sent, error)
+
+    def _show(self, group_id: int, **facts: Any) -> None:
+        """Anew: tasks.timeout_s counts for each reward."""
+        self.board.enter(State.GRADING, anew=True, group=group_id, **facts)
